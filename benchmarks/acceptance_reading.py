@@ -18,7 +18,7 @@ from outrider.models.eagle_checkpoint import LoadedEagle
 from outrider.models.early_exit_checkpoint import LoadedExit
 from outrider.models.medusa_checkpoint import LoadedHeads
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
@@ -72,7 +72,7 @@ class ModelReader:
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._engine = engine
         self._entries_max = entries_max
-        self._vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
+        self._vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """See `Reader.likeliest`."""
@@ -125,7 +125,7 @@ class ExitReader(ModelReader):
         self, target: ShallowEngine, exit_head: LoadedExit, entries_max: int = DRAFT_SUPPORT_ENTRIES
     ) -> None:
         super().__init__(target, entries_max)
-        self._vocabulary = ReducedVocabulary.of(exit_head.token_ids)
+        self._vocabulary = DraftVocabulary.of(exit_head.token_ids)
         self._target = target
         self._head = exit_head.module
 
@@ -142,7 +142,7 @@ class _ChainReader(ABC):
     """A `Reader` whose q depends on where a chain began."""
 
     def __init__(self, token_ids: Sequence[int], entries_max: int) -> None:
-        self._vocabulary = ReducedVocabulary(np.array(token_ids, dtype=np.int64))
+        self._vocabulary = DraftVocabulary(np.array(token_ids, dtype=np.int64))
         self._entries_max = entries_max
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:

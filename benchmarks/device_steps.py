@@ -13,7 +13,7 @@ import torch
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.cuda.backend import Acceleration, find_acceleration
+from outrider.engine.cuda.backend import DeviceBackend, find_acceleration
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
@@ -48,7 +48,7 @@ def measure(
     module: Any,
     info: ModelInfo,
     options: DeviceOptions,
-    acceleration: Acceleration | None,
+    acceleration: DeviceBackend | None,
     progress: Progress,
 ) -> DeviceReport:
     """Measures a model, which belongs to the bench from now on."""
@@ -138,7 +138,7 @@ def _figures(
     module: Any,
     info: ModelInfo,
     options: DeviceOptions,
-    acceleration: Acceleration | None,
+    acceleration: DeviceBackend | None,
     ideal_ms: float,
 ) -> StepFigures:
     engine = PagedEngine(

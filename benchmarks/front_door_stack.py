@@ -16,7 +16,7 @@ from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import EMULATED, CoordinatorConfig, TargetConfig
 from outrider.drafters.ngram import NgramDrafter
@@ -106,7 +106,7 @@ def _coordinator(store: RedisStore, target: str) -> StampedCoordinator:
             length_control=False,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Patience.of(config),
+            patience=Timeouts.of(config),
         ),
         store=store,
         targets={"target": target_link(target)},

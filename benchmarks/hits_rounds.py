@@ -12,7 +12,7 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import InvariantError, OutriderError, SettingError
 from outrider.limits import LOOK_AHEAD_MAX, SEED_MAX
 from outrider.speculation.accept_reject import Outcome, decide
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.outcome_prediction import RoundGuesses, guess_round
 from outrider.speculation.outcome_probabilities import RANKS_MAX, FanOut
@@ -82,7 +82,7 @@ class _Session:
         self._target = target
         self._draft = draft
         self._drafter = ModelDrafter(draft)
-        self._vocabulary = ReducedVocabulary.of(draft.info.logit_token_ids)
+        self._vocabulary = DraftVocabulary.of(draft.info.logit_token_ids)
         self._prompt_length = len(prompt_ids)
         self._committed = prompt_ids
         self._way = way

@@ -103,7 +103,7 @@ async def _coordinating(
     from coordinator.grpc_api import CoordinatorServicer
     from coordinator.options import CoordinatorOptions
     from coordinator.requests.validation import RequestDefaults
-    from coordinator.routing.request_header import Patience
+    from coordinator.routing.request_header import Timeouts
     from coordinator.service import CoordinatorService
     from outrider.drafters.ngram import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
@@ -126,7 +126,7 @@ async def _coordinating(
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=replace(
-                Patience.of(config),
+                Timeouts.of(config),
                 # One that stalls is to be measured, not done without.
                 draft_answer_s=config.target_timeout_ms / 1e3,
             ),

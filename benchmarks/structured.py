@@ -186,7 +186,7 @@ async def _client(models: _Models, *, draft_masks: bool) -> AsyncIterator[Any]:
     """A client of a coordinator, a target and a draft in this process."""
     from coordinator.options import CoordinatorOptions
     from coordinator.requests.validation import RequestDefaults
-    from coordinator.routing.request_header import Patience
+    from coordinator.routing.request_header import Timeouts
     from coordinator.service import CoordinatorService
     from draft_service.service import DraftService
     from outrider.client import Client, InProcessTransport
@@ -218,7 +218,7 @@ async def _client(models: _Models, *, draft_masks: bool) -> AsyncIterator[Any]:
             length_control=False,
             run_ahead_rounds=8,
             max_sessions=1024,
-            patience=Patience(300.0, 300.0, 1.0, 300.0, 1.0),
+            patience=Timeouts(300.0, 300.0, 1.0, 300.0, 1.0),
         ),
         store=MemoryStore(lambda: loop.time() * 1e3),
         targets={"target": MemoryLink(target)},

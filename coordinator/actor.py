@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from coordinator.requests.tokenization import Text
     from outrider.drafters.lookup import LookupDrafter
     from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
-    from outrider.registry.lease import Announcer
+    from outrider.registry.lease import Lease
     from outrider.registry.registry import Registry
     from outrider.security.gate import Gate
     from outrider.sessions.redis_store import RedisStore
@@ -66,7 +66,7 @@ class CoordinatorActor:
         self._http: HttpServer | None = None
         self._health: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
-        self._announcer: Announcer | None = None
+        self._announcer: Lease | None = None
         self._rosters: list[asyncio.Task[None]] = []
         self._engagement = Engagement(address="")
         self._stopping: asyncio.Task[None] | None = None
@@ -160,8 +160,8 @@ class CoordinatorActor:
         links: LinksBy,
     ) -> None:
         """Keeps up with who is in the registry, and is in it."""
-        from coordinator.routing.discovery import Peers, Roster
-        from outrider.registry.lease import Announcer
+        from coordinator.routing.discovery import Discovery, Peers
+        from outrider.registry.lease import Lease
         from outrider.registry.registry import ReplicaRecord
 
         service, member = self._service, config.membership
@@ -169,8 +169,8 @@ class CoordinatorActor:
             return
         hear = service.fleet.hear
         rosters = (
-            Roster("target", service.targets, registry, links[0], begun_with[0], hear),
-            Roster("draft", service.drafts, registry, links[1], begun_with[1], hear),
+            Discovery("target", service.targets, registry, links[0], begun_with[0], hear),
+            Discovery("draft", service.drafts, registry, links[1], begun_with[1], hear),
         )
         peers = Peers(registry, member.name, service, hear)
         self._rosters = [asyncio.create_task(one.run()) for one in (*rosters, peers)]
@@ -187,7 +187,7 @@ class CoordinatorActor:
                 figures=service.figures,
             )
 
-        self._announcer = Announcer(registry, record)
+        self._announcer = Lease(registry, record)
         await self._announcer.start()
 
     def _observe(self, config: CoordinatorConfig) -> Observation:
@@ -333,7 +333,7 @@ async def _build(
     config: CoordinatorConfig, links: Links, observation: Observation, registry: Registry | None
 ) -> CoordinatorService:
     from coordinator.requests.validation import RequestDefaults
-    from coordinator.routing.request_header import Patience
+    from coordinator.routing.request_header import Timeouts
 
     from .options import CoordinatorOptions
     from .service import CoordinatorService
@@ -355,7 +355,7 @@ async def _build(
             length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Patience.of(config),
+            patience=Timeouts.of(config),
             resume_grace_s=config.resume_grace_ms / 1e3,
             follows=config.membership is not None,
             drafting_delays=config.drafting_delays,

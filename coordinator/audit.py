@@ -20,7 +20,7 @@ from typing import Any, Final
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, berth_of
 from coordinator.routing.request_header import HeadWriter
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.target_client import TargetClient
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
@@ -143,7 +143,7 @@ class Auditor:
         again = self._opened(session)
         prompt_ids = session.tokens.since(0, session.prompt_length)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
-        target = TargetSide(
+        target = TargetClient(
             berth_of(
                 self._targets,
                 again,

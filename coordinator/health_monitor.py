@@ -19,7 +19,7 @@ LOOK_PERIOD_S: Final = 1.0
 """Between two looks at whether target and store answer, and at the fleet."""
 
 
-class CoordinatorStanding:
+class HealthMonitor:
     """Looks now and then, and remembers. Implements `Standing`."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from outrider.limits import LOOK_AHEAD_BYTES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -23,7 +23,7 @@ class CoordinatorOptions:
     """Whether K is chosen round by round, up to what a request asks for; else it is just that."""
     run_ahead_rounds: int
     max_sessions: int
-    patience: Patience
+    patience: Timeouts
     follows: bool = False
     """Whether replicas may join later."""
     drafting_delays: bool = False

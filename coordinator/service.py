@@ -15,7 +15,7 @@ from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.generation import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.recovery import Replayed, Replays, told_again
 from coordinator.decoding.running_sessions import Runs
-from coordinator.decoding.session_creation import Opener
+from coordinator.decoding.session_creation import SessionCreator
 from coordinator.decoding.take_over import TakeOvers
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
@@ -29,13 +29,13 @@ from coordinator.requests.validation import (
     resolve,
 )
 from coordinator.routing.compatibility import Compatibility
-from coordinator.routing.draft_client import DraftSide
-from coordinator.routing.drafts import Drafts, LookupDrafts, StandIn
+from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.drafts import Drafts, LookupDrafts, SessionLookup
 from coordinator.routing.fleet_view import FleetView
 from coordinator.routing.replica_pool import ReplicaPool, berth_of
 from coordinator.routing.request_header import HeadWriter
-from coordinator.routing.self_draft_client import SelfDrafts
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.self_draft_client import SelfDraftClient
+from coordinator.routing.target_client import TargetClient
 from outrider.closing import run_all
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
@@ -61,7 +61,7 @@ from outrider.transport.link import Link
 
 from .audit import Auditor
 from .health import trouble
-from .health_monitor import CoordinatorStanding
+from .health_monitor import HealthMonitor
 from .options import CoordinatorOptions
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class CoordinatorService:
         def random() -> float:
             return random_bits(53) / 2**53
 
-        self._opener = Opener(store, options.name, random_bits, random, self._in_background)
+        self._opener = SessionCreator(store, options.name, random_bits, random, self._in_background)
         self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
         self._take_overs = TakeOvers(
             store, options.name, self._opener, self._runs, self.targets, self._replays
@@ -131,7 +131,7 @@ class CoordinatorService:
             running=lambda: self.num_running,
             waiting=lambda: self._num_admitted - self.num_running,
         )
-        self._standing = CoordinatorStanding(store, self.targets, self.drafts, registry)
+        self._standing = HealthMonitor(store, self.targets, self.drafts, registry)
         observation.watch_standing(self._standing)
         self._auditor = Auditor(
             options, self.targets, observation, random_bits, self._in_background
@@ -480,7 +480,7 @@ class CoordinatorService:
             session=session,
             parameters=parameters,
             completion=self._completion(parameters) if replayed is None else replayed.completion,
-            target=TargetSide(
+            target=TargetClient(
                 berth_of(self.targets, session, key, session.target, parameters.weights),
                 heads,
                 options.patience,
@@ -516,11 +516,11 @@ class CoordinatorService:
         if parameters.num_draft_tokens == 0:
             return None
         options = self._options
-        stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
+        stand_in = SessionLookup(self._stand_in, heads.session, heads.sampling)
         target, draft = self._together.target, self._together.draft
         patience = options.patience.with_draft_deadline(parameters.draft_deadline_ms)
         if target is not None and target.drafts_itself:
-            return SelfDrafts(
+            return SelfDraftClient(
                 heads.session,
                 stand_in,
                 options.confident,
@@ -532,7 +532,7 @@ class CoordinatorService:
         if draft is None:
             return None
         reads_features = draft.reads_features
-        return DraftSide(
+        return DraftClient(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,
             patience,

@@ -17,7 +17,7 @@ from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
 from outrider.models.eagle import Pairs
 from outrider.models.eagle_checkpoint import LoadedEagle
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.proposal import Proposal
 
@@ -65,7 +65,7 @@ class EagleDrafter:
         never. `entries_max` bounds the support of each draft distribution."""
         check(sessions_max > 0, "sessions_max must be positive")
         self._head = eagle.module
-        self._draws = RoundDraws(ReducedVocabulary.of(eagle.token_ids), entries_max)
+        self._draws = RoundDraws(DraftVocabulary.of(eagle.token_ids), entries_max)
         self._lookup = lookup
         self._min_score = min_score
         self._sessions_max = sessions_max

@@ -27,7 +27,7 @@ import torch
 from draft_service.model_drafter import Branch, ModelDrafter
 from outrider.engine.interface import Engine
 from outrider.errors import EngineLost, OutOfPages, OutriderError
-from outrider.kv_cache.session_table import SequenceTable
+from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.speculation.outcome_prediction import RoundGuesses, guess_round, with_bonus
@@ -54,7 +54,7 @@ class LookAhead:
     """The rounds of a draft's sessions, over one engine, on the executor's side."""
 
     def __init__(
-        self, engine: Engine, table: SequenceTable, drafter: ModelDrafter, limits: LookAheadLimits
+        self, engine: Engine, table: SessionTable, drafter: ModelDrafter, limits: LookAheadLimits
     ) -> None:
         """The drafter is the engine's, and the table has the tokens of its sessions."""
         self._engine = engine

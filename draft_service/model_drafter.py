@@ -24,7 +24,7 @@ from outrider.speculation.draft_sampling import (
     draw_from_logits,
     draw_siblings,
 )
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
@@ -134,7 +134,7 @@ class ModelDrafter:
         """By session: what has not ended."""
         self._draw_s = 0.0
         """What a draw takes where several are made in one call, with its pass; 0 = not known."""
-        self.vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
+        self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:

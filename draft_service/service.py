@@ -22,7 +22,7 @@ from outrider.limits import (
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.replica.executor import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import Outlet, StepObserver, Work, undrawn
+from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest, undrawn
 from outrider.replica.token_budget import TokenBudget
 
 from .lookahead import LookAheadLimits
@@ -48,13 +48,15 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
 
-    def _take(self, item: DraftItem, outlet: Outlet[DraftAnswer]) -> None:
+    def _take(self, item: DraftItem, outlet: AnswerSender[DraftAnswer]) -> None:
         """The time that an item leaves for its draws runs from here."""
         time, stated = asyncio.get_running_loop().time, self._stated_seconds
         deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
         super()._take(replace(item, deadline=deadline), outlet)
 
-    def _work(self, item: DraftItem, outlet: Outlet[DraftAnswer]) -> Work[DraftItem, DraftAnswer]:
+    def _work(
+        self, item: DraftItem, outlet: AnswerSender[DraftAnswer]
+    ) -> StepRequest[DraftItem, DraftAnswer]:
         """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
         only the steps decide whether there is time for more."""
         work = super()._work(item, outlet)
@@ -67,7 +69,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         grammars: Grammars,
         constraint: Constraint,
         item: DraftItem,
-        outlet: Outlet[DraftAnswer],
+        outlet: AnswerSender[DraftAnswer],
     ) -> None:
         """See `SteppedService._compile`. Those who wait are told when its time is over."""
 

@@ -14,7 +14,7 @@ from outrider.engine.interface import Engine
 from outrider.errors import BadRequest, EngineLost, Incompatible, OutriderError, check
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
-from outrider.kv_cache.session_table import SequenceTable
+from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, RoundHead
 from outrider.replica.admission import Admission, Admissions, Admitted, Ask
 from outrider.replica.step_request import Answers, StepFigures, Unfinished, refusal, undrawn
@@ -102,7 +102,7 @@ class Proposer:
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
-        self._table = SequenceTable(engine)
+        self._table = SessionTable(engine)
         self._admissions: Admissions | None = None
         self._look_ahead: LookAhead | None = None
         if engine is not None and budget is not None:

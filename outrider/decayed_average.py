@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 
-class FadingSums:
+class DecayedSums:
     """Sums of which an amount is worth 1/e of itself after `seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:

@@ -14,7 +14,7 @@ from outrider.engine.interface import Engine, SequenceStep, ShallowEngine
 from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.early_exit_checkpoint import LoadedExit
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 from target_service.self_drafting import NextRound
 
@@ -35,7 +35,7 @@ class ExitDrafter:
             raise InvariantError("a target that drafts with its first layers runs them alone")
         self._head = exit_head.module
         self._engine = engine
-        self._draws = RoundDraws(ReducedVocabulary.of(exit_head.token_ids), entries_max)
+        self._draws = RoundDraws(DraftVocabulary.of(exit_head.token_ids), entries_max)
 
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
         """See `SelfDrafter.propose`. A round has what was drawn so far where its logits cannot be

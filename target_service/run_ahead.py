@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from outrider.errors import check
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.step_request import Outlet, Work
+from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.tokens import extend_digest
 
 
@@ -24,10 +24,10 @@ class RunAhead:
     | first + j | the same + j | `replies[j]`, or not yet |
     """
 
-    def __init__(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:
+    def __init__(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> None:
         check(not item.proposal, "a round with a proposal is never run ahead of")
         self.outlet = outlet
-        self.running: Work[VerifyItem, VerifyAnswer] | None = None
+        self.running: StepRequest[VerifyItem, VerifyAnswer] | None = None
         """The round that is queued or being computed."""
         self._item = item
         self._last_round = item.head.round + item.run_ahead
@@ -65,7 +65,7 @@ class RunAhead:
             and asked.constraint_hash == mine.constraint_hash
         )
 
-    def extend(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> list[VerdictReply]:
+    def extend(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> list[VerdictReply]:
         """Moves the beginning to `item`, which `continues` these rounds, and the allowance on.
         Returns the verdicts known from its round on if they may have been lost on the way: where
         that round is asked for again, or over another connection."""

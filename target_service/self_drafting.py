@@ -12,7 +12,7 @@ import torch
 from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.medusa_checkpoint import LoadedHeads
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class HeadDrafter:
     def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         """`entries_max` bounds the support of each draft distribution."""
         self._heads = heads.module
-        self._draws = RoundDraws(ReducedVocabulary.of(heads.token_ids), entries_max)
+        self._draws = RoundDraws(DraftVocabulary.of(heads.token_ids), entries_max)
 
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
         """See `SelfDrafter.propose`. A round has what was drawn so far where its logits cannot be

@@ -13,16 +13,16 @@ from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.batching_delay import Gathering
+from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executor import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import Outlet, StepObserver, Work
+from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from target_service.run_ahead import RunAhead
 from target_service.self_drafting import SelfDrafter
 
 from .hidden_states import shown_by
-from .verifier import Scorer
+from .verifier import Verifier
 
 
 class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
@@ -55,16 +55,16 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         matchers = None if grammars is None else Matchers(grammars)
-        scorer = Scorer(engine, budget, self_drafter, clock, matchers)
+        scorer = Verifier(engine, budget, self_drafter, clock, matchers)
         gathering = None
         if gathers and costs is not None:
-            gathering = Gathering(costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX)
+            gathering = BatchingDelay(costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX)
         super().__init__(
             scorer, executor, description, observer, budget.note_seconds, gathering, grammars
         )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    def _accept(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:
+    def _accept(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> None:
         """Extends the rounds that run ahead of `item`, begins such rounds, or queues it."""
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -103,7 +103,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         self,
         session_id: str,
         ahead: RunAhead,
-        work: Work[VerifyItem, VerifyAnswer],
+        work: StepRequest[VerifyItem, VerifyAnswer],
         answer: VerifyAnswer | None,
     ) -> None:
         if self._ahead.get(session_id) is not ahead or ahead.running is not work:

@@ -21,7 +21,7 @@ from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
-from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import (
     PositionLogprobs,
     Refused,
@@ -136,7 +136,7 @@ class _Own:
         return NO_FEATURES if self.engine is None else self.engine.features()[index][row]
 
 
-class Scorer:
+class Verifier:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Scorer:
         self._clock = clock
         self._shown = shown_by(engine)
         self._own = None if self_drafter is None else _Own.of(self_drafter, engine)
-        self._table = SequenceTable(engine)
+        self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
         self._figures = self._admissions.figures
         self._matchers = matchers

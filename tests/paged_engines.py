@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outrider.engine.batch import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -135,7 +135,7 @@ class EngineMaker:
         max_model_len: int = MAX_MODEL_LEN,
         contended_threads: int | None = None,
         deterministic: bool = False,
-        acceleration: Acceleration | None = None,
+        acceleration: DeviceBackend | None = None,
         logit_token_ids: tuple[int, ...] = (),
     ) -> WatchedEngine:
         dtype = str(module.dtype).removeprefix("torch.")

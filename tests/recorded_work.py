@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.engine.cuda.backend import Acceleration, find_acceleration
-from outrider.engine.cuda.cuda_graphs import Recording, Work
+from outrider.engine.cuda.backend import DeviceBackend, find_acceleration
+from outrider.engine.cuda.cuda_graphs import Recording, StepRequest
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
 from outrider.kv_cache.storage import KeysAndValues
 
@@ -19,7 +19,7 @@ class CountingRecorder:
         self.num_recorded = 0
         self.num_replayed = 0
 
-    def record(self, work: Work) -> Recording:
+    def record(self, work: StepRequest) -> Recording:
         output = work()
         self.num_recorded += 1
 
@@ -67,7 +67,7 @@ def attend_by_tables(
     return output[None]
 
 
-def acceleration_on(device: str, dtype: torch.dtype) -> Acceleration:
+def acceleration_on(device: str, dtype: torch.dtype) -> DeviceBackend:
     """The device's own; for a CPU its stand-in."""
     found = find_acceleration(torch.device(device), dtype)
-    return found or Acceleration(attend_by_tables, 8, CountingRecorder)
+    return found or DeviceBackend(attend_by_tables, 8, CountingRecorder)

@@ -12,7 +12,7 @@ from coordinator.grpc_api import CoordinatorServicer
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.tokenization import Text
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -43,7 +43,7 @@ from target_service.servicer import TargetServicer
 
 _WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
 """It fits any target."""
-PATIENCE = Patience(
+PATIENCE = Timeouts(
     target_answer_s=30.0,
     target_gone_s=5.0,
     target_retry_s=0.05,
@@ -163,7 +163,7 @@ async def running_stack(
     lookup: LookupDrafter | None = None,
     lookup_score: float = HYBRID_SCORE_MIN,
     text: Text | None = None,
-    patience: Patience = PATIENCE,
+    patience: Timeouts = PATIENCE,
     max_sessions: int = 1000,
     look_ahead: int = 8,
     draft_siblings: int = 0,

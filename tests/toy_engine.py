@@ -10,7 +10,7 @@ import torch
 
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.errors import BadRequest, check
-from outrider.kv_cache.block_pool import PagePool
+from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.slot_rules import prefixes
 
 PAGE_SIZE = 4
@@ -42,7 +42,7 @@ class ToyEngine:
         self._salt = salt
         self._pass_s = pass_s
         self.stated_seconds = 0.0
-        self._pool = PagePool(num_pages, PAGE_SIZE)
+        self._pool = BlockPool(num_pages, PAGE_SIZE)
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass ..."""

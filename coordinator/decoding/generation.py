@@ -11,7 +11,7 @@ from coordinator.draft_length.policy import LengthPolicy
 from coordinator.draft_length.round_meter import RoundMeter
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.drafts import Drafts
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
 from outrider.request import Event, Finished, Metrics, Tokens, Usage
 from outrider.sessions.state import Session
@@ -22,7 +22,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 from .committer import Committer
 from .detokenizer import Completion
 from .loop import Decoding
-from .output_queue import Entry, Journal
+from .output_queue import Entry, OutputQueue
 from .recovery import Replayed
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SessionRun:
         session: Session,
         parameters: GenerationParameters,
         completion: Completion,
-        target: TargetSide,
+        target: TargetClient,
         draft: Drafts | None,
         committer: Committer,
         lengths: LengthPolicy,
@@ -70,7 +70,7 @@ class SessionRun:
         self._handed_over = False
         self._num_known = completion.num_tokens
         """Tokens that another stream may have told."""
-        self._journal = Journal(session, committer, observer)
+        self._journal = OutputQueue(session, committer, observer)
         for tokens in () if replayed is None else replayed.events:
             self._journal.write(Entry(session.length, tokens, None, arrived))
         self._decoding = Decoding(

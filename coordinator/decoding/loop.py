@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from coordinator.draft_length.lookup_probe import Watch
+from coordinator.draft_length.lookup_probe import LookupProbe
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.draft_length.round_meter import RoundMeter
 from coordinator.draft_length.siblings import fitting, sibling_chances
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded
 from outrider.messages import PositionLogprobs, VerdictReply
 from outrider.request import RoundReport, Tokens
@@ -26,7 +26,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 from .committer import Committer
 from .detokenizer import Completion, Piece
 from .logprob_codec import write_logprobs
-from .output_queue import Entry, Journal
+from .output_queue import Entry, OutputQueue
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 
@@ -48,10 +48,10 @@ class Decoding:
         session: Session,
         parameters: GenerationParameters,
         completion: Completion,
-        target: TargetSide,
+        target: TargetClient,
         draft: Drafts | None,
         committer: Committer,
-        journal: Journal,
+        journal: OutputQueue,
         lengths: LengthPolicy,
         length_max: int,
         meter: RoundMeter,
@@ -72,9 +72,9 @@ class Decoding:
         self._committer = committer
         self._journal = journal
         self._lengths = lengths
-        self._watch: Watch | None = None
+        self._watch: LookupProbe | None = None
         if isinstance(draft, LookupDrafts) and lengths.listens:
-            self._watch = Watch(draft.lookup, lengths, parameters.num_draft_tokens)
+            self._watch = LookupProbe(draft.lookup, lengths, parameters.num_draft_tokens)
         self._meter = meter
         self._observer = observer
         self._reads_beside = reads_beside

@@ -30,7 +30,7 @@ class Entry:
     """None for what no round has added."""
 
 
-class Journal:
+class OutputQueue:
     """Written by the decode loop, read by whoever serves the client."""
 
     def __init__(

@@ -10,7 +10,7 @@ from outrider.errors import StaleEpoch
 from outrider.sessions.store import Counters, SessionRecord
 
 from .generation import SessionRun
-from .session_creation import Opener
+from .session_creation import SessionCreator
 
 
 class Runs:
@@ -18,7 +18,7 @@ class Runs:
 
     def __init__(
         self,
-        opener: Opener,
+        opener: SessionCreator,
         resume_grace_s: float,
         in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:

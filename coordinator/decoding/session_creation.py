@@ -32,7 +32,7 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 
-class Opener:
+class SessionCreator:
     """Opens the sessions of one coordinator, and records those that nobody wants."""
 
     def __init__(

@@ -21,7 +21,7 @@ from outrider.sessions.store import SessionRecord, SessionState, SessionStore
 
 from .recovery import Replays, check_weights
 from .running_sessions import Runs
-from .session_creation import Opener
+from .session_creation import SessionCreator
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class TakeOvers:
         self,
         store: SessionStore,
         owner: str,
-        opener: Opener,
+        opener: SessionCreator,
         runs: Runs,
         targets: ReplicaPool[VerifyItem, VerifyAnswer],
         replays: Replays,

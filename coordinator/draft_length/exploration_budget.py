@@ -57,7 +57,7 @@ class Tuning:
 TUNING: Final = Tuning()
 
 
-class Trials:
+class ExplorationBudget:
     """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
     commit."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from coordinator.routing.drafts import StandIn
+from coordinator.routing.drafts import SessionLookup
 from outrider.speculation.random_streams import RoundNoise
 
 from .policy import LengthPolicy
@@ -20,10 +20,10 @@ WATCH_ROUNDS_MAX: Final = 64
 """... and at most: the number doubles with each look-up of which no token followed."""
 
 
-class Watch:
+class LookupProbe:
     """The look-ups of one session that nothing is drafted from."""
 
-    def __init__(self, lookup: StandIn, lengths: LengthPolicy, num_draft_tokens: int) -> None:
+    def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
         """Looks up at most `num_draft_tokens` tokens at a time, and tells `lengths` of them."""
         self._lookup = lookup
         self._lengths = lengths

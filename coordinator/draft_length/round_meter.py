@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from coordinator.routing.drafts import Drafted
-from outrider.decayed_average import FadingSums
+from outrider.decayed_average import DecayedSums
 from outrider.registry.load import WINDOW_S, Figures
 
 WAITED: Final = 1.0
@@ -21,13 +21,13 @@ class RoundMeter:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """`clock` counts seconds; None = the running loop's."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._sums: FadingSums | None = None
+        self._sums: DecayedSums | None = None
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
         """A round has brought so many tokens, of which so many had been drafted."""
         now = self._clock()
         if self._sums is None:
-            self._sums = FadingSums(WINDOW_S, now)
+            self._sums = DecayedSums(WINDOW_S, now)
         amounts: dict[str, float] = {"tokens": num_tokens}
         if drafted.by_replica:
             amounts |= {"drafted": len(drafted.proposal), "accepted": num_accepted}

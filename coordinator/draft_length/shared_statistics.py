@@ -17,7 +17,7 @@ from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.speculation.sampling_params import Rule
 
 from .acceptance_rate import DepthAverages
-from .exploration_budget import Trials, Tuning
+from .exploration_budget import ExplorationBudget, Tuning
 from .round_cost import RoundCosts
 from .siblings import SiblingAverages
 
@@ -29,7 +29,7 @@ class Experience:
     """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
     has what its answer copies."""
 
-    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: Trials) -> None:
+    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: ExplorationBudget) -> None:
         """`of_rule` are the averages over prompts of any length, which share their `trials`."""
         self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
         self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
@@ -98,5 +98,5 @@ class SeedsInUse:
 
 def _by_prompt_size(tuning: Tuning) -> list[Experience]:
     of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-    trials = Trials(tuning)
+    trials = ExplorationBudget(tuning)
     return [Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)]

@@ -10,7 +10,7 @@ from outrider.errors import check
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
 
-from .logprobs import ScoredToken, Scorer
+from .logprobs import ScoredToken, Verifier
 from .speculation import SpeculationReport
 from .translation import Asked
 
@@ -119,7 +119,7 @@ class Answer:
         self._texts: list[list[str]] = [[] for _ in places]
         self._token_ids: list[list[int]] = [[] for _ in places]
         self._scored: list[list[ScoredToken]] = [[] for _ in places]
-        self._scorers = [Scorer(text) for _ in places]
+        self._scorers = [Verifier(text) for _ in places]
         self._ends: dict[int, FinishReason] = {}
 
     def add(self, index: int, event: Event) -> None:
@@ -166,7 +166,7 @@ class Chunks:
         self._asked = asked
         self._shape = shape
         self._ledger = _Ledger(asked, shape, num_draft_tokens, created)
-        self._scorers = [Scorer(text) for _ in asked.requests]
+        self._scorers = [Verifier(text) for _ in asked.requests]
         self._opened: set[int] = set()
 
     def take(self, index: int, event: Event) -> list[Json]:

@@ -42,7 +42,7 @@ class ScoredToken:
     """Of its first whole character in the answer's text."""
 
 
-class Scorer:
+class Verifier:
     """Spells the log-probabilities of one choice."""
 
     def __init__(self, text: Text | None) -> None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from outrider.errors import Overloaded
 
 
-class TenantTurns:
+class FairQueue:
     """Places for work on an event loop. Among tenants that wait, the one that holds the fewest
     places is next, then the one that has waited longest for its turn; within a tenant the first
     comes first."""

@@ -32,7 +32,7 @@ from outrider.limits import (
     TOO_SLOW_S,
 )
 
-from .fair_queue import TenantTurns
+from .fair_queue import FairQueue
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ConstraintChecks:
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._asking: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         """The same constraint of one tenant is compiled once for all that wait for it."""
-        self._turns = TenantTurns(
+        self._turns = FairQueue(
             COMPILE_THREADS, COMPILATIONS_MAX, COMPILATIONS_PER_TENANT_MAX, "constraints"
         )
 

@@ -53,7 +53,7 @@ async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[st
         await asyncio.sleep(READ_PERIOD_S)
 
 
-class Roster:
+class Discovery:
     """Keeps the pool of one role in step with the registry."""
 
     def __init__(

@@ -38,25 +38,25 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
 
-from .drafts import Drafted, NextWanted, StandIn, check_wanted
+from .drafts import Drafted, NextWanted, SessionLookup, check_wanted
 from .hidden_state_window import FeatureWindow
 from .lookahead_cache import PushedProposals
-from .replica_pool import Berth
-from .request_header import HeadWriter, Patience, budget_us
+from .replica_pool import SessionRoute
+from .request_header import HeadWriter, Timeouts, budget_us
 
 _log = logging.getLogger(__name__)
 
 
-class DraftSide:
+class DraftClient:
     """One session's draft, and the local drafter that stands in while it does not answer.
     Implements `Drafts`."""
 
     def __init__(
         self,
-        berth: Berth[DraftItem, DraftAnswer],
+        berth: SessionRoute[DraftItem, DraftAnswer],
         heads: HeadWriter,
-        patience: Patience,
-        stand_in: StandIn,
+        patience: Timeouts,
+        stand_in: SessionLookup,
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         reads_features: bool = False,

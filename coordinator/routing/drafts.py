@@ -1,7 +1,7 @@
 """Where a session's proposals come from: a protocol, and proposals as they come.
 
-`DraftSide` (`draft_client.py`) asks a replica for them; `SelfDrafts` (`self_draft_client.py`) has
-them from the target; `LookupDrafts` looks them up here.
+`DraftClient` (`draft_client.py`) asks a replica for them; `SelfDraftClient`
+(`self_draft_client.py`) has them from the target; `LookupDrafts` looks them up here.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Drafts(Protocol):
         ...
 
 
-class StandIn:
+class SessionLookup:
     """The look-up that proposes for one session: alone, where it is confident, or where no replica
     answers."""
 
@@ -151,7 +151,7 @@ class StandIn:
 class LookupDrafts:
     """Implements `Drafts` by a look-up in this process. The proposals are chains."""
 
-    def __init__(self, lookup: StandIn) -> None:
+    def __init__(self, lookup: SessionLookup) -> None:
         self.lookup = lookup
 
     @property

@@ -32,7 +32,7 @@ from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side
 from outrider.transport.link import Link, LinkBytes
 
-from .session_mailbox import Mailbox, PostOffice
+from .session_mailbox import Mailbox, ReplicaConnection
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReplicaPool(Generic[Item, Answer]):
         """`fits` raises an `OutriderError` for a replica that cannot be used here."""
         self.role = role
         self._fits = fits
-        self._offices: dict[str, PostOffice[Item, Answer]] = {}
+        self._offices: dict[str, ReplicaConnection[Item, Answer]] = {}
         self._left = LinkBytes()
         """Of replicas that are known no more ..."""
         self._num_stale_left = 0
@@ -73,7 +73,7 @@ class ReplicaPool(Generic[Item, Answer]):
         return list(self._offices)
 
     @property
-    def offices(self) -> Mapping[str, PostOffice[Item, Answer]]:
+    def offices(self) -> Mapping[str, ReplicaConnection[Item, Answer]]:
         """The replicas that are known, by name, as they are now; to be looked at."""
         return dict(self._offices)
 
@@ -159,7 +159,7 @@ class ReplicaPool(Generic[Item, Answer]):
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
-        self._offices[name] = PostOffice(link, name, description, self._lost.set)
+        self._offices[name] = ReplicaConnection(link, name, description, self._lost.set)
         self._tell_found()
 
     def retire(self, name: str) -> None:
@@ -185,10 +185,10 @@ class ReplicaPool(Generic[Item, Answer]):
         self,
         affinity: bytes,
         weights: str,
-        without: Collection[PostOffice[Item, Answer]] = (),
+        without: Collection[ReplicaConnection[Item, Answer]] = (),
         preferred: str = "",
         numerics: str = "",
-    ) -> PostOffice[Item, Answer] | None:
+    ) -> ReplicaConnection[Item, Answer] | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
         `rendezvous.choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
@@ -253,7 +253,7 @@ class ReplicaPool(Generic[Item, Answer]):
         self._found.set()
         self._found = asyncio.Event()
 
-    async def _probe(self, office: PostOffice[Item, Answer]) -> None:
+    async def _probe(self, office: ReplicaConnection[Item, Answer]) -> None:
         """One that answers is there again, perhaps as another: it was started anew."""
         try:
             description = await office.link.describe(PROBE_TIMEOUT_S)
@@ -287,7 +287,7 @@ class ReplicaPool(Generic[Item, Answer]):
         check(not every or set(boxes) == sessions, "a session without a mailbox")
 
 
-async def _answers(office: PostOffice[Any, Any], timeout_s: float) -> bool:
+async def _answers(office: ReplicaConnection[Any, Any], timeout_s: float) -> bool:
     try:
         await office.link.describe(timeout_s)
     except Unavailable:
@@ -301,12 +301,12 @@ def berth_of(
     affinity: bytes,
     held: CacheState,
     weights: str = "",
-) -> Berth[Item, Answer]:
+) -> SessionRoute[Item, Answer]:
     """A place for a session, with the replica that holds the most of it where that is there."""
-    return Berth(pool, session.session_id, session.epoch, affinity, held.replica, weights)
+    return SessionRoute(pool, session.session_id, session.epoch, affinity, held.replica, weights)
 
 
-class Berth(Generic[Item, Answer]):
+class SessionRoute(Generic[Item, Answer]):
     """One session's place: with a replica, or, while none is known, with nobody. Its mailbox goes
     along when it moves. It may come back to where it was, so no replica is told that it has left:
     what a release has ended does not begin again. Of what it keeps there others may take the pages,
@@ -331,10 +331,10 @@ class Berth(Generic[Item, Answer]):
         self._weights = weights
         self._numerics = ""
         """Those of the replica that it began with."""
-        self._office: PostOffice[Item, Answer] | None = None
-        self._left: list[PostOffice[Item, Answer]] = []
+        self._office: ReplicaConnection[Item, Answer] | None = None
+        self._left: list[ReplicaConnection[Item, Answer]] = []
         """Where it was before."""
-        self._rejected: list[PostOffice[Item, Answer]] = []
+        self._rejected: list[ReplicaConnection[Item, Answer]] = []
         """Where it does not go again."""
         self._num_moves = 0
         self._enter(pool.find(affinity, weights, preferred=preferred))
@@ -368,7 +368,7 @@ class Berth(Generic[Item, Answer]):
         office.send(item)
 
     def expect_repeat(self, key: ReplyKey) -> None:
-        """See `PostOffice.expect_repeat`."""
+        """See `ReplicaConnection.expect_repeat`."""
         if self._office is not None:
             self._office.expect_repeat(key)
 
@@ -410,7 +410,7 @@ class Berth(Generic[Item, Answer]):
                 office.close(self._session_id, self._epoch)
         self._office, self._left, self._rejected = None, [], []
 
-    def _enter(self, office: PostOffice[Item, Answer] | None) -> None:
+    def _enter(self, office: ReplicaConnection[Item, Answer] | None) -> None:
         if office is not None:
             office.open(self._session_id, self.mailbox)
             self.mailbox.forget_loss()

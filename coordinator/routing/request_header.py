@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long a side waits, and for how long it tries. All in seconds."""
 
     target_answer_s: float
@@ -44,7 +44,7 @@ class Patience:
             draft_retry_s=config.draft_retry_ms / 1e3,
         )
 
-    def with_draft_deadline(self, draft_deadline_ms: int | None) -> Patience:
+    def with_draft_deadline(self, draft_deadline_ms: int | None) -> Timeouts:
         """This one, for a session that says how much time a round gives its draft, if that is
         less."""
         if draft_deadline_ms is None:

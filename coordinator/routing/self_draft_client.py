@@ -15,13 +15,13 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
 
-from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
+from .drafts import NOTHING_WANTED, Drafted, NextWanted, SessionLookup, check_wanted
 from .request_header import budget_us
 
 _log = logging.getLogger(__name__)
 
 
-class SelfDrafts:
+class SelfDraftClient:
     """Implements `Drafts`. The target is asked for a round's proposal with the round before, for as
     many tokens as that round will ask for; where the completion ends sooner, it is cut. Where
     nothing has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it
@@ -30,7 +30,7 @@ class SelfDrafts:
     def __init__(
         self,
         session: Session,
-        stand_in: StandIn,
+        stand_in: SessionLookup,
         confident: float | None,
         draft_s: float = math.inf,
         model_tokens: int = NUM_DRAFT_TOKENS_MAX,

@@ -99,7 +99,7 @@ class Mailbox(Generic[Answer]):
             self._waiter.set_result(None)
 
 
-class PostOffice(Generic[Item, Answer]):
+class ReplicaConnection(Generic[Item, Answer]):
     """One replica's link, shared by all sessions that use it."""
 
     def __init__(

@@ -39,8 +39,8 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.verdict import Verdict
 
 from .drafts import NOTHING_WANTED, NextWanted
-from .replica_pool import Berth
-from .request_header import HeadWriter, Patience
+from .replica_pool import SessionRoute
+from .request_header import HeadWriter, Timeouts
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ RETRY_S_MAX: Final = 1.0
 """Longest rest between two tries to reach a target: one that comes back is soon found."""
 
 
-class TargetSide:
+class TargetClient:
     """One session's target."""
 
     def __init__(
         self,
-        berth: Berth[VerifyItem, VerifyAnswer],
+        berth: SessionRoute[VerifyItem, VerifyAnswer],
         heads: HeadWriter,
-        patience: Patience,
+        patience: Timeouts,
         audits: bool = False,
     ) -> None:
         """If it `audits`, each verdict says how its proposal looks: see `VerifyItem.audit`."""

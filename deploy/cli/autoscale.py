@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
-from deploy.fleet.reconciler_client import Whereabouts, asked
+from deploy.fleet.reconciler_client import DeploymentLocation, asked
 from outrider.autoscaling import Bounds, Policy, parse_bounds
 from outrider.config import LEAST
 from outrider.errors import ConfigError
@@ -55,7 +55,7 @@ def parsed_bounds(words: Sequence[str]) -> dict[Role, Bounds | None]:
     return found
 
 
-async def _tell(where: Whereabouts, changes: dict[Role, Bounds | None]) -> Policy:
+async def _tell(where: DeploymentLocation, changes: dict[Role, Bounds | None]) -> Policy:
     async with asked(where) as reconciler:
         policy: Policy = await reconciler.call("bound", changes)
         return policy

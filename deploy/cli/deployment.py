@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from deploy.fleet.local_state import running_deployment, state_directory
-from deploy.fleet.reconciler_client import Whereabouts
+from deploy.fleet.reconciler_client import DeploymentLocation
 from outrider.config import deployment_settings
 from outrider.errors import Unavailable
 from outrider.settings import merge
@@ -25,7 +25,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
     add_setting_flags(parser, "a deployment on a Ray cluster elsewhere", without=others)
 
 
-def find_deployment(arguments: argparse.Namespace) -> Whereabouts:
+def find_deployment(arguments: argparse.Namespace) -> DeploymentLocation:
     """The deployment of this machine, unless settings name another one and its cluster. Raises
     `Unavailable` where there is none."""
     values = merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
@@ -33,10 +33,10 @@ def find_deployment(arguments: argparse.Namespace) -> Whereabouts:
     record = running_deployment(state_directory(os.environ))
     if record is not None and name in ("", record.deployment):
         token = Path(record.ray_token) if record.ray_token else None
-        return Whereabouts(record.ray_address, record.deployment, token=token)
+        return DeploymentLocation(record.ray_address, record.deployment, token=token)
     if not (address and name):
         raise Unavailable(
             "nothing runs here; `outrider serve` starts a deployment, --address and "
             "--deployment-name name one on a Ray cluster elsewhere"
         )
-    return Whereabouts(address, name, elsewhere=True)
+    return DeploymentLocation(address, name, elsewhere=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deploy.fleet.reconciler_client import Whereabouts, asked
+from deploy.fleet.reconciler_client import DeploymentLocation, asked
 from outrider.autoscaling import Policy
 from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError
@@ -93,7 +93,7 @@ def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role
 
 
 async def _scale(
-    where: Whereabouts, counts: dict[Role, int], wait_s: float
+    where: DeploymentLocation, counts: dict[Role, int], wait_s: float
 ) -> tuple[Overview, Policy, bool]:
     """What there is then, what decides from now on, and whether there are as many within the
     time."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.preflight import check_ports_apart
-from deploy.fleet.reconciler_client import Whereabouts, asked
+from deploy.fleet.reconciler_client import DeploymentLocation, asked
 from deploy.fleet.rolling_update import KEPT, check_changes
 from deploy.fleet.security_setup import whole_paths
 from outrider.config import configuration, deployment_settings
@@ -24,7 +24,7 @@ from .scale import check_wait
 from .settings import SECRETS, add_setting_flags, given_flags
 
 if TYPE_CHECKING:
-    from deploy.fleet.spec import Blueprint
+    from deploy.fleet.spec import FleetSpec
     from deploy.fleet.status import Overview
 
 _POLL_S: Final = 0.2
@@ -88,13 +88,13 @@ class _Upgrade:
         return self.overview.num_stale if self.runs else 0
 
 
-async def _upgrade(where: Whereabouts, values: dict[str, Value], wait_s: float) -> _Upgrade:
+async def _upgrade(where: DeploymentLocation, values: dict[str, Value], wait_s: float) -> _Upgrade:
     """Asks for what changes, and waits at most so long until all replicas are replaced; where
     nothing changes, for an upgrade that runs already. Raises `ConfigError` where the changes are
     refused."""
     progress("asking the deployment", at_once=False)
     async with asked(where) as reconciler:
-        blueprint: Blueprint = await reconciler.call("blueprint")
+        blueprint: FleetSpec = await reconciler.call("blueprint")
         given = blueprint.given.values()
         changes = {
             key: value for key, value in values.items()

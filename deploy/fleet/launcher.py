@@ -43,7 +43,7 @@ from .replica import close_timeout_s, raise_first
 from .rolling_update import KEPT, STAYS, make_blueprint
 from .secret_files import Secrets
 from .security_setup import locked, own_trust, sealed, warnings
-from .spec import Blueprint
+from .spec import FleetSpec
 from .status import Endpoints, Overview, ReplicaView
 
 _log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Deployment:
         where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # It has not been told this one.
-        before: Blueprint = await running.call("blueprint")
+        before: FleetSpec = await running.call("blueprint")
         runs, asked = before.given.values(), self._given.values()
         changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
         for key in STAYS:
@@ -204,11 +204,11 @@ class Deployment:
         found: Overview = await reconciler.call("overview", seen)
         if found == self._overview or not found.adopted:
             return False
-        plan: Blueprint = await reconciler.call("blueprint")
+        plan: FleetSpec = await reconciler.call("blueprint")
         self.config, self._overview = plan.placement.config, found
         return True
 
-    def _blueprint(self, config: DeploymentConfig) -> Blueprint:
+    def _blueprint(self, config: DeploymentConfig) -> FleetSpec:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         local = self.ray.local

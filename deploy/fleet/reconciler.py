@@ -42,7 +42,7 @@ from .ray_cluster import (
 from .replica_set import FIRST_REST_S, REST_S_MAX, Fleet
 from .rolling_update import Rollout
 from .saved_state import KeptByRay
-from .spec import Blueprint
+from .spec import FleetSpec
 from .status import Overview
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ NEWS_S: Final = 10.0
 class Reconciler:
     """Hosts a `Fleet`."""
 
-    def __init__(self, blueprint: Blueprint, namespace: str) -> None:
+    def __init__(self, blueprint: FleetSpec, namespace: str) -> None:
         """`namespace` is that of its actors. One that Ray has started again goes on."""
         import ray
 
@@ -138,7 +138,7 @@ class Reconciler:
         await self._keeps.wait()
         await self._rollout.change(name, values)
 
-    async def blueprint(self) -> Blueprint:
+    async def blueprint(self) -> FleetSpec:
         """What is deployed, with what depends on where."""
         return self._fleet.blueprint
 
@@ -221,7 +221,7 @@ class Reconciler:
         if self._no_password is not None:
             raise self._no_password
 
-    def _go_by(self, plan: Blueprint) -> None:
+    def _go_by(self, plan: FleetSpec) -> None:
         log_at(plan.placement.config.coordinator.log_level)
         self._fleet.go_by(plan)
         self._autoscaling.go_by(plan.policy)
@@ -243,7 +243,7 @@ async def _checked(running: TargetConfig, other: TargetConfig) -> None:
     await run_task(check_same_tokens, running, other)
 
 
-def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
+def start_reconciler(blueprint: FleetSpec, namespace: str) -> Actor:
     """Starts the one of a deployment."""
     import ray
 

@@ -31,7 +31,7 @@ CHANGE_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class DeploymentLocation:
     """Which deployment, and how its cluster is reached."""
 
     address: str
@@ -55,7 +55,7 @@ def namespace_of(deployment: str) -> str:
 
 
 @asynccontextmanager
-async def asked(where: Whereabouts) -> AsyncIterator[Asked]:
+async def asked(where: DeploymentLocation) -> AsyncIterator[Asked]:
     """Connects to the cluster, and leaves it in the end. Raises `SettingError` for one that cannot
     be reached."""
     if where.token is not None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final, Self
 
 from outrider.engine.tensor_parallel.rank_process import Seat
-from outrider.engine.tensor_parallel.rendezvous import Meeting
+from outrider.engine.tensor_parallel.rendezvous import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
 from outrider.registry.membership import Engagement
 from outrider.registry.registry import ROLES, Role
@@ -123,7 +123,7 @@ class Replica:
         if not self.followers:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)
-        meeting: Meeting = await self.leader.call(
+        meeting: Rendezvous = await self.leader.call(
             "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
         )
         return [

@@ -22,7 +22,7 @@ from outrider.registry.registry import ROLES, Registry, Role
 from .ray_cluster import Cluster
 from .reconciliation import next_steps
 from .replica import Replica, raise_first, role_and_age
-from .spec import Blueprint
+from .spec import FleetSpec
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Fleet:
     def __init__(
         self,
         cluster: Cluster,
-        blueprint: Blueprint,
+        blueprint: FleetSpec,
         registry: Registry,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -157,7 +157,7 @@ class Fleet:
         ]  # fmt: skip
         self.blueprint = self._plan.settled(nodes, models)
 
-    def go_by(self, plan: Blueprint) -> None:
+    def go_by(self, plan: FleetSpec) -> None:
         """Another plan: what it changes is replaced, one by one. Raises `SettingError`; then the
         one before still holds."""
         before, self._plan = self._plan, plan

@@ -23,7 +23,7 @@ from outrider.settings import Value
 from .placement import plan_placement, share_cores
 from .ray_cluster import resources
 from .saved_state import Kept
-from .spec import Blueprint
+from .spec import FleetSpec
 
 _log = logging.getLogger(__name__)
 
@@ -112,12 +112,12 @@ def make_blueprint(
     logs: str,
     *,
     local: bool,
-) -> Blueprint:
+) -> FleetSpec:
     """`found` is what was `given`, with the models' files and Redis; `amounts` are the cluster's
     resources. Raises as `plan_placement`."""
     if local:
         found = share_cores(found, available_cores())
-    return Blueprint(
+    return FleetSpec(
         placement=plan_placement(found, amounts),
         deployment=deployment,
         log_directory=logs,
@@ -133,10 +133,10 @@ class Rollout:
         self,
         kept: Kept,
         registry: Registry,
-        blueprint: Blueprint,
+        blueprint: FleetSpec,
         resolve: Callable[[DeploymentConfig], Awaitable[DeploymentConfig]],
         check_target: Callable[[TargetConfig, TargetConfig], Awaitable[None]],
-        go_by: Callable[[Blueprint], None],
+        go_by: Callable[[FleetSpec], None],
     ) -> None:
         """`blueprint` is the plan without changes; `resolve` finds the models' files, as
         `resolve_models`; `check_target` refuses a target that cannot follow the one that runs, as
@@ -200,12 +200,12 @@ class Rollout:
                 raise
             _log.info("other settings: %s", ", ".join(values))
 
-    def _go(self, changes: Changes, plan: Blueprint) -> None:
+    def _go(self, changes: Changes, plan: FleetSpec) -> None:
         self._go_by(plan)
         self._plan_that_holds, self._holds = plan, changes
         self._made.add(changes.name)
 
-    async def _plan(self, changes: Changes) -> Blueprint:
+    async def _plan(self, changes: Changes) -> FleetSpec:
         """Raises `ConfigError` for what cannot work."""
         before, gpus = self._original, changes.cluster_gpus
         if gpus is None:

@@ -36,7 +36,7 @@ ACTORS: Mapping[Role, type] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
+class FleetSpec:
     """What each replica is to have, from those that all of its role have."""
 
     placement: Placement
@@ -169,7 +169,7 @@ class Blueprint:
             return replace(config.target, membership=member, port=port)
         return replace(config.draft, membership=member, port=self._port(config.draft.port, slot))
 
-    def settled(self, nodes: Sequence[str], model_nodes: Collection[str]) -> Blueprint:
+    def settled(self, nodes: Sequence[str], model_nodes: Collection[str]) -> FleetSpec:
         """With what depends on where the actors have been placed: on the machines `nodes`, those
         with models on `model_nodes`. Raises `SettingError` for servers that others would not
         reach."""

@@ -12,7 +12,7 @@ from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.speculation.draft_sampling import DraftedGroup, draw_from_logits, draw_siblings
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
@@ -97,7 +97,7 @@ class GrowingRound:
 class RoundDraws:
     """Draws the next token of many rounds from a model's logits."""
 
-    def __init__(self, vocabulary: ReducedVocabulary | None, entries_max: int) -> None:
+    def __init__(self, vocabulary: DraftVocabulary | None, entries_max: int) -> None:
         """The logits are of `vocabulary`; `entries_max` bounds the support of each draft
         distribution."""
         self._vocabulary = vocabulary

@@ -19,7 +19,7 @@ import torch
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.errors import check
-from outrider.kv_cache.block_pool import PagePool
+from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.slot_rules import check_steps, prefixes
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
@@ -49,7 +49,7 @@ class EmulatedEngine:
         self._spec = spec
         self._role = role
         self._max_num_seqs = max_num_seqs
-        self._pool = PagePool(spec.num_pages, PAGE_SIZE)
+        self._pool = BlockPool(spec.num_pages, PAGE_SIZE)
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """Logits of the last step; -inf behind its own."""

@@ -28,14 +28,14 @@ from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps
 from outrider.engine.cpu.kernels import Kernels
 from outrider.engine.cpu.row_invariance import find_span_limits
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_runner import TabledSteps
 from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
 from outrider.engine.hidden_states import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.multi_step import Chain, Draws
 from outrider.errors import ConfigError, InvariantError, check
-from outrider.kv_cache.block_pool import PagePool
+from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.slot_rules import check_steps
 from outrider.kv_cache.storage import KVCache, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
@@ -77,7 +77,7 @@ class PagedEngine:
         page_size: int = PAGE_SIZE,
         contended_threads: int | None = None,
         deterministic: bool = False,
-        acceleration: Acceleration | None = None,
+        acceleration: DeviceBackend | None = None,
         all_agree: Callable[[bool], bool] = bool,
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
@@ -258,7 +258,7 @@ class PagedEngine:
 
     def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Begins anew with so many empty pages."""
-        self._pool = PagePool(num_pages, self._page_size)
+        self._pool = BlockPool(num_pages, self._page_size)
         shapes = [layer.shape for layer in layers]
         decoder = self._decoder
         self._cache = KVCache(
@@ -292,7 +292,7 @@ class PagedEngine:
         call: Forward,
         layers: Sequence[AttentionLayer],
         pages: dict[torch.nn.Module, LayerPages],
-        acceleration: Acceleration | None,
+        acceleration: DeviceBackend | None,
     ) -> Steps:
         """Steps of a module with these layers, on these pages of the pool."""
         if acceleration is None:

@@ -309,7 +309,7 @@ class Engine(Station):
         return batch, rows, attention_s
 
     def _looked_at(self) -> Sessions:
-        """As `WorkQueue.take`: in order of arrival as many rounds as have a seat, and as many
+        """As `RequestQueue.take`: in order of arrival as many rounds as have a seat, and as many
         prefixes."""
         room = [self._seats, self._seats]
         found = []

@@ -32,7 +32,7 @@ _ID_TYPE = "I"
 """Array type of a token id: 0..2^32-1."""
 
 
-class PagePool:
+class BlockPool:
     """The pages of one engine, and the sequences on them; see `Engine` for what the calls mean.
 
     Depends on its calls alone, and takes time in proportion to the pages that a call touches.

@@ -52,7 +52,7 @@ class _Entry:
         """Committed tokens at the last `align`; behind them stand guesses."""
 
 
-class SequenceTable:
+class SessionTable:
     """session id -> tokens and epoch, beside an engine's slots (or alone, without an engine).
 
     At most `sequences_max` sessions; the one unused for longest makes room, and is asked for

@@ -13,7 +13,7 @@ from outrider.registry.registry import RENEWAL_S, Registry, ReplicaRecord
 _log = logging.getLogger(__name__)
 
 
-class Announcer:
+class Lease:
     """Announces a replica until it is closed. While the registry is away the replica goes on, and
     is announced once that is back."""
 

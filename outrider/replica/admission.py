@@ -1,6 +1,6 @@
 """Which sessions of a step go on, and how far: pages by age, tokens by order of arrival.
 
-    every item        is aligned with its coordinator (`SequenceTable.align`)
+    every item        is aligned with its coordinator (`SessionTable.align`)
     pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
     tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
 from outrider.errors import InvariantError, OutriderError
-from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished
@@ -63,7 +63,7 @@ class Admissions:
     def __init__(
         self,
         engine: Engine,
-        table: SequenceTable,
+        table: SessionTable,
         budget: TokenBudget,
         give_way: Callable[[], None] = lambda: None,
     ) -> None:

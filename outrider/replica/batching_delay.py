@@ -61,7 +61,7 @@ class Hold:
         return 1.0 - len(self.awaited) / self._num_awaited
 
 
-class Gathering:
+class BatchingDelay:
     """Knows the sessions of a replica, and what its steps take. Times are of one clock, in s."""
 
     def __init__(

@@ -27,8 +27,8 @@ from outrider.settings import blaming
 from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
-    from outrider.engine.tensor_parallel.rendezvous import Meeting
-    from outrider.registry.lease import Announcer
+    from outrider.engine.tensor_parallel.rendezvous import Rendezvous
+    from outrider.registry.lease import Lease
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.certificates import InternalRole
@@ -89,13 +89,15 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
-        self._announcer: Announcer | None = None
+        self._announcer: Lease | None = None
         self._engagement = Engagement(address="")
         self._stopping: asyncio.Task[None] | None = None
         self.leadership: Leadership | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
-    async def open_meeting(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> Meeting:
+    async def open_meeting(
+        self, num_ranks: int, num_neighbours: int, timeout_s: float
+    ) -> Rendezvous:
         """Where the other ranks of this replica's model join, while `start` loads it here. See
         `Leadership`."""
         self.leadership = Leadership(num_ranks, num_neighbours, timeout_s)
@@ -197,7 +199,7 @@ class ReplicaHost(Generic[Item, Answer]):
         member, service, meter = config.membership, self._service, self._metered
         if member is None or service is None or meter is None:
             return
-        from outrider.registry.lease import Announcer
+        from outrider.registry.lease import Lease
         from outrider.registry.redis_registry import RedisRegistry
         from outrider.sessions.redis_password import with_password
 
@@ -219,7 +221,7 @@ class ReplicaHost(Generic[Item, Answer]):
                 figures=service.figures,
             )
 
-        self._announcer = Announcer(
+        self._announcer = Lease(
             RedisRegistry(with_password(member.redis), member.deployment), record
         )
         await self._announcer.start()

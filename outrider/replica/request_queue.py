@@ -11,7 +11,7 @@ from typing import Generic
 
 from outrider.errors import Overloaded, check
 from outrider.messages import ReplyKey
-from outrider.replica.step_request import Answer, Item, Unfinished, Work
+from outrider.replica.step_request import Answer, Item, StepRequest, Unfinished
 
 _by_place = attrgetter("place")
 
@@ -20,22 +20,22 @@ _by_place = attrgetter("place")
 class Taken(Generic[Item, Answer]):
     """What has left the queue, each list in order of arrival."""
 
-    batch: list[Work[Item, Answer]] = field(default_factory=list)
+    batch: list[StepRequest[Item, Answer]] = field(default_factory=list)
     """For the next step."""
-    unwanted: list[Work[Item, Answer]] = field(default_factory=list)
-    late: list[Work[Item, Answer]] = field(default_factory=list)
+    unwanted: list[StepRequest[Item, Answer]] = field(default_factory=list)
+    late: list[StepRequest[Item, Answer]] = field(default_factory=list)
     """Expired."""
 
 
-class WorkQueue(Generic[Item, Answer]):
+class RequestQueue(Generic[Item, Answer]):
     """Work in order of arrival. It keeps its place when a step did not finish it."""
 
     def __init__(self, max_batch: int, queue_max: int) -> None:
         check(max_batch > 0 and queue_max > 0, "max_batch and queue_max must be positive")
         self._max_batch = max_batch
         self._queue_max = queue_max
-        self._waiting: list[Work[Item, Answer]] = []
-        self._newest: dict[ReplyKey, Work[Item, Answer]] = {}
+        self._waiting: list[StepRequest[Item, Answer]] = []
+        self._newest: dict[ReplyKey, StepRequest[Item, Answer]] = {}
         self._places = itertools.count()
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class WorkQueue(Generic[Item, Answer]):
         """Of the work that waits."""
         return {work.item.head.session_id for work in self._waiting}
 
-    def add(self, work: Work[Item, Answer]) -> bool:
+    def add(self, work: StepRequest[Item, Answer]) -> bool:
         """Queues work. The very item that already waits is not queued twice: it is answered to
         both (unless somebody is to be told when it is done), and this returns False. Raises
         `Overloaded` when full."""
@@ -84,7 +84,7 @@ class WorkQueue(Generic[Item, Answer]):
         newest = {work.item.head.session_id: work for work in self._waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        left: list[Work[Item, Answer]] = []
+        left: list[StepRequest[Item, Answer]] = []
         for work in self._waiting:
             session_id = work.item.head.session_id
             if not work.wanted or (work.answered and newest[session_id] is not work):
@@ -104,13 +104,13 @@ class WorkQueue(Generic[Item, Answer]):
         self._waiting = left
         return taken
 
-    def put_back(self, works: Sequence[Work[Item, Answer]]) -> None:
+    def put_back(self, works: Sequence[StepRequest[Item, Answer]]) -> None:
         """Work of the last batch, in its order, back to its place."""
         self._waiting = list(heapq.merge(works, self._waiting, key=_by_place))
         for work in works:
             self._newest.setdefault(work.item.head.key, work)
 
-    def of_session(self, session_id: str, epoch: int) -> list[Work[Item, Answer]]:
+    def of_session(self, session_id: str, epoch: int) -> list[StepRequest[Item, Answer]]:
         """What waits for the session's epochs up to `epoch`."""
         return [
             work

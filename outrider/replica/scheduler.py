@@ -20,20 +20,20 @@ from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.registry.load import NO_FIGURES, Figures
-from outrider.replica.batching_delay import Gathering
+from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executor import StepExecutor
-from outrider.replica.request_queue import WorkQueue
+from outrider.replica.request_queue import RequestQueue
 from outrider.replica.step_load import StepLoad
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     Answer,
     Answers,
+    AnswerSender,
     Item,
-    Outlet,
     StepObserver,
+    StepRequest,
     StepWorker,
     Unfinished,
-    Work,
     refusal,
     undrawn,
 )
@@ -61,7 +61,7 @@ class StepScheduler(Generic[Item, Answer]):
         queue_max: int,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
-        gathering: Gathering | None = None,
+        gathering: BatchingDelay | None = None,
     ) -> None:
         """`note_seconds` hears, between steps, how long the last one took that ran items. With
         `gathering` a step may wait for sessions that will soon want it too."""
@@ -70,7 +70,7 @@ class StepScheduler(Generic[Item, Answer]):
         self._observer = observer
         self._note_seconds = note_seconds
         self._gathering = gathering
-        self._queue: WorkQueue[Item, Answer] = WorkQueue(max_batch, queue_max)
+        self._queue: RequestQueue[Item, Answer] = RequestQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
         self._max_batch = max_batch
@@ -124,8 +124,8 @@ class StepScheduler(Generic[Item, Answer]):
         others. While that lasts it hears so again after `STARVED_REST_S`."""
         self._on_starved = on_starved
 
-    def submit(self, work: Work[Item, Answer]) -> None:
-        """Queues work; see `WorkQueue.add`. Raises `Overloaded` when the queue is full,
+    def submit(self, work: StepRequest[Item, Answer]) -> None:
+        """Queues work; see `RequestQueue.add`. Raises `Overloaded` when the queue is full,
         `Unavailable` once closed, `EngineLost` where no step can follow."""
         if self.lost is not None:
             raise EngineLost(self.lost.message)
@@ -203,7 +203,7 @@ class StepScheduler(Generic[Item, Answer]):
         finally:
             self._idle.set()
 
-    async def _gather(self, gathering: Gathering) -> None:
+    async def _gather(self, gathering: BatchingDelay) -> None:
         """Until the next step should begin."""
         hold = gathering.hold(asyncio.get_running_loop().time(), self._queue.rows)
         try:
@@ -224,7 +224,7 @@ class StepScheduler(Generic[Item, Answer]):
             return
         self._wake.clear()
 
-    def _take(self) -> list[Work[Item, Answer]]:
+    def _take(self) -> list[StepRequest[Item, Answer]]:
         """The next batch."""
         taken = self._queue.take(asyncio.get_running_loop().time())
         for work in taken.unwanted:
@@ -235,7 +235,7 @@ class StepScheduler(Generic[Item, Answer]):
             self._parked[work.item.head.session_id] = None
         return taken.batch
 
-    async def _step(self, batch: list[Work[Item, Answer]]) -> bool:
+    async def _step(self, batch: list[StepRequest[Item, Answer]]) -> bool:
         """Runs a step; False if it came to nothing for want of pages."""
         releases, self._releases = self._releases, {}
         parked, self._parked = list(self._parked), {}
@@ -275,7 +275,7 @@ class StepScheduler(Generic[Item, Answer]):
         if self._on_starved is not None:
             self._on_starved(self._queue.sessions)
 
-    def _give_up(self, lost: EngineLost, batch: Sequence[Work[Item, Answer]]) -> None:
+    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest[Item, Answer]]) -> None:
         """Refuses the batch, and all that waits."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
@@ -288,7 +288,7 @@ class StepScheduler(Generic[Item, Answer]):
                 self._refuse(work, refusal(work.item.head.key, lost))
             waiting = self._take()
 
-    def _crashed(self, batch: Sequence[Work[Item, Answer]]) -> None:
+    def _crashed(self, batch: Sequence[StepRequest[Item, Answer]]) -> None:
         self._crashes += 1
         if self._observer is not None:
             self._observer.crashed()
@@ -329,13 +329,13 @@ class StepScheduler(Generic[Item, Answer]):
 
     def _answer(
         self,
-        batch: list[Work[Item, Answer]],
+        batch: list[StepRequest[Item, Answer]],
         answers: Sequence[Answer | Refused | Unfinished | Answers[Answer]],
         start: float,
         end: float,
     ) -> None:
-        by_outlet: dict[Outlet[Any], list[Any]] = {}
-        held: dict[Outlet[Any], list[Any]] = {}
+        by_outlet: dict[AnswerSender[Any], list[Any]] = {}
+        held: dict[AnswerSender[Any], list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
@@ -370,19 +370,19 @@ class StepScheduler(Generic[Item, Answer]):
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
 
-    def _note_load(self, batch: list[Work[Item, Answer]], start: float, end: float) -> None:
+    def _note_load(self, batch: list[StepRequest[Item, Answer]], start: float, end: float) -> None:
         if self._load is None:
             self._load = StepLoad(self._max_batch, start)
         self._load.stepped(batch, start, end)
 
-    def _put_back(self, works: Sequence[Work[Item, Answer]]) -> None:
+    def _put_back(self, works: Sequence[StepRequest[Item, Answer]]) -> None:
         """Work that is not done, unless its session was released meanwhile."""
         for work in works:
             if work.item.head.epoch <= self._releases.get(work.item.head.session_id, 0):
                 self._cancel(work)
         self._queue.put_back(works)
 
-    def _tell_undrawn(self, work: Work[Item, Answer]) -> None:
+    def _tell_undrawn(self, work: StepRequest[Item, Answer]) -> None:
         """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
         draw follows; the prefix is still run, and an empty proposal then says so."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
@@ -391,7 +391,7 @@ class StepScheduler(Generic[Item, Answer]):
         for outlet in work.outlets:
             outlet.send([undrawn(work.item.head.key)])
 
-    def _cancel(self, work: Work[Item, Answer]) -> None:
+    def _cancel(self, work: StepRequest[Item, Answer]) -> None:
         work.cancelled = True
         over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
         for outlet in work.outlets:
@@ -408,19 +408,19 @@ class StepScheduler(Generic[Item, Answer]):
             if self._on_health is not None:
                 self._on_health(self._reported)
 
-    def _refuse(self, work: Work[Item, Answer], answer: Refused) -> None:
+    def _refuse(self, work: StepRequest[Item, Answer], answer: Refused) -> None:
         for outlet in work.outlets:
             outlet.send([answer])
         self._done(work, answer)
 
-    def _done(self, work: Work[Item, Answer], answer: Answer | Refused | None) -> None:
+    def _done(self, work: StepRequest[Item, Answer], answer: Answer | Refused | None) -> None:
         if work.timer is not None:
             work.timer.cancel()
         if work.on_done is not None:
             work.on_done(work, answer)
 
 
-def _note_standing(work: Work[Any, Any], answer: Any) -> None:
+def _note_standing(work: StepRequest[Any, Any], answer: Any) -> None:
     """How a step has left work."""
     if isinstance(answer, Answers):
         work.unfinished = Unfinished.CONTINUES if answer.more else None
@@ -430,7 +430,7 @@ def _note_standing(work: Work[Any, Any], answer: Any) -> None:
         work.answered = work.answered or work.item.gives_way
 
 
-def _timed(answer: Any, work: Work[Any, Any], end: float, num_sharing: int) -> Any:
+def _timed(answer: Any, work: StepRequest[Any, Any], end: float, num_sharing: int) -> Any:
     """A verdict or proposal with its times: until the first step that did something for it, and
     from then; so many shared the last of its steps."""
     if not isinstance(answer, VerdictReply | ProposalReply):

@@ -16,18 +16,18 @@ from outrider.grammar.constraint import Constraint
 from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription
 from outrider.registry.load import Figures
-from outrider.replica.batching_delay import Gathering
+from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executor import StepExecutor
 from outrider.replica.scheduler import StepScheduler
-from outrider.replica.session_tracker import Presence
-from outrider.replica.stale_round_filter import RoundFence
+from outrider.replica.session_tracker import SessionTracker
+from outrider.replica.stale_round_filter import StaleRoundFilter
 from outrider.replica.step_request import (
     Answer,
+    AnswerSender,
     Item,
-    Outlet,
     StepObserver,
+    StepRequest,
     StepWorker,
-    Work,
     expiry,
     refusal,
 )
@@ -49,7 +49,7 @@ class SteppedService(Generic[Item, Answer]):
         description: ReplicaDescription,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
-        gathering: Gathering | None = None,
+        gathering: BatchingDelay | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
@@ -69,8 +69,8 @@ class SteppedService(Generic[Item, Answer]):
         )
         self._scheduler.watch_pages(self._park_the_silent)
         self._observer = observer
-        self._fence = RoundFence()
-        self._presence = Presence()
+        self._fence = StaleRoundFilter()
+        self._presence = SessionTracker()
         self._grammars = grammars
         self._compiling: set[asyncio.Task[None]] = set()
 
@@ -102,7 +102,7 @@ class SteppedService(Generic[Item, Answer]):
                 self._presence.answer(answer.key.session_id, now)
             send(answers)
 
-        return StepConnection(self._take, self._leave, Outlet(note_and_send))
+        return StepConnection(self._take, self._leave, AnswerSender(note_and_send))
 
     def describe(self) -> ReplicaDescription:
         """See `ReplicaService.describe`."""
@@ -133,7 +133,7 @@ class SteppedService(Generic[Item, Answer]):
         """See `StepWorker.check_integrity`."""
         self._worker.check_integrity()
 
-    def _take(self, item: Item, outlet: Outlet[Answer]) -> None:
+    def _take(self, item: Item, outlet: AnswerSender[Answer]) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         stale = self._fence.admit(item.head)
         if stale is None:
@@ -147,13 +147,13 @@ class SteppedService(Generic[Item, Answer]):
             return
         self._refuse_stale(stale, outlet)
 
-    def _refuse_stale(self, stale: Refused, outlet: Outlet[Answer]) -> None:
+    def _refuse_stale(self, stale: Refused, outlet: AnswerSender[Answer]) -> None:
         if self._observer is not None:
             self._observer.stale()
         outlet.send([stale])
 
     def _accept_constrained(
-        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: AnswerSender[Answer]
     ) -> None:
         compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
@@ -164,7 +164,7 @@ class SteppedService(Generic[Item, Answer]):
         task.add_done_callback(self._compiling.discard)
 
     async def _compile(
-        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: AnswerSender[Answer]
     ) -> None:
         """Works on an item once its constraint is compiled, or known not to be possible, unless its
         round is over by then."""
@@ -187,7 +187,7 @@ class SteppedService(Generic[Item, Answer]):
         elif not outlet.closed:
             self._accept(_with_compiled(item, compiled), outlet)
 
-    def _leave(self, outlet: Outlet[Answer]) -> None:
+    def _leave(self, outlet: AnswerSender[Answer]) -> None:
         """A stream has closed: nobody waits for its sessions until they come back on another."""
         self._scheduler.park(self._presence.leave(outlet))
 
@@ -197,7 +197,7 @@ class SteppedService(Generic[Item, Answer]):
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
         self._scheduler.park(self._presence.fall_silent(since, waiting))
 
-    def _accept(self, item: Item, outlet: Outlet[Answer]) -> None:
+    def _accept(self, item: Item, outlet: AnswerSender[Answer]) -> None:
         """Works on an item whose round is not over: queues it."""
         self._submit(self._work(item, outlet))
 
@@ -205,12 +205,12 @@ class SteppedService(Generic[Item, Answer]):
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
         is kept."""
 
-    def _work(self, item: Item, outlet: Outlet[Answer]) -> Work[Item, Answer]:
+    def _work(self, item: Item, outlet: AnswerSender[Answer]) -> StepRequest[Item, Answer]:
         """An item that arrives now, to be answered through `outlet`."""
         now = asyncio.get_running_loop().time()
-        return Work(item, [outlet], now, expiry(item.head, now))
+        return StepRequest(item, [outlet], now, expiry(item.head, now))
 
-    def _submit(self, work: Work[Item, Answer]) -> bool:
+    def _submit(self, work: StepRequest[Item, Answer]) -> bool:
         """Queues work; or refuses it to those who wait for it, and returns False."""
         try:
             self._scheduler.submit(work)
@@ -226,9 +226,9 @@ class StepConnection(Generic[Item, Answer]):
 
     def __init__(
         self,
-        take: Callable[[Item, Outlet[Answer]], None],
-        leave: Callable[[Outlet[Answer]], None],
-        outlet: Outlet[Answer],
+        take: Callable[[Item, AnswerSender[Answer]], None],
+        leave: Callable[[AnswerSender[Answer]], None],
+        outlet: AnswerSender[Answer],
     ) -> None:
         self._take = take
         self._leave = leave

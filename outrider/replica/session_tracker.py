@@ -7,19 +7,19 @@ from collections.abc import Collection
 from typing import Any
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.replica.step_request import Outlet
+from outrider.replica.step_request import AnswerSender
 
 
-class Presence:
+class SessionTracker:
     """Through which connection each session was heard last, and when it last spoke or was answered.
 
     Remembers `SEQUENCES_PER_REPLICA_MAX` sessions, those heard last.
     """
 
     def __init__(self) -> None:
-        self._heard: OrderedDict[str, tuple[Outlet[Any], float]] = OrderedDict()
+        self._heard: OrderedDict[str, tuple[AnswerSender[Any], float]] = OrderedDict()
 
-    def hear(self, session_id: str, outlet: Outlet[Any], now: float) -> None:
+    def hear(self, session_id: str, outlet: AnswerSender[Any], now: float) -> None:
         """An item of the session has come."""
         self._heard[session_id] = (outlet, now)
         self._heard.move_to_end(session_id)
@@ -36,7 +36,7 @@ class Presence:
         """The session has ended; unknown ones are ignored."""
         self._heard.pop(session_id, None)
 
-    def leave(self, outlet: Outlet[Any]) -> list[str]:
+    def leave(self, outlet: AnswerSender[Any]) -> list[str]:
         """The connection has closed: forgets and returns the sessions that it was last heard of
         for; those heard on another one since are still there."""
         gone = [name for name, (last, _) in self._heard.items() if last is outlet]

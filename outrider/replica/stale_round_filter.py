@@ -13,7 +13,7 @@ _RELEASED = 2**64
 """In place of the newest round of a session that was released: no round has this number."""
 
 
-class RoundFence:
+class StaleRoundFilter:
     """Knows the newest round that was asked of each session, and holds back older ones: they come
     late or twice, and would only throw away what newer rounds have cached, or bring back a session
     that was released.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.decayed_average import FadingSums
+from outrider.decayed_average import DecayedSums
 from outrider.registry.load import WINDOW_S, Figures
-from outrider.replica.step_request import StepFigures, Work
+from outrider.replica.step_request import StepFigures, StepRequest
 
 
 class StepLoad:
@@ -16,9 +16,9 @@ class StepLoad:
     def __init__(self, max_batch: int, now: float) -> None:
         """`max_batch` items share a step at most; `now` and later times are the loop's."""
         self._max_batch = max_batch
-        self._sums = FadingSums(WINDOW_S, now)
+        self._sums = DecayedSums(WINDOW_S, now)
 
-    def stepped(self, works: Sequence[Work[Any, Any]], start: float, end: float) -> None:
+    def stepped(self, works: Sequence[StepRequest[Any, Any]], start: float, end: float) -> None:
         """A step has run from `start` to `end`, with these items."""
         began = [work.started_at - work.arrived_at for work in works if work.started_at == start]
         self._sums.add(

@@ -119,7 +119,7 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         ...
 
 
-class Outlet(Generic[Answer]):
+class AnswerSender(Generic[Answer]):
     """Where the answers of one connection go."""
 
     def __init__(self, send: Callable[[Sequence[Answer]], None]) -> None:
@@ -164,7 +164,7 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
     return {answer.key.session_id for answer in answers}
 
 
-class Work(Generic[Item, Answer]):
+class StepRequest(Generic[Item, Answer]):
     """An item that waits for a step, and who wants its answer."""
 
     __slots__ = (
@@ -173,17 +173,19 @@ class Work(Generic[Item, Answer]):
     )  # fmt: skip
 
     def __init__(
-        self, item: Item, outlets: list[Outlet[Answer]], arrived_at: float, expires_at: float
+        self, item: Item, outlets: list[AnswerSender[Answer]], arrived_at: float, expires_at: float
     ) -> None:
         self.item = item
         self.outlets = outlets
         self.arrived_at = arrived_at
         self.expires_at = expires_at
         """Loop time after which the answer is of no use; infinity = none."""
-        self.on_done: Callable[[Work[Item, Answer], Answer | Refused | None], None] | None = None
+        self.on_done: (
+            Callable[[StepRequest[Item, Answer], Answer | Refused | None], None] | None
+        ) = None
         """Hears the answer after it was sent, or None where the work was dropped."""
         self.may_wait = False
-        """Whether its answer may be held: see `Outlet.hold`."""
+        """Whether its answer may be held: see `AnswerSender.hold`."""
         self.cancelled = False
         self.place = 0
         """In the queue: what came earlier has a smaller one."""
@@ -203,7 +205,7 @@ class Work(Generic[Item, Answer]):
         """Whether anybody still listens."""
         return not self.cancelled and any(not outlet.closed for outlet in self.outlets)
 
-    def asks_like(self, other: Work[Item, Answer]) -> bool:
+    def asks_like(self, other: StepRequest[Item, Answer]) -> bool:
         """Whether both ask for the same thing, whatever time is left to either."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
@@ -230,7 +232,11 @@ class StepObserver(Protocol):
         ...
 
     def stepped(
-        self, works: Sequence[Work[Any, Any]], answers: Sequence[Any], start: float, end: float
+        self,
+        works: Sequence[StepRequest[Any, Any]],
+        answers: Sequence[Any],
+        start: float,
+        end: float,
     ) -> None:
         """A step has run, from `start` to `end` (loop time); its answers are sent."""
         ...

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.speculation.draft_sampling import DraftedToken, count_levels, place_of
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.gumbel_max import speeds, token_keys, uniforms
 from outrider.speculation.logits_processing import check_maxima, keep_likely_on_device, largest
 from outrider.speculation.proposal import DraftDistribution
@@ -63,7 +63,7 @@ class DeviceDraws:
         drawings: Sequence[Drawing],
         num_depths: int,
         entries_max: int,
-        vocabulary: ReducedVocabulary | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         """Of each distribution `entries_max` tokens at most are kept. With a `vocabulary` logits
         are [S, N], of its columns; tokens, distributions and noise have the target's ids."""

@@ -18,7 +18,7 @@ import torch
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.gumbel_max import (
     BLOCK,
     IntArray,
@@ -94,7 +94,7 @@ def draft_tokens(
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedToken]:
     """`draft_token` for B sessions of one rule: `probabilities` [B, V], float64, unchanged;
     `indices[b]` is the depth of session b's token. With a `vocabulary` they are [B, N], of its
@@ -119,7 +119,7 @@ def draw_from_logits(
     indices: Sequence[int],
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
     history: TokenHistory = NO_HISTORY,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
     """`draft_tokens` of the distribution of `logits` under `params` and `history` for B sessions
     that share rule and parameters (and the history, where it counts): `logits` [B, V], unchanged.
@@ -152,7 +152,7 @@ def draw_siblings(
     indices: Sequence[int],
     counts: Sequence[int],
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
     """Up to `counts[b]` candidates for one place of each of B sessions that share rule and
     parameters, none of them penalties; the first is what `draw_from_logits` draws. Under token the
@@ -195,7 +195,7 @@ def likely_tokens(
     logits: torch.Tensor,
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
     count: int = DRAFT_SUPPORT_ENTRIES,
 ) -> LikelyTokens:
     """The `count` likeliest tokens of each row of a draft's `logits` [R, V] under `params`, which,
@@ -228,7 +228,7 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
 
 
 def quantise(
-    probabilities: torch.Tensor, entries_max: int, vocabulary: ReducedVocabulary | None = None
+    probabilities: torch.Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
     """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`;
     tokens left without a count are dropped. The likeliest comes first. Ids are those of
@@ -277,14 +277,12 @@ def _weights(logits: torch.Tensor, params: SamplingParams, history: TokenHistory
     return weights
 
 
-def _likely(
-    weights: torch.Tensor, count: int, vocabulary: ReducedVocabulary | None
-) -> LikelyTokens:
+def _likely(weights: torch.Tensor, count: int, vocabulary: DraftVocabulary | None) -> LikelyTokens:
     values, columns = largest(weights, count)
     return LikelyTokens(_token_ids(columns, vocabulary), values.double().cpu().numpy())
 
 
-def _token_ids(columns: torch.Tensor, vocabulary: ReducedVocabulary | None) -> IntArray:
+def _token_ids(columns: torch.Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
     """The tokens of columns; of one beyond the vocabulary, which pads a row, any."""
     found: IntArray = columns.cpu().numpy()
     if vocabulary is None:
@@ -340,11 +338,11 @@ def _likeliest_first(logits: torch.Tensor, count: int) -> list[int]:
     return found
 
 
-def _certain(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> DraftedGroup:
+def _certain(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> DraftedGroup:
     return tuple(token_id for token_id, _ in _one_hot(columns, vocabulary)), None
 
 
-def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> list[DraftedToken]:
+def _one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
     """The tokens of columns of the logits, each drawn with certainty."""
     if vocabulary is not None:
         columns = vocabulary.token_ids[list(columns)].tolist()
@@ -352,7 +350,7 @@ def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> li
 
 
 def _raced(
-    weights: torch.Tensor, keys: RowKeys, vocabulary: ReducedVocabulary | None
+    weights: torch.Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None
 ) -> list[DraftedToken]:
     """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
     if vocabulary is not None:

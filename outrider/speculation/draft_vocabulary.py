@@ -20,7 +20,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReducedVocabulary:
+class DraftVocabulary:
     """The tokens that have a column."""
 
     token_ids: npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class ReducedVocabulary:
         check(len(self.token_ids) > 0 and ascends, "the tokens of a reduced vocabulary ascend")
 
     @classmethod
-    def of(cls, token_ids: Sequence[int]) -> ReducedVocabulary | None:
+    def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
         """That of these tokens; None where none are listed, for every column is its token."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 

@@ -11,7 +11,7 @@ import torch
 
 from outrider.errors import Incompatible, OutriderError
 from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.trees import ROOT
 
@@ -19,7 +19,7 @@ from outrider.speculation.trees import ROOT
 def masked_logits(
     logits: torch.Tensor,
     masks: Sequence[TokenMask | None],
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> torch.Tensor:
     """`logits` [R, V], or [R, N] of a `vocabulary`'s columns, with -inf for what each row's mask
     forbids: a copy, or themselves where no row has one. On any device."""
@@ -77,7 +77,7 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
 
 
 def draft_mask(
-    allowed: Allowed, drafted: Sequence[int], vocabulary: ReducedVocabulary | None = None
+    allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
     """What a draft may draw after `drafted`; None where it had better stop there: the completion
     has ended, or nothing that the draft knows may follow. That is settled by tokens which are
@@ -94,7 +94,7 @@ def draft_mask(
 
 
 def _flags(
-    mask: TokenMask, width: int, vocabulary: ReducedVocabulary | None
+    mask: TokenMask, width: int, vocabulary: DraftVocabulary | None
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     if vocabulary is None:
         return mask.flags(width)

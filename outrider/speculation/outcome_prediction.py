@@ -28,7 +28,7 @@ import torch
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.random_batches import NoiseBatch
 from outrider.speculation.random_streams import RoundNoise
@@ -72,7 +72,7 @@ def guess_round(
     noise: RoundNoise,
     drafted: Sequence[int],
     count: int,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
     seen: Sequence[LikelyTokens] = (),
 ) -> RoundGuesses:
     """Guesses up to `count` corrections for each number of tokens that may be accepted of those
@@ -111,7 +111,7 @@ def with_bonus(
     params: SamplingParams,
     noise: RoundNoise,
     count: int,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> RoundGuesses:
     """Guesses that lack the bonus with it; `logits` [1, V] follow the last draft token, and all
     else is as it was for `guess_round`. Not under greedy."""

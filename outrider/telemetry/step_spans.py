@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from outrider.errors import InvariantError
 from outrider.messages import ProposalReply, Refused, Resync
-from outrider.replica.step_request import StepFigures, Unfinished, Work
+from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
 from outrider.telemetry.context import read_sampled
 from outrider.telemetry.instruments import ITEMS, PREFIX, Counts, times, watch
 
@@ -95,7 +95,11 @@ class ObservedSteps:
         self._crashes.add(1)
 
     def stepped(
-        self, works: Sequence[Work[Any, Any]], answers: Sequence[Any], start: float, end: float
+        self,
+        works: Sequence[StepRequest[Any, Any]],
+        answers: Sequence[Any],
+        start: float,
+        end: float,
     ) -> None:
         """A step has run, from `start` to `end` (loop time); its answers are sent."""
         self._steps.add(1)
@@ -111,7 +115,7 @@ class ObservedSteps:
                 self._trace(work, answer, len(works), began, end)
 
     def _trace(
-        self, work: Work[Any, Any], answer: Any, num_items: int, start: float, end: float
+        self, work: StepRequest[Any, Any], answer: Any, num_items: int, start: float, end: float
     ) -> None:
         head = work.item.head
         context = read_sampled(head.traceparent)

@@ -42,7 +42,7 @@ from outrider.transport import stream_codecs as codecs
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.description_codec import description_from_proto
 from outrider.transport.link import LinkBytes
-from outrider.transport.send_queue import Outbox
+from outrider.transport.send_queue import SendQueue
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_codecs import Codec, Keyed
 from outrider.v1 import types_pb2
@@ -232,7 +232,7 @@ class _Stream(Generic[Item, Answer]):
         self._num_bytes = num_bytes
         self._on_answer = on_answer
         self._on_end = on_end
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         self._sampling: dict[str, tuple[tuple[int, bytes], int]] = {}
         """session -> (hashes of the parameters as given and of the constraint, hash of the former
         as the replica reads them)"""

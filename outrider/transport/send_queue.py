@@ -9,7 +9,7 @@ from typing import Any
 from outrider.limits import FRAME_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
 
 
-class Outbox:
+class SendQueue:
     """Messages in order, at most `STREAM_QUEUE_ITEMS_MAX`. For the event loop's thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from outrider.tokens import EMPTY_DIGEST
 from outrider.transport.description_codec import description_to_proto
 from outrider.transport.field_codec import session_id_from_wire
 from outrider.transport.link import Connection, ReplicaService
-from outrider.transport.send_queue import Outbox
+from outrider.transport.send_queue import SendQueue
 from outrider.transport.stream_codecs import Answer, Codec, Item
 from outrider.v1 import types_pb2
 
@@ -37,7 +37,7 @@ class StreamServer(Generic[Item, Answer]):
     def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
         self._service = service
         self._codec = codec
-        self._readers: dict[asyncio.Task[None], Outbox] = {}
+        self._readers: dict[asyncio.Task[None], SendQueue] = {}
         """Of each open stream, who takes its items, and where its answers wait."""
         self._ending: asyncio.Task[None] | None = None
 
@@ -107,7 +107,7 @@ class _Stream(Generic[Item, Answer]):
         self._task = task
         self.writing = False
         """Whether a frame is being written; a caller that does not read holds it there."""
-        self.outbox = Outbox()
+        self.outbox = SendQueue()
         self.failure: Exception | None = None
         """Why the stream must end, once it must."""
         self.unanswered: OrderedDict[str, ReplyKey] = OrderedDict()

@@ -8,14 +8,14 @@ import sys
 
 from outrider.messages import VerifyItem
 from outrider.speculation.sampling_params import SamplingParams
-from target_service.verifier import Scorer
+from target_service.verifier import Verifier
 
 from . import seeds, system
 
-_validate = Scorer._validate
+_validate = Verifier._validate
 
 
-def _broken(scorer: Scorer, item: VerifyItem) -> SamplingParams:
+def _broken(scorer: Verifier, item: VerifyItem) -> SamplingParams:
     if item.head.seed == seeds.SEED_MAX:
         raise RuntimeError("the planted fault")
     return _validate(scorer, item)
@@ -23,5 +23,5 @@ def _broken(scorer: Scorer, item: VerifyItem) -> SamplingParams:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    Scorer._validate = _broken  # type: ignore[method-assign]
+    Verifier._validate = _broken  # type: ignore[method-assign]
     asyncio.run(system.main())

@@ -16,7 +16,7 @@ import redis
 from deploy.fleet.autoscaler import Autoscaling
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.autoscaling import Policy
 from outrider.config import load_config
 from outrider.errors import OutriderError
@@ -60,9 +60,9 @@ async def registry(server: EmbeddedRedis) -> AsyncIterator[RedisRegistry]:
     await made.close()
 
 
-def blueprint() -> Blueprint:
+def blueprint() -> FleetSpec:
     config = load_config(SETTINGS, {})
-    return Blueprint(
+    return FleetSpec(
         placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
         local=True, given=config,
     )  # fmt: skip

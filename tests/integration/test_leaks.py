@@ -18,16 +18,16 @@ import redis
 from stack import Stack, running_stack
 
 from coordinator.decoding.generation import SessionRun
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.request_header import HeadWriter
 from coordinator.routing.session_mailbox import Mailbox
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.target_client import TargetClient
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
-from outrider.kv_cache.session_table import SequenceTable
-from outrider.replica.step_request import Work
+from outrider.kv_cache.session_table import SessionTable
+from outrider.replica.step_request import StepRequest
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.state import Session
@@ -50,7 +50,7 @@ SETTLED_S = 60.0
 """By when whatever has ended has given everything back, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
 """A third ends by itself, a third is cancelled by its client, a third loses its connection."""
-EVERYTHING = {SessionRun, Session, Mailbox, HeadWriter, TargetSide, DraftSide, Work}
+EVERYTHING = {SessionRun, Session, Mailbox, HeadWriter, TargetClient, DraftClient, StepRequest}
 """Of these there is none but for sessions that run."""
 
 
@@ -188,7 +188,7 @@ def in_use(stack: Stack) -> dict[str, int]:
                     found[f"parameters sent to the {pool.role}"] = len(stream._sampling)
     for role, service in (("target", stack.target), ("draft", stack.draft)):
         worker: Any = service._worker
-        table: SequenceTable = worker._table
+        table: SessionTable = worker._table
         engine: Any = table._engine
         counts = engine.page_counts()
         used = counts.num_pages - counts.num_free - counts.num_evictable

@@ -145,10 +145,10 @@ async def bench(server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> Async
     await broken.close()
 
 
-Work = Callable[[RedisStore], Awaitable[Any]]
+StepRequest = Callable[[RedisStore], Awaitable[Any]]
 
 
-async def opening(bench: Bench) -> Work:
+async def opening(bench: Bench) -> StepRequest:
     return lambda store: store.open(new_session())
 
 
@@ -166,7 +166,7 @@ async def send(store: RedisStore, session: Session) -> Any:
     return answer
 
 
-async def appending(bench: Bench) -> Work:
+async def appending(bench: Bench) -> StepRequest:
     """The first tokens of the answer, whose log-probabilities have no key yet."""
     await bench.store.open(new_session())
     session = Session.opened(new_session())
@@ -174,7 +174,7 @@ async def appending(bench: Bench) -> Work:
     return lambda store: send(store, session)
 
 
-async def appending_more(bench: Bench) -> Work:
+async def appending_more(bench: Bench) -> StepRequest:
     """Other tokens lie behind the end, as a script leaves them that was ended earlier. The time to
     live is below its least."""
     work = await appending(bench)
@@ -189,7 +189,7 @@ async def appending_more(bench: Bench) -> Work:
     return lambda store: send(store, session)
 
 
-async def rewriting(bench: Bench) -> Work:
+async def rewriting(bench: Bench) -> StepRequest:
     """The store has lost the take-over, and its tokens are the former owner's."""
     work = await appending(bench)
     session = Session.resumed(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
@@ -199,13 +199,13 @@ async def rewriting(bench: Bench) -> Work:
     return lambda store: send(store, session)
 
 
-async def finishing(bench: Bench) -> Work:
+async def finishing(bench: Bench) -> StepRequest:
     await (await appending(bench))(bench.store)
     end = end_of(Session.resumed(await bench.store.load(IDS[0])), FinishReason.LENGTH)
     return lambda store: store.finish(end)
 
 
-async def cancelling_what_was_lost(bench: Bench) -> Work:
+async def cancelling_what_was_lost(bench: Bench) -> StepRequest:
     """The owner's take-over is lost, and it ends the session with whatever is stored."""
     await (await appending(bench))(bench.store)
     session = Session.resumed(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
@@ -213,7 +213,7 @@ async def cancelling_what_was_lost(bench: Bench) -> Work:
     return lambda store: store.finish(end)
 
 
-async def taking_over(bench: Bench) -> Work:
+async def taking_over(bench: Bench) -> StepRequest:
     """Of a session that a former owner has begun to claim back."""
     work = await rewriting(bench)
     bench.runtime.refused_at = 1
@@ -225,7 +225,7 @@ async def taking_over(bench: Bench) -> Work:
     return lambda store: store.take_over(seen, "carl")
 
 
-async def releasing(bench: Bench) -> Work:
+async def releasing(bench: Bench) -> StepRequest:
     await (await appending(bench))(bench.store)
     return lambda store: store.release(IDS[0], 1, OWNERS[0])
 
@@ -250,7 +250,7 @@ def check_expiries(bench: Bench) -> None:
     assert all(bench.admin.pttl(key) > 0 for key in bench.admin.scan_iter())
 
 
-async def is_refused(bench: Bench, work: Work) -> bool:
+async def is_refused(bench: Bench, work: StepRequest) -> bool:
     """Whether the write that is to be refused was reached. How many there are depends on the time:
     a script prolongs what has long not been prolonged."""
     try:
@@ -264,7 +264,7 @@ async def is_refused(bench: Bench, work: Work) -> bool:
 
 @pytest.mark.parametrize("prepare", WORKS)
 async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
-    bench: Bench, prepare: Callable[[Bench], Awaitable[Work]]
+    bench: Bench, prepare: Callable[[Bench], Awaitable[StepRequest]]
 ) -> None:
     """What is read is as before or as after, for the next owner too; done again, it is done."""
     work = await prepare(bench)
@@ -299,7 +299,7 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
 @pytest.mark.parametrize("word", WRITES)
 @pytest.mark.parametrize("prepare", WORKS)
 async def test_a_server_that_withdraws_the_right_to_a_command_leaves_a_whole_session(
-    bench: Bench, prepare: Callable[[Bench], Awaitable[Work]], word: bytes
+    bench: Bench, prepare: Callable[[Bench], Awaitable[StepRequest]], word: bytes
 ) -> None:
     """As above, by Redis itself."""
     work = await prepare(bench)
@@ -362,7 +362,7 @@ def refusing_writes(admin: redis.Redis, answer: str) -> Iterator[None]:
 @pytest.mark.parametrize("answer", ["OOM", "NOREPLICAS", "MISCONF"])
 @pytest.mark.parametrize("prepare", WORKS)
 async def test_a_server_that_refuses_writes_does_all_or_nothing(
-    bench: Bench, prepare: Callable[[Bench], Awaitable[Work]], answer: str
+    bench: Bench, prepare: Callable[[Bench], Awaitable[StepRequest]], answer: str
 ) -> None:
     """One that is full, one without replicas, and one that cannot write its snapshot."""
     work = await prepare(bench)

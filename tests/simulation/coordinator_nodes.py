@@ -12,19 +12,19 @@ from typing import Any
 
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.discovery import Peers, Roster, replicas_at_first
-from coordinator.routing.request_header import Patience
+from coordinator.routing.discovery import Discovery, Peers, replicas_at_first
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
-from outrider.registry.lease import Announcer
+from outrider.registry.lease import Lease
 from outrider.registry.membership import Engagement
 from outrider.registry.registry import ReplicaRecord, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from tests.simulation.network import Network
 from tests.simulation.processes import Process
 
-PATIENCE = Patience(
+PATIENCE = Timeouts(
     target_answer_s=0.2,
     target_gone_s=30.0,
     target_retry_s=0.02,
@@ -52,7 +52,7 @@ class CoordinatorNode:
         """Those that clients make."""
         self._shape = shape
         self._following: list[asyncio.Task[None]] = []
-        self._announcer: Announcer | None = None
+        self._announcer: Lease | None = None
         self._ended = asyncio.Event()
         self._engagement = Engagement(address="")
 
@@ -76,12 +76,12 @@ class CoordinatorNode:
         self._following = [
             self.process.start(one.run())
             for one in (
-                Roster("target", self.service.targets, registry, link, begun_with["target"]),
-                Roster("draft", self.service.drafts, registry, link, begun_with["draft"]),
+                Discovery("target", self.service.targets, registry, link, begun_with["target"]),
+                Discovery("draft", self.service.drafts, registry, link, begun_with["draft"]),
                 Peers(registry, self.name, self.service),
             )
         ]
-        self._announcer = Announcer(world.redis.registry(), self._record)
+        self._announcer = Lease(world.redis.registry(), self._record)
         await self._announcer.start()
         self._engagement = Engagement(address=self.address, slot=config.slot, plan=config.plan)
         return self.address

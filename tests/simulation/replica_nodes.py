@@ -10,7 +10,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.errors import InvariantError, OutriderError
 from outrider.messages import ProposalReply
-from outrider.registry.lease import Announcer
+from outrider.registry.lease import Lease
 from outrider.registry.membership import Engagement
 from outrider.registry.registry import ReplicaRecord, Role
 from outrider.replica.executor import InlineExecutor
@@ -96,7 +96,7 @@ class ReplicaNode:
         self.service: Any = None
         self._build = build
         self._metered: Any = None
-        self._announcer: Announcer | None = None
+        self._announcer: Lease | None = None
         self._is_leaving = False
         self._plan: str | None = None
         self._slot = 0
@@ -111,7 +111,7 @@ class ReplicaNode:
         self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
         world.serve(self, self._metered)
-        self._announcer = Announcer(world.redis.registry(), self._record)
+        self._announcer = Lease(world.redis.registry(), self._record)
         await self._announcer.start()
         self._plan, self._slot = config.plan, config.slot
         return self.address

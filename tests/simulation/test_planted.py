@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.committer import Committer
-from coordinator.decoding.output_queue import Journal
+from coordinator.decoding.output_queue import OutputQueue
 from coordinator.decoding.take_over import TakeOvers
-from coordinator.routing.discovery import Roster
-from coordinator.routing.replica_pool import Berth
+from coordinator.routing.discovery import Discovery
+from coordinator.routing.replica_pool import SessionRoute
 from coordinator.routing.session_mailbox import Mailbox
 from draft_service.model_drafter import Branch
 from outrider.errors import OutriderError, StoreUnavailable
-from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
@@ -55,31 +55,31 @@ def test_tokens_that_are_shown_before_they_are_committed(monkeypatch: pytest.Mon
 
 
 def test_a_cache_that_keeps_refused_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_at_all(self: SequenceTable, session_id: str, sequence: Any, length: int) -> None:
+    def not_at_all(self: SessionTable, session_id: str, sequence: Any, length: int) -> None:
         pass
 
-    monkeypatch.setattr(SequenceTable, "_cut", not_at_all)
+    monkeypatch.setattr(SessionTable, "_cut", not_at_all)
     assert found(monkeypatch)
 
 
 def test_a_running_stream_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client must not take a stream that dies half-way for one that was never opened."""
-    read, reads = Journal.read, itertools.count()
+    read, reads = OutputQueue.read, itertools.count()
 
-    async def sometimes(self: Journal) -> Any:
+    async def sometimes(self: OutputQueue) -> Any:
         if next(reads) % 10 == 9:
             raise StoreUnavailable("planted")
         return await read(self)
 
-    monkeypatch.setattr(Journal, "read", sometimes)
+    monkeypatch.setattr(OutputQueue, "read", sometimes)
     assert found(monkeypatch)
 
 
 def test_a_replica_that_trusts_the_callers_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    def goes_on(self: SequenceTable, head: Any, entry: Any) -> Aligned:
+    def goes_on(self: SessionTable, head: Any, entry: Any) -> Aligned:
         return Aligned(entry.sequence, head.append)
 
-    monkeypatch.setattr(SequenceTable, "_resync", goes_on)
+    monkeypatch.setattr(SessionTable, "_resync", goes_on)
     assert found(monkeypatch)
 
 
@@ -171,15 +171,15 @@ def test_a_deadline_that_is_asked_after_the_draw(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stays(self: Berth[Any, Any]) -> None:
+    def stays(self: SessionRoute[Any, Any]) -> None:
         self._office = None
 
-    monkeypatch.setattr(Berth, "close", stays)
+    monkeypatch.setattr(SessionRoute, "close", stays)
     assert found(monkeypatch)
 
 
 def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Berth.move
+    move = SessionRoute.move
 
     def and_release(self: Any) -> bool:
         before = self._office
@@ -188,7 +188,7 @@ def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch
             before.link.release(self._session_id, self._epoch)
         return moves
 
-    monkeypatch.setattr(Berth, "move", and_release)
+    monkeypatch.setattr(SessionRoute, "move", and_release)
     assert found(monkeypatch, "break")
 
 
@@ -213,8 +213,8 @@ def test_an_owner_that_forgets_what_the_store_lost(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_roster_that_believes_in_names_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stays(self: Roster, name: str, is_replaced: bool) -> None:
+    async def stays(self: Discovery, name: str, is_replaced: bool) -> None:
         del self._tasks[name]
 
-    monkeypatch.setattr(Roster, "_doubt", stays)
+    monkeypatch.setattr(Discovery, "_doubt", stays)
     assert found(monkeypatch)

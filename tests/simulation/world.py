@@ -12,7 +12,7 @@ from typing import Any
 from coordinator.decoding.generation import COMMIT_GRACE_S
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.client import Client, ResumingTransport
 from outrider.config import load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
@@ -44,7 +44,7 @@ WHOLE_S_MAX = 90.0
 
 
 @cache
-def blueprint(num_coordinators: int, with_ports: bool) -> Blueprint:
+def blueprint(num_coordinators: int, with_ports: bool) -> FleetSpec:
     """Of two replicas a role, which take the ports of those before them or new ones."""
     settings = {
         "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
@@ -54,7 +54,7 @@ def blueprint(num_coordinators: int, with_ports: bool) -> Blueprint:
     if with_ports:
         settings |= {"target_port": 7000, "draft_port": 8000}
     config = load_config(settings, {})
-    return Blueprint(
+    return FleetSpec(
         placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
         local=True, given=config,
     )  # fmt: skip

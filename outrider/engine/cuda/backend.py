@@ -37,7 +37,7 @@ class TableAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Acceleration:
+class DeviceBackend:
     """How an engine runs its steps, if not by gathering slots, one operator after another."""
 
     attend: TableAttention
@@ -55,7 +55,7 @@ class Acceleration:
 
 def find_acceleration(
     device: torch.device, dtype: torch.dtype, graphs: bool = True
-) -> Acceleration | None:
+) -> DeviceBackend | None:
     """What the device offers to a model of this dtype; None for nothing. `graphs`: whether steps
     may be recorded."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
@@ -68,4 +68,4 @@ def find_acceleration(
     properties = torch.cuda.get_device_properties(device)
     num_programs = _PROGRAMS_EACH * int(properties.multi_processor_count)
     new_recorder = partial(GraphRecorder, device) if graphs else None
-    return Acceleration(attend_tables, num_programs, new_recorder)
+    return DeviceBackend(attend_tables, num_programs, new_recorder)

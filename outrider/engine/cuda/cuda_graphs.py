@@ -19,7 +19,7 @@ RECORDED_BYTES_MAX: Final = 2**30
 """Of a device's memory that recordings take beside the model; what they compute on is shared."""
 _log = logging.getLogger(__name__)
 
-Work = Callable[[], torch.Tensor]
+StepRequest = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Recording:
 class Recorder(Protocol):
     """How work is recorded."""
 
-    def record(self, work: Work) -> Recording:
+    def record(self, work: StepRequest) -> Recording:
         """Does the work, and records it. Raises what it raises, and where it cannot be recorded."""
         ...
 
@@ -51,7 +51,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._num_bytes = 0
 
-    def record(self, work: Work) -> Recording:
+    def record(self, work: StepRequest) -> Recording:
         """See `Recorder.record`. The first time the work is done in plain steps, so that whatever
         is set up on first use is there when it is captured."""
         # A capture begins with this too: what it gives back would hide what is taken.
@@ -67,7 +67,7 @@ class GraphRecorder:
         self._num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return recording
 
-    def _capture(self, work: Work) -> Recording:
+    def _capture(self, work: StepRequest) -> Recording:
         """Raises what the work raises, rather than what the end of its capture makes of it."""
         graph = torch.cuda.CUDAGraph()
         failures: list[Exception] = []
@@ -109,7 +109,7 @@ class Recordings:
         """Whether all that was asked for could be recorded."""
         return not self._closed and None not in self._known.values()
 
-    def replay(self, key: Hashable, work: Work) -> torch.Tensor | None:
+    def replay(self, key: Hashable, work: StepRequest) -> torch.Tensor | None:
         """The result of `work`, which depends on nothing but `key` and what it reads; valid until
         the next replay. None where it is not recorded and cannot be."""
         found = self._known.pop(key) if key in self._known else self._record(work)
@@ -120,7 +120,7 @@ class Recordings:
         found.replay()
         return found.output
 
-    def _record(self, work: Work) -> Recording | None:
+    def _record(self, work: StepRequest) -> Recording | None:
         """None where it cannot be recorded. Where the first one cannot, none is tried any more,
         unless memory was short: then others may need less."""
         if self._closed:

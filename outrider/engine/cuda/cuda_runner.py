@@ -19,7 +19,7 @@ import torch
 
 from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import HeldSequence
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_graphs import Recordings
 from outrider.engine.cuda.multi_step_tables import at_depth, chain_words
 from outrider.engine.cuda.page_tables import (
@@ -55,7 +55,7 @@ class TabledSteps:
 
     def __init__(
         self,
-        acceleration: Acceleration,
+        acceleration: DeviceBackend,
         forward: Forward,
         layers: dict[torch.nn.Module, LayerPages],
         heads: tuple[int, int],

@@ -19,13 +19,17 @@ import torch.distributed as dist
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
 from outrider.engine.tensor_parallel.rendezvous import (
     LOOPBACK,
-    Meeting,
-    OpenMeeting,
+    OpenRendezvous,
+    Rendezvous,
     accept,
     connect,
     listen,
 )
-from outrider.engine.tensor_parallel.socket_allreduce import SUM_BYTES_MAX, Mesh, added_up
+from outrider.engine.tensor_parallel.socket_allreduce import (
+    SUM_BYTES_MAX,
+    SocketAllReduce,
+    added_up,
+)
 from outrider.errors import Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
 
@@ -43,7 +47,7 @@ class RankGroup:
         device: torch.device,
         timeout_s: float,
         step_timeout_s: float,
-        mesh: Mesh | None = None,
+        mesh: SocketAllReduce | None = None,
         in_order: bool = False,
     ) -> None:
         """Returns when every rank is there. They may take `timeout_s` to load, and
@@ -134,7 +138,7 @@ class RankGroup:
 
 
 def lead(
-    opened: OpenMeeting,
+    opened: OpenRendezvous,
     device: torch.device,
     timeout_s: float,
     step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
@@ -153,7 +157,7 @@ def lead(
 
 
 def join(
-    meeting: Meeting,
+    meeting: Rendezvous,
     rank: int,
     device: torch.device,
     timeout_s: float,
@@ -172,7 +176,7 @@ def join(
     return group, FrameReceiver(tune(connection, None))
 
 
-def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) -> Any:
+def _store(meeting: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
     """The table through which ranks learn each other's addresses; the leader serves it. It lets
     anybody in, so what the ranks of a meeting write is found by its token alone."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
@@ -188,7 +192,7 @@ def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) 
 
 def _join_group(
     store: Any,
-    meeting: Meeting,
+    meeting: Rendezvous,
     rank: int,
     device: torch.device,
     timeout_s: float,
@@ -207,7 +211,7 @@ def _join_group(
     )
 
 
-def _mesh(store: Any, meeting: Meeting, rank: int, timeout_s: float) -> Mesh:
+def _mesh(store: Any, meeting: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
     """A connection to every other rank: to those before this one, and from those after it."""
     listening, port = listen(meeting.host)
     with listening:
@@ -217,7 +221,9 @@ def _mesh(store: Any, meeting: Meeting, rank: int, timeout_s: float) -> Mesh:
             for other in range(rank)
         }
         later = range(rank + 1, meeting.num_ranks)
-        return Mesh(rank, found | accept(listening, meeting.token, later, timeout_s), timeout_s)
+        return SocketAllReduce(
+            rank, found | accept(listening, meeting.token, later, timeout_s), timeout_s
+        )
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:

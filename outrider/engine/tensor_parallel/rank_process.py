@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, Meeting, OpenMeeting
+from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
     Place,
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class Seat:
     """What a follower is told of its place among the ranks."""
 
-    meeting: Meeting
+    meeting: Rendezvous
     rank: int
     num_neighbours: int
     """Ranks of the same model on the follower's machine, itself included."""
@@ -58,10 +58,10 @@ class Leadership:
         host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
         self.num_neighbours = num_neighbours
         self._timeout_s = timeout_s
-        self._opened = OpenMeeting(host, num_ranks)
+        self._opened = OpenRendezvous(host, num_ranks)
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> Rendezvous:
         """Where followers join."""
         return self._opened.meeting
 

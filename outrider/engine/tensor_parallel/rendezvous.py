@@ -25,7 +25,7 @@ _HELLO_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one model meet. Whoever knows the token may join."""
 
     host: str
@@ -35,7 +35,7 @@ class Meeting:
     token: bytes = field(repr=False)
 
 
-class OpenMeeting:
+class OpenRendezvous:
     """The leader's side of a meeting, from before its followers know of it."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
@@ -44,7 +44,7 @@ class OpenMeeting:
         self._store_socket, store_port = listen(host)
         self._frames_socket, frames_port = listen(host)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self.meeting = Meeting(host, store_port, frames_port, num_ranks, token)
+        self.meeting = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
         """The connections of all followers by rank, once. Raises as `accept`."""
@@ -72,7 +72,7 @@ def listen(host: str) -> tuple[socket.socket, int]:
     return listening, int(listening.getsockname()[1])
 
 
-def connect(meeting: Meeting, port: int, rank: int, timeout_s: float) -> socket.socket:
+def connect(meeting: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
     """A connection, without a timeout, to a rank that listens on `port`, which hears that it is
     `rank` that calls. Raises `Unavailable` where nobody answers within `timeout_s`."""
     try:

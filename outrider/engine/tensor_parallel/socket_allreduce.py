@@ -35,7 +35,7 @@ def added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-class Mesh:
+class SocketAllReduce:
     """The connections of one rank to all others."""
 
     def __init__(

@@ -17,9 +17,9 @@ from exactness.law import FALSE_ALARM, fit
 from toy_engine import ToyEngine, toy_logits
 
 from coordinator.routing import draft_client as draft_side
-from coordinator.routing.draft_client import DraftSide
-from coordinator.routing.replica_pool import Berth, ReplicaPool
-from coordinator.routing.request_header import HeadWriter, Patience
+from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
+from coordinator.routing.request_header import HeadWriter, Timeouts
 from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -159,14 +159,14 @@ def first_tokens(
         )
         pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
         pool.admit("r0", link(service), DESCRIPTION)
-        patience = Patience(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
+        patience = Timeouts(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
         for seed in range(1, num_rounds + 1):
             new = NewSession(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
             session = Session.opened(new)
             pool.offices["r0"].away = False
-            berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
+            berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
             heads = HeadWriter(session, PLAIN, 1e9, constraint=constraint)
-            side = DraftSide(berth, heads, patience, stand_in or NoLookUp(), look_ahead)
+            side = DraftClient(berth, heads, patience, stand_in or NoLookUp(), look_ahead)
             noise = RoundNoise(seed, rule, len(PROMPT))
             drafted = await side.propose(1, K, noise, siblings)
             side.close()
@@ -301,10 +301,10 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
         async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
             new = NewSession(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
             session = Session.opened(new)
-            berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            patience = Patience(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
+            berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
+            patience = Timeouts(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
             stand_in: Any = NoLookUp()
-            side = DraftSide(berth, HeadWriter(session, PLAIN, 1e9), patience, stand_in)
+            side = DraftClient(berth, HeadWriter(session, PLAIN, 1e9), patience, stand_in)
             noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
             return await side.propose(1, num_tokens, noise)
 

@@ -46,7 +46,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -160,7 +160,7 @@ def test_heads_read_the_text_from_each_place_on() -> None:
     depths = reader.distributions(text, first)
     assert [len(depth) for depth in depths] == [5, 4]
     likeliest = reader.likeliest(text, first)
-    vocabulary = ReducedVocabulary.of(heads.token_ids)
+    vocabulary = DraftVocabulary.of(heads.token_ids)
     for window in range(5):
         features = hidden[first + window - 2][None]
         for depth in range(min(2, 5 - window)):
@@ -186,7 +186,7 @@ def test_a_head_reads_the_features_of_the_text() -> None:
     depths = reader.distributions(text, first)
     assert [len(depth) for depth in depths] == [5, 4, 3, 2, 1]
     likeliest = reader.likeliest(text, first)
-    vocabulary = ReducedVocabulary.of(eagle.token_ids)
+    vocabulary = DraftVocabulary.of(eagle.token_ids)
     for window in range(5):
         features = hidden[:, first - 2 : first + window - 1]
         for depth in range(5 - window):
@@ -214,7 +214,7 @@ def test_an_exit_reads_the_text_in_one_shallow_pass() -> None:
     for place in range(len(text) - first):
         row = logits[first + place - 1][None]
         [q] = target_probabilities(row, SamplingParams())
-        assert depth[place] == quantise(q, 4, ReducedVocabulary.of(made.token_ids))
+        assert depth[place] == quantise(q, 4, DraftVocabulary.of(made.token_ids))
         assert likeliest[place] == made.token_ids[int(row.argmax())]
     assert engine.page_counts().num_free == engine.page_counts().num_pages
 

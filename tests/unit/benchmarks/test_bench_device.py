@@ -13,7 +13,7 @@ from recorded_work import CountingRecorder, attend_by_tables
 
 from benchmarks.device import DeviceOptions, DeviceReport, main, render
 from benchmarks.device_steps import copy_speed, measure, random_llama
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.errors import SettingError
 
 SIZES = {
@@ -24,7 +24,7 @@ OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3, repetitions=2)
 CPU = torch.device("cpu")
 
 
-def report_of(acceleration: Acceleration | None) -> DeviceReport:
+def report_of(acceleration: DeviceBackend | None) -> DeviceReport:
     module, info = random_llama(CPU, torch.float32, **SIZES)
     return measure(module, info, OPTIONS, acceleration, lambda _: None)
 
@@ -43,7 +43,7 @@ def test_without_graphs() -> None:
 def test_with_recorded_steps() -> None:
     """They are replayed for every figure, a draft in one replay for all its steps."""
     recorder = CountingRecorder()
-    report = report_of(Acceleration(attend_by_tables, 8, lambda: recorder))
+    report = report_of(DeviceBackend(attend_by_tables, 8, lambda: recorder))
     assert report.graphs_on is not None
     assert report.graphs_on.draft_replay_ms is not None
     assert report.graphs_off.draft_replay_ms is None
@@ -58,7 +58,7 @@ def test_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of steps that are not recorded are never shown as those of recorded ones."""
     recorder = CountingRecorder()
     monkeypatch.setattr(recorder, "num_bytes", lambda: 2**40)
-    assert report_of(Acceleration(attend_by_tables, 8, lambda: recorder)).graphs_on is None
+    assert report_of(DeviceBackend(attend_by_tables, 8, lambda: recorder)).graphs_on is None
 
 
 def test_the_speed_of_a_copy() -> None:

@@ -10,13 +10,13 @@ from test_sides import (
     PATIENCE,
     PROMPT,
     ScriptedLink,
-    StandIn,
+    SessionLookup,
     berth,
     proposal,
     with_draft,
 )
 
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.request_header import HeadWriter
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
@@ -28,7 +28,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         assert not (await draft.propose(1, 3, NOISE)).by_replica
 
     def too_long(item: Any) -> ProposalReply:
@@ -52,7 +52,7 @@ def test_a_tree_that_was_not_asked_for_is_not_believed(
 ) -> None:
     """The target would refuse it, and the request would end."""
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         drafted = await draft.propose(1, 3, NOISE, siblings)
         assert not drafted.by_replica
 
@@ -67,7 +67,7 @@ def test_a_tree_that_was_not_asked_for_is_not_believed(
 
 
 def test_a_tree_that_was_asked_for_is_passed_on() -> None:
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         drafted = await draft.propose(1, 3, NOISE, (1, 1))
         assert drafted.by_replica
         assert drafted.siblings == (1, 1)
@@ -88,7 +88,7 @@ def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     async def main() -> None:
         new = NewSession("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
         writer = HeadWriter(Session.opened(new), SamplingParams(), deadline=1000.0)
-        draft = DraftSide(berth(link), writer, PATIENCE, StandIn())
+        draft = DraftClient(berth(link), writer, PATIENCE, SessionLookup())
         drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
         assert not drafted.by_replica
 

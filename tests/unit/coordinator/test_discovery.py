@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 from test_sides import TOY, ScriptedLink
 
-from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Peers, Roster, replicas_at_first
+from coordinator.routing.discovery import (
+    READ_PERIOD_S,
+    REFUSED_S,
+    Discovery,
+    Peers,
+    replicas_at_first,
+)
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, StoreUnavailable
@@ -65,7 +71,7 @@ class World:
         """Anew, with these in the pool."""
         if hasattr(self, "following"):
             self.following.cancel()
-        self.roster = Roster("target", self.pool, self.registry, self._link, begun_with)
+        self.roster = Discovery("target", self.pool, self.registry, self._link, begun_with)
         self.following = asyncio.create_task(self.roster.run())
 
     def _link(self, address: str) -> ScriptedLink:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_sides import NOISE, PATIENCE, ScriptedLink, proposal, refuse, with_draft
 
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from outrider.errors import DeadlineExceeded, LinkLost
 from outrider.messages import ProposalReply, Resync
 from outrider.sessions.state import Session
@@ -35,7 +35,7 @@ def test_a_draft_is_told_the_time_that_is_left() -> None:
 
     link.send = send  # type: ignore[method-assign]
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         await draft.propose(1, 3, NOISE)
         await draft.propose(2, 3, NOISE, patience_s=0.02)
 
@@ -54,7 +54,7 @@ def test_a_probe_has_a_bound_as_any_question_has() -> None:
     """What it asks is drafted beside what others wait for."""
     link = ScriptedLink(LinkLost("down"), proposal)
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         await draft.propose(1, 3, NOISE)
         await asyncio.sleep(PATIENCE.draft_retry_s)
         await draft.propose(2, 3, NOISE)
@@ -68,7 +68,7 @@ def test_a_proposal_that_comes_behind_its_time_is_used(late_s: float) -> None:
     """How long a step lasts may depend on the tokens that are drawn in it, of others, too."""
     link = ScriptedLink()
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         at_s = PATIENCE.draft_answer_s + late_s
         loop.call_later(at_s, lambda: link.on_answer(out_of_time(link.sent[0], 2)))
@@ -83,7 +83,7 @@ def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
     alone."""
     link = ScriptedLink()
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(20.0, lambda: link.on_answer(proposal(link.sent[0])))
         drafted = await draft.propose(1, 3, NOISE, patience_s=0.02, is_timed=False)
@@ -102,7 +102,7 @@ def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
     """Drawn tokens are never dropped. Of one without any a look-up fills in, and the draft is asked
     for the next round."""
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         short = await draft.propose(1, 3, NOISE)
         assert (short.by_replica, short.proposal.token_ids, short.num_asked) == (True, (0, 1), 2)
         none = await draft.propose(2, 3, NOISE)
@@ -116,7 +116,7 @@ def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_it_is_r
     """It says so at once, and answers once more when it has read what it lacked."""
     link = ScriptedLink(refuse(DeadlineExceeded("its time ran out")))
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         drafted = await draft.propose(1, 3, NOISE)
         assert (drafted.by_replica, drafted.num_asked) == (False, 0)

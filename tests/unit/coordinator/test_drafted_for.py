@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from test_pushed_proposals import pushed
-from test_sides import NOISE, PATIENCE, ScriptedLink, StandIn, berth, heads, session
+from test_sides import NOISE, PATIENCE, ScriptedLink, SessionLookup, berth, heads, session
 
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import Drafted
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
@@ -35,7 +35,7 @@ def second_round(
 
     async def main() -> Drafted:
         one = session()
-        draft = DraftSide(berth(asked), heads(one), PATIENCE, StandIn(), look_ahead)
+        draft = DraftClient(berth(asked), heads(one), PATIENCE, SessionLookup(), look_ahead)
         draft.prefill(0, 2)
         if ahead:
             asked.on_answer(pushed(1, 4, (9,), tokens=ahead))

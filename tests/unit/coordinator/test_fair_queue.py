@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from coordinator.requests.fair_queue import TenantTurns
+from coordinator.requests.fair_queue import FairQueue
 from outrider.errors import Overloaded
 
 
 class Work:
     """What has begun, in order; each goes on until it is told to end."""
 
-    def __init__(self, turns: TenantTurns) -> None:
+    def __init__(self, turns: FairQueue) -> None:
         self._turns = turns
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
@@ -41,7 +41,7 @@ async def settle() -> None:
 
 async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     """All places are one's as long as it is alone; then others go first."""
-    work = Work(TenantTurns(2, 100, 10, "jobs"))
+    work = Work(FairQueue(2, 100, 10, "jobs"))
     tasks = [work.start(f"a{index}") for index in range(6)]
     await settle()
     assert work.begun == ["a0", "a1"]
@@ -55,7 +55,7 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
 
 async def test_no_more_wait_than_may() -> None:
     """Neither of one tenant, nor in all."""
-    work = Work(TenantTurns(1, 5, 3, "jobs"))
+    work = Work(FairQueue(1, 5, 3, "jobs"))
     waiting = [work.start(f"a{index}") for index in range(4)]
     await settle()
     with pytest.raises(Overloaded, match=r"^3 jobs of yours wait already"):
@@ -72,7 +72,7 @@ async def test_no_more_wait_than_may() -> None:
 
 async def test_one_that_is_cancelled_takes_no_place() -> None:
     """While it waits, or in the moment in which it is given one."""
-    work = Work(TenantTurns(1, 9, 9, "jobs"))
+    work = Work(FairQueue(1, 9, 9, "jobs"))
     first, second, third, fourth = (work.start(f"a{index}") for index in range(4))
     await settle()
     second.cancel()

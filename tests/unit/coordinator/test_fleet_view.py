@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.routing.discovery import READ_PERIOD_S, Peers, Roster
+from coordinator.routing.discovery import READ_PERIOD_S, Discovery, Peers
 from coordinator.routing.fleet_view import FleetView, SeenReplica
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import StoreUnavailable
@@ -79,7 +79,7 @@ async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any)
         record("coordinator", "c2", load=3),
     ):
         await registry.announce(one)
-    roster = Roster("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
+    roster = Discovery("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
     roster._not_before = {"t9": 1e12}
     await roster.look()
     peers = asyncio.create_task(Peers(registry, "c1", Own(), view.hear).run())
@@ -115,7 +115,7 @@ async def test_while_the_registry_is_away_what_was_heard_grows_old(pools: Any) -
     view = FleetView("c", targets, drafts)
     registry = MemoryRegistry()
     await registry.announce(replace(record("target", "t1"), host="here"))
-    roster = Roster("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
+    roster = Discovery("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
     await roster.look()
     first = view.heard_ms_ago
     assert first is not None

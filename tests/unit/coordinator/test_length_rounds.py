@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
@@ -35,7 +35,7 @@ from target_service.service import TargetService
 WIRE_S = 0.002
 STEP_S = 0.010
 NUM_TOKENS = 900
-PATIENCE = Patience(30.0, 2.0, 0.05, 1.0, 1.0)
+PATIENCE = Timeouts(30.0, 2.0, 0.05, 1.0, 1.0)
 
 
 class Counts(RequestObserver, Observation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.drafts import NOTHING_WANTED, LookupDrafts, StandIn
+from coordinator.routing.drafts import NOTHING_WANTED, LookupDrafts, SessionLookup
 from outrider.clock import run_virtually
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.sessions.state import Session
@@ -36,7 +36,7 @@ def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
 
     async def run() -> None:
         session = opened("0", 1)
-        drafts = LookupDrafts(StandIn(SuffixDrafter(), session, SamplingParams()))
+        drafts = LookupDrafts(SessionLookup(SuffixDrafter(), session, SamplingParams()))
         assert await proposed(drafts, session, 4) == (2, 3, 1, 2)
         session.decide((2,), Counters(1, 4, 0))
         assert await proposed(drafts, session, 2) == (3, 1)
@@ -51,8 +51,8 @@ def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     async def run() -> None:
         lookup = SuffixDrafter()
         first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
-        drafts = LookupDrafts(StandIn(lookup, first, SamplingParams()))
-        later = LookupDrafts(StandIn(lookup, second, SamplingParams()))
+        drafts = LookupDrafts(SessionLookup(lookup, first, SamplingParams()))
+        later = LookupDrafts(SessionLookup(lookup, second, SamplingParams()))
         first.decide((9, 10, 11), Counters(1, 0, 0))
         await proposed(drafts, first, 4)
         assert await proposed(later, second, 4) == ()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
-from coordinator.routing.draft_client import DraftSide
-from coordinator.routing.drafts import Drafted, StandIn
-from coordinator.routing.replica_pool import Berth, ReplicaPool
-from coordinator.routing.request_header import HeadWriter, Patience
+from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.drafts import Drafted, SessionLookup
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
+from coordinator.routing.request_header import HeadWriter, Timeouts
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftRequest
@@ -64,10 +64,10 @@ class Side:
         pool.admit("r0", self.link, self.service.describe())
         new = NewSession("0" * 32, "", "me", seed, Rule.TOKEN, "{}", prompt)
         self.session = Session.opened(new)
-        berth = Berth(pool, self.session.session_id, 1, b"k", preferred="r0", weights="")
-        self.side = DraftSide(
-            berth, HeadWriter(self.session, PLAIN, 1e9), Patience(1.0, 4.0, 0.1, 10.0, 2.0),
-            StandIn(lookup(), self.session, PLAIN), look_ahead, confident=CONFIDENT,
+        berth = SessionRoute(pool, self.session.session_id, 1, b"k", preferred="r0", weights="")
+        self.side = DraftClient(
+            berth, HeadWriter(self.session, PLAIN, 1e9), Timeouts(1.0, 4.0, 0.1, 10.0, 2.0),
+            SessionLookup(lookup(), self.session, PLAIN), look_ahead, confident=CONFIDENT,
             model_tokens=MODEL_TOKENS,
         )  # fmt: skip
         self.round_index = 0

@@ -6,8 +6,8 @@ from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
 from test_lookup_drafts import opened
 
 from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthControls
-from coordinator.draft_length.lookup_probe import WATCH_ROUNDS_MAX, WATCH_ROUNDS_MIN, Watch
-from coordinator.routing.drafts import StandIn
+from coordinator.draft_length.lookup_probe import WATCH_ROUNDS_MAX, WATCH_ROUNDS_MIN, LookupProbe
+from coordinator.routing.drafts import SessionLookup
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.sessions.state import Session
@@ -32,14 +32,14 @@ class Told:
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...], num_draft_tokens: int = 4) -> Told:
     """What is told of a session that decodes these tokens plainly."""
     session, told = opened("0", 1, prompt), Told()
-    lookup = StandIn(SuffixDrafter(), session, SamplingParams())
-    watch = Watch(lookup, told, num_draft_tokens)  # type: ignore[arg-type]
+    lookup = SessionLookup(SuffixDrafter(), session, SamplingParams())
+    watch = LookupProbe(lookup, told, num_draft_tokens)  # type: ignore[arg-type]
     for token_id in token_ids:
         commit(watch, session, token_id)
     return told
 
 
-def commit(watch: Watch, session: Session, token_id: int) -> None:
+def commit(watch: LookupProbe, session: Session, token_id: int) -> None:
     watch.committed(RoundNoise(session.identity.seed, Rule.BLOCK, session.length), token_id)
     session.decide((token_id,), Counters(1, 0, 0))
 
@@ -56,8 +56,8 @@ def test_a_look_up_that_finds_nothing_is_told_of() -> None:
 
 def test_what_a_draft_interrupts_is_not_told() -> None:
     session, told = opened("0", 1, REPEATED), Told()
-    lookup = StandIn(SuffixDrafter(), session, SamplingParams())
-    watch = Watch(lookup, told, 4)  # type: ignore[arg-type]
+    lookup = SessionLookup(SuffixDrafter(), session, SamplingParams())
+    watch = LookupProbe(lookup, told, 4)  # type: ignore[arg-type]
     commit(watch, session, 2)
     watch.interrupted()
     for token_id in (7, 8, 9):

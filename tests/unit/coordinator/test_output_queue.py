@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from coordinator.decoding.committer import Committer
-from coordinator.decoding.output_queue import Entry, Journal
+from coordinator.decoding.output_queue import Entry, OutputQueue
 from outrider.request import RoundReport, Tokens
 from outrider.sessions.state import Session
 from outrider.speculation.accept_reject import Origin
@@ -24,8 +24,8 @@ class _Committed:
         return self.length
 
 
-def _journal(committed: _Committed) -> Journal:
-    return Journal(cast("Session", None), cast("Committer", committed))
+def _journal(committed: _Committed) -> OutputQueue:
+    return OutputQueue(cast("Session", None), cast("Committer", committed))
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:

@@ -13,7 +13,7 @@ from test_sides import (
     PROMPT,
     TOY,
     ScriptedLink,
-    StandIn,
+    SessionLookup,
     berth,
     heads,
     proposal,
@@ -21,9 +21,9 @@ from test_sides import (
 )
 
 from coordinator.routing import session_mailbox as mailbox
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.lookahead_cache import PushedProposals
-from coordinator.routing.session_mailbox import PostOffice
+from coordinator.routing.session_mailbox import ReplicaConnection
 from outrider.clock import run_virtually
 from outrider.errors import LinkLost
 from outrider.messages import ProposalReply, ReplyKey
@@ -97,11 +97,13 @@ def test_a_proposal_is_cut_with_its_q() -> None:
 
 
 def with_draft(
-    link: ScriptedLink, test: Callable[[DraftSide, Session], Coroutine[Any, Any, None]]
+    link: ScriptedLink, test: Callable[[DraftClient, Session], Coroutine[Any, Any, None]]
 ) -> None:
     async def main() -> None:
         one = session()
-        await test(DraftSide(berth(link), heads(one), PATIENCE, StandIn(), look_ahead=6), one)
+        await test(
+            DraftClient(berth(link), heads(one), PATIENCE, SessionLookup(), look_ahead=6), one
+        )
 
     run_virtually(main())
 
@@ -109,7 +111,7 @@ def with_draft(
 def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     link = ScriptedLink()
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         draft.prefill(0, 3)
         link.on_answer(pushed(1, 4, (9,)))
         one.decide((9,), Counters())
@@ -139,7 +141,7 @@ def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
 def test_a_miss_asks_and_learns_nothing_of_the_others() -> None:
     link = ScriptedLink(None, proposal)
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         draft.prefill(0, 3)
         link.on_answer(pushed(1, 4, (8,)))
         one.decide((9,), Counters())
@@ -155,7 +157,7 @@ def test_a_push_that_crosses_the_question_answers_it() -> None:
     not stale, also when its round is over, or its session; a third one would be."""
     link = ScriptedLink()
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         [office] = draft._berth._pool.offices.values()
         draft.prefill(0, 3)
         one.decide((9,), Counters())
@@ -189,7 +191,7 @@ def test_a_repeat_that_never_comes_takes_no_room_for_ever(monkeypatch: pytest.Mo
     """Nor does one that a broken connection keeps from coming."""
     monkeypatch.setattr(mailbox, "REPEATS_MAX", 2)
     link = ScriptedLink()
-    office: PostOffice[Any, Any] = PostOffice(link, "r0", TOY)
+    office: ReplicaConnection[Any, Any] = ReplicaConnection(link, "r0", TOY)
     for number in range(3):
         office.expect_repeat(ReplyKey("0" * 32, 1, number))
     for number in range(3):
@@ -204,7 +206,7 @@ def test_a_repeat_that_never_comes_takes_no_room_for_ever(monkeypatch: pytest.Mo
 def test_a_hit_stands_though_the_draft_has_gone() -> None:
     link = ScriptedLink(None, LinkLost("down"))
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         draft.prefill(0, 3)
         link.on_answer(pushed(1, 4, (9,)))
         one.decide((9,), Counters())

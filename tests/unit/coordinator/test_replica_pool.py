@@ -15,7 +15,7 @@ from test_sides import (
     PROMPT,
     TOY,
     ScriptedLink,
-    StandIn,
+    SessionLookup,
     berth,
     heads,
     proposal,
@@ -24,13 +24,13 @@ from test_sides import (
     verdict,
 )
 
-from coordinator.routing.draft_client import DraftSide
-from coordinator.routing.replica_pool import PROBE_PERIOD_S, Berth, ReplicaPool
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.replica_pool import PROBE_PERIOD_S, ReplicaPool, SessionRoute
+from coordinator.routing.target_client import TargetClient
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
 from outrider.messages import ReplicaDescription
-from outrider.replica.stale_round_filter import RoundFence
+from outrider.replica.stale_round_filter import StaleRoundFilter
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED
 
@@ -38,12 +38,12 @@ NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
 def with_targets(
-    place: Callable[[], Berth[Any, Any]],
+    place: Callable[[], SessionRoute[Any, Any]],
     test: Callable[..., Coroutine[Any, Any, Any]],
 ) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(TargetSide(place(), heads(one), PATIENCE), one)
+        return await test(TargetClient(place(), heads(one), PATIENCE), one)
 
     return run_virtually(main())
 
@@ -106,7 +106,7 @@ def test_a_session_comes_back_to_where_it_was() -> None:
     """Its rounds there are new ones, for the replica's fence as for what was run ahead there."""
     links = [ScriptedLink(), ScriptedLink()]
 
-    def answering(link: ScriptedLink, fence: RoundFence) -> Callable[[Any], Any]:
+    def answering(link: ScriptedLink, fence: StaleRoundFilter) -> Callable[[Any], Any]:
         def answer(item: Any) -> Any:
             if len(link.sent) > 1:
                 before = link.sent[-2]
@@ -129,7 +129,7 @@ def test_a_session_comes_back_to_where_it_was() -> None:
         assert places == ["r0", "r1"] * 3
 
     for link in links:
-        link.script = [answering(link, RoundFence())] * 9
+        link.script = [answering(link, StaleRoundFilter())] * 9
     with_targets(lambda: berth(*links), test)
 
 
@@ -228,9 +228,9 @@ def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     first, second = ScriptedLink(verdict, verdict), ScriptedLink(verdict)
     pool: ReplicaPool[Any, Any] = ReplicaPool("target")
 
-    def place() -> Berth[Any, Any]:
+    def place() -> SessionRoute[Any, Any]:
         pool.admit("r0", first, TOY)
-        return Berth(pool, "0" * 32, 1, b"key")
+        return SessionRoute(pool, "0" * 32, 1, b"key")
 
     async def test(target: Any, one: Any) -> None:
         reply = await target.verify(0, NOTHING_SEALED, 0, None)
@@ -252,9 +252,9 @@ def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     pool: ReplicaPool[Any, Any] = ReplicaPool("target")
 
-    def place() -> Berth[Any, Any]:
+    def place() -> SessionRoute[Any, Any]:
         pool.admit("r0", first, TOY)
-        return Berth(pool, "0" * 32, 1, b"key")
+        return SessionRoute(pool, "0" * 32, 1, b"key")
 
     async def test(target: Any, one: Any) -> None:
         pool.admit("r1", second, TOY)
@@ -273,7 +273,7 @@ def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
 
     async def main() -> None:
         one = session()
-        draft = DraftSide(berth(first, second), heads(one), PATIENCE, StandIn())
+        draft = DraftClient(berth(first, second), heads(one), PATIENCE, SessionLookup())
         drafted = await draft.propose(1, 2, NOISE)
         assert not drafted.by_replica
         drafted = await draft.propose(2, 2, NOISE)
@@ -288,7 +288,7 @@ def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
 
     async def main() -> None:
-        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
         assert (await draft.propose(1, 2, NOISE)).by_replica
         draft.reject()
         assert (await draft.propose(2, 2, NOISE)).by_replica
@@ -303,7 +303,7 @@ def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
     second = ScriptedLink(proposal, LinkLost("down"))
 
     async def main() -> None:
-        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
         assert (await draft.propose(1, 2, NOISE)).by_replica
         draft.reject()
         assert (await draft.propose(2, 2, NOISE)).by_replica
@@ -321,8 +321,8 @@ def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another
 
     async def main() -> None:
         pool.admit("r0", first, TOY)
-        place = Berth(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
-        draft = DraftSide(place, heads(session()), PATIENCE, StandIn(), look_ahead=2)
+        place = SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
+        draft = DraftClient(place, heads(session()), PATIENCE, SessionLookup(), look_ahead=2)
         assert (await draft.propose(1, 2, NOISE)).by_replica
         draft.reject()
         for index in (2, 3):
@@ -339,7 +339,7 @@ def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
     first, second = ScriptedLink(None), ScriptedLink(proposal)
 
     async def main() -> None:
-        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
         assert not (await draft.propose(1, 2, NOISE)).by_replica
         assert not (await draft.propose(2, 2, NOISE)).by_replica
         assert not second.sent
@@ -431,17 +431,17 @@ def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
         pool: ReplicaPool[Any, Any] = ReplicaPool("target")
         for name in ("a", "b", "c"):
             pool.admit(name, ScriptedLink(), TOY)
-        places = [Berth(pool, f"{n:032x}", 1, bytes([n])) for n in range(12)]
+        places = [SessionRoute(pool, f"{n:032x}", 1, bytes([n])) for n in range(12)]
         loads = Counter(place.replica for place in places)
         assert len(loads) == 3
         assert max(loads.values()) <= 5  # A quarter above the mean.
         for place in places:
             place.close()
-        places = [Berth(pool, f"{n:032x}", 1, b"alike") for n in range(2)]
+        places = [SessionRoute(pool, f"{n:032x}", 1, b"alike") for n in range(2)]
         assert places[0].replica != places[1].replica  # More than the mean is too much for one.
         places[0].close()
-        assert Berth(pool, "f" * 32, 1, b"alike").replica != places[1].replica
-        assert Berth(pool, "e" * 32, 1, b"alike", preferred=places[1].replica).replica == (
+        assert SessionRoute(pool, "f" * 32, 1, b"alike").replica != places[1].replica
+        assert SessionRoute(pool, "e" * 32, 1, b"alike", preferred=places[1].replica).replica == (
             places[1].replica
         )
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
-from coordinator.routing.drafts import NextWanted, StandIn
-from coordinator.routing.self_draft_client import SelfDrafts
+from coordinator.routing.drafts import NextWanted, SessionLookup
+from coordinator.routing.self_draft_client import SelfDraftClient
 from outrider.clock import run_virtually
 from outrider.drafters.ngram import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
@@ -27,15 +27,15 @@ Q = DraftDistribution((4, 5), (2**15, 2**15))
 
 def self_drafts(
     rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8
-) -> SelfDrafts:
+) -> SelfDraftClient:
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
     new = NewSession(
         session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
         prompt_ids=PROMPT,
     )  # fmt: skip
     session = Session.opened(new)
-    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
-    return SelfDrafts(session, stand_in, confident, model_tokens=model_tokens)
+    stand_in = SessionLookup(NgramDrafter(), session, SamplingParams())
+    return SelfDraftClient(session, stand_in, confident, model_tokens=model_tokens)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
@@ -101,8 +101,8 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
 async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     """Of a proposal that it had no more time for nothing is learned beyond its tokens."""
     session = self_drafts()._session
-    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
-    drafts = SelfDrafts(session, stand_in, None, draft_s=0.025)
+    stand_in = SessionLookup(NgramDrafter(), session, SamplingParams())
+    drafts = SelfDraftClient(session, stand_in, None, draft_s=0.025)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
     assert drafts.next_wanted(untimed, 99).budget_us == 0
     assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000

@@ -16,7 +16,7 @@ from toy_engine import ToyEngine
 from coordinator.health import TROUBLE_S
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
@@ -51,7 +51,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
-PATIENCE = Patience(
+PATIENCE = Timeouts(
     target_answer_s=30.0,
     target_gone_s=2.0,
     target_retry_s=0.05,

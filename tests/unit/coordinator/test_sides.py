@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import NextWanted
-from coordinator.routing.replica_pool import Berth, ReplicaPool
-from coordinator.routing.request_header import HeadWriter, Patience
-from coordinator.routing.target_client import TargetSide
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
+from coordinator.routing.request_header import HeadWriter, Timeouts
+from coordinator.routing.target_client import TargetClient
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
@@ -50,7 +50,7 @@ from outrider.speculation.verdict import Verdict
 from outrider.telemetry.observer import SILENT, RequestObserver
 from outrider.transport.link import LinkBytes
 
-PATIENCE = Patience(
+PATIENCE = Timeouts(
     target_answer_s=1.0,
     target_gone_s=4.0,
     target_retry_s=0.1,
@@ -98,7 +98,7 @@ class ScriptedLink:
         self.is_closed = True
 
 
-class StandIn:
+class SessionLookup:
     """Always proposes token 1."""
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
@@ -138,20 +138,20 @@ def heads(of: Session, observer: RequestObserver = SILENT) -> HeadWriter:
 _watching: set[Any] = set()
 
 
-def berth(*links: ScriptedLink, weights: str = "") -> Berth[Any, Any]:
+def berth(*links: ScriptedLink, weights: str = "") -> SessionRoute[Any, Any]:
     """A place with the first of some replicas, named r0, r1 ...; the others are there to go to."""
     pool: ReplicaPool[Any, Any] = ReplicaPool("target")
     for index, link in enumerate(links):
         pool.admit(f"r{index}", link, link.description)
     _watching.clear()
     _watching.add(asyncio.ensure_future(pool.watch()))  # Until the test's loop ends.
-    return Berth(pool, "0" * 32, 1, b"key", preferred="r0", weights=weights)
+    return SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights=weights)
 
 
 def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(TargetSide(berth(link), heads(one), PATIENCE), one)
+        return await test(TargetClient(berth(link), heads(one), PATIENCE), one)
 
     return run_virtually(main())
 
@@ -159,7 +159,7 @@ def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]
 def with_draft(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(DraftSide(berth(link), heads(one), PATIENCE, StandIn()), one)
+        return await test(DraftClient(berth(link), heads(one), PATIENCE, SessionLookup()), one)
 
     return run_virtually(main())
 
@@ -170,7 +170,7 @@ NOISE = RoundNoise(3, Rule.GREEDY, len(PROMPT))
 def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     link = ScriptedLink(verdict, verdict)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         reply = await target.verify(0, NOTHING_SEALED, 0, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
@@ -186,7 +186,7 @@ def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
 def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
     link = ScriptedLink(None, None, verdict)
 
-    async def test(target: TargetSide, one: Session) -> float:
+    async def test(target: TargetClient, one: Session) -> float:
         await target.verify(0, NOTHING_SEALED, 0, None)
         return asyncio.get_running_loop().time()
 
@@ -200,7 +200,7 @@ def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
 
     async def main() -> None:
         one = session()
-        target = TargetSide(berth(hanging, other), heads(one), PATIENCE)
+        target = TargetClient(berth(hanging, other), heads(one), PATIENCE)
         reply = await target.verify(0, NOTHING_SEALED, 0, None)
         assert asyncio.get_running_loop().time() == pytest.approx(3.0)
         target.settle(reply, one.length)
@@ -218,7 +218,7 @@ def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
 
     link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         await target.verify(0, NOTHING_SEALED, 0, None)
 
     with_target(link, test)
@@ -228,7 +228,7 @@ def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
 def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
     link = ScriptedLink(*[LinkLost("down")] * 50)
 
-    async def test(target: TargetSide, one: Session) -> float:
+    async def test(target: TargetClient, one: Session) -> float:
         with pytest.raises(Unavailable, match="no target can be reached"):
             await target.verify(0, NOTHING_SEALED, 0, None)
         return asyncio.get_running_loop().time()
@@ -239,7 +239,7 @@ def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
 def test_a_target_that_comes_back_is_used_again() -> None:
     link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         await target.verify(0, NOTHING_SEALED, 0, None)
 
     with_target(link, test)
@@ -257,7 +257,7 @@ def test_a_target_that_comes_back_is_used_again() -> None:
     ],
 )
 def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         with pytest.raises(becomes) as caught:
             await target.verify(0, NOTHING_SEALED, 0, None)
         assert caught.value.grpc_code == becomes.grpc_code
@@ -269,7 +269,7 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
     """The target was decoding ahead; what it would have sent is lost with the stream."""
     link = ScriptedLink(verdict, verdict)
 
-    async def test(target: TargetSide, one: Session) -> float:
+    async def test(target: TargetClient, one: Session) -> float:
         reply = await target.verify(0, NOTHING_SEALED, 8, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
@@ -284,7 +284,7 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
 def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> None:
     link = ScriptedLink()
 
-    async def test(target: TargetSide, one: Session) -> list[int]:
+    async def test(target: TargetClient, one: Session) -> list[int]:
         asked = []
         for index in range(10):
             sent = len(link.sent)
@@ -306,7 +306,7 @@ def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> N
 def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
     link = ScriptedLink(verdict)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         reply = await target.verify(0, NOTHING_SEALED, 0, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
@@ -325,7 +325,7 @@ def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
 def test_a_draft_reads_the_prompt_once() -> None:
     link = ScriptedLink(proposal, proposal)
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         draft.prefill(0, 3)
         one.decide((9,), Counters())
         drafted = await draft.propose(1, 3, NOISE)
@@ -353,7 +353,7 @@ def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 
     async def main() -> None:
         one = session()
-        draft = DraftSide(berth(link), heads(one), PATIENCE, StandIn(), reads_features=True)
+        draft = DraftClient(berth(link), heads(one), PATIENCE, SessionLookup(), reads_features=True)
         wanted = draft.next_wanted(RoundLength(2, 0), 9)
         assert wanted == NextWanted(features=True)
         for index in range(5):
@@ -372,7 +372,7 @@ def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
     link = ScriptedLink(verdict, verdict)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         for wants in (True, False):
             wanted = NextWanted(features=wants)
             await target.verify(0 if wants else 1, NOTHING_SEALED, 0, None, wanted)
@@ -387,7 +387,7 @@ def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patienc
     Of what somebody else proposes nothing is learned."""
     link = ScriptedLink()
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         drafted = await draft.propose(1, 3, NOISE, patience_s=patience_s)
         assert (drafted.by_replica, drafted.num_asked) == (False, 0)
@@ -406,7 +406,7 @@ def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patienc
 def test_an_absent_draft_is_probed_without_waiting() -> None:
     link = ScriptedLink(LinkLost("down"))
 
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         assert not (await draft.propose(1, 3, NOISE)).by_replica
         assert not (await draft.propose(2, 3, NOISE)).by_replica
@@ -424,7 +424,7 @@ def test_an_absent_draft_is_probed_without_waiting() -> None:
 
 @pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
 def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
-    async def test(draft: DraftSide, one: Session) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
         assert not (await draft.propose(1, 3, NOISE)).by_replica
 
     with_draft(ScriptedLink(refuse(error)), test)
@@ -433,7 +433,7 @@ def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
 def test_closing_a_side_lets_the_replica_forget() -> None:
     link = ScriptedLink()
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         target.close()
 
     with_target(link, test)
@@ -476,7 +476,7 @@ def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
 
     async def main() -> None:
         one = session(rule=Rule.TOKEN)
-        target = TargetSide(berth(link), heads(one, seen), PATIENCE)
+        target = TargetClient(berth(link), heads(one, seen), PATIENCE)
         loop = asyncio.get_running_loop()
         loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
         loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
@@ -504,7 +504,7 @@ def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     seen = Unreadable()
 
     async def main() -> None:
-        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN), seen), PATIENCE)
+        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN), seen), PATIENCE)
         async with asyncio.timeout(20):
             reply = await target.verify(1, proposal, 0, None)
         assert reply.verdict.accept_probability == (0.0,)
@@ -528,7 +528,7 @@ def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -
 
     async def main() -> None:
         link = ScriptedLink(with_logprobs, with_logprobs)
-        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
         reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
         assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
 
@@ -538,7 +538,7 @@ def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -
 def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
     link = ScriptedLink(opened, opened)
 
-    async def test(target: TargetSide, one: Session) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
         reply = await target.verify(1, SealedProposal((1, 2), b"?"), 0, None)
         assert reply.verdict.accept_probability == (1.0, 1.0)
         assert not target.found_broken_draft

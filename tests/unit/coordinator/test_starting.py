@@ -13,7 +13,7 @@ from test_sides import TOY, ScriptedLink
 from coordinator.actor import _owner
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Patience
+from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.ngram import NgramDrafter
@@ -22,7 +22,7 @@ from outrider.registry.membership import Membership
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
 
-PATIENCE = Patience(1.0, 1.0, 0.1, 1.0, 1.0)
+PATIENCE = Timeouts(1.0, 1.0, 0.1, 1.0, 1.0)
 
 
 def config(deployment: str, name: str) -> CoordinatorConfig:

@@ -10,7 +10,7 @@ from typing import Any
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.clock import run_virtually
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
@@ -131,9 +131,9 @@ class World:
         self.fleet = self._fleet()
         self.running: asyncio.Task[Role] | None = None
 
-    def _plan(self, **changes: Any) -> Blueprint:
+    def _plan(self, **changes: Any) -> FleetSpec:
         config = load_config(SETTINGS | self.settings | changes, {})
-        return Blueprint(
+        return FleetSpec(
             placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
             local=True, given=config,
         )  # fmt: skip

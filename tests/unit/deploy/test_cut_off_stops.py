@@ -17,7 +17,7 @@ from deploy.fleet import launcher
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.reconciler import Reconciler
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import log_at
@@ -80,7 +80,7 @@ async def test_a_reconciler_logs_at_the_level_of_its_plan(
     monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
     quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
     plans = [
-        Blueprint(
+        FleetSpec(
             placement=plan_placement(one, {}), deployment="d", log_directory="", local=False,
             given=one,
         )
@@ -106,7 +106,7 @@ async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
     monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
-    plan = Blueprint(
+    plan = FleetSpec(
         placement=plan_placement(config, {}), deployment="d", log_directory="", local=False,
         given=config,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from deploy.fleet import rolling_update as rollout
 from deploy.fleet.model_files import check_same_tokens
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.rolling_update import Changes, Rollout, changed
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, TargetConfig, load_config
 from outrider.errors import ConfigError, SettingError, Unavailable
@@ -48,7 +48,7 @@ class World:
         self.cluster_gpus = cluster_gpus
         """At the start."""
         self.settings = settings
-        self.plans: list[Blueprint] = []
+        self.plans: list[FleetSpec] = []
         self.missing: set[str] = set()
         """Models that are not to be had."""
         self.again()
@@ -58,7 +58,7 @@ class World:
         config = given(**self.settings)
         found = replace(config, coordinator=replace(config.coordinator, redis_url="unix:///x"))
         amounts = {"CPU": 64, "GPU": self.cluster_gpus}
-        self.original = Blueprint(
+        self.original = FleetSpec(
             placement=plan_placement(found, amounts), deployment="d", log_directory="",
             local=True, given=config,
         )  # fmt: skip
@@ -66,7 +66,7 @@ class World:
             self.kept, self.registry, self.original, self._resolve, self._check, self._go
         )
 
-    def _go(self, plan: Blueprint) -> None:
+    def _go(self, plan: FleetSpec) -> None:
         if plan.given.target.max_num_seqs == FITS_NOWHERE:
             raise SettingError("max_num_seqs", "does not fit these machines")
         self.plans.append(plan)

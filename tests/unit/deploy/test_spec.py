@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from deploy.fleet.placement import plan_placement
-from deploy.fleet.spec import Blueprint
+from deploy.fleet.spec import FleetSpec
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
@@ -16,15 +16,15 @@ from outrider.registry.registry import ROLES, Role
 PORTS = {"grpc_port": 5000, "port": 8000, "target_port": 6000, "draft_port": 7000}
 
 
-def blueprint(*, local: bool = True, **settings: Any) -> Blueprint:
+def blueprint(*, local: bool = True, **settings: Any) -> FleetSpec:
     config = load_config({"engine": "emulated:", "draft_model": "emulated"} | settings, {})
-    return Blueprint(
+    return FleetSpec(
         placement=plan_placement(config, {"CPU": 8.0}), deployment="d", log_directory="",
         local=local, given=config,
     )  # fmt: skip
 
 
-def port(plan: Blueprint, role: Role, slot: int) -> int:
+def port(plan: FleetSpec, role: Role, slot: int) -> int:
     config: Any = plan.config(role, f"{role}-9", slot)
     return int(config.grpc_port if role == "coordinator" else config.port)
 

@@ -15,8 +15,8 @@ from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
 
 from outrider.engine.cuda import cuda_graphs as recordings
 from outrider.engine.cuda import cuda_runner as tabled_steps
-from outrider.engine.cuda.backend import Acceleration
-from outrider.engine.cuda.cuda_graphs import Recording, Work
+from outrider.engine.cuda.backend import DeviceBackend
+from outrider.engine.cuda.cuda_graphs import Recording, StepRequest
 from outrider.engine.cuda.cuda_runner import recorded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -60,7 +60,7 @@ def on_cpu(
 ) -> tuple[PagedEngine, Any]:
     """An engine with this recorder, and the library's own."""
     library = twin(module)
-    acceleration = Acceleration(attend_by_tables, 8, lambda: recorder)
+    acceleration = DeviceBackend(attend_by_tables, 8, lambda: recorder)
     return make_engine(module, acceleration=acceleration, **options), library
 
 
@@ -193,7 +193,7 @@ class _Refusing(CountingRecorder):
         self.reason: Exception | None = None
         self.num_asked = 0
 
-    def record(self, work: Work) -> Recording:
+    def record(self, work: StepRequest) -> Recording:
         self.num_asked += 1
         if self.reason is not None:
             work()
@@ -284,7 +284,7 @@ def test_the_trial_takes_no_memory_of_recordings(make_engine: EngineMaker) -> No
         made.append(_Costly())
         return made[-1]
 
-    acceleration = Acceleration(attend_by_tables, 8, new_recorder)
+    acceleration = DeviceBackend(attend_by_tables, 8, new_recorder)
     engine = make_engine(tiny("llama", "cpu"), acceleration=acceleration)
     run(engine, "a", ids(2), 2)
     assert [recorder.num_recorded for recorder in made] == [1, 1]
@@ -315,7 +315,7 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
         caplog.clear()
         module = tiny("llama", "cpu")
         library = twin(module)
-        acceleration = Acceleration(attention, 8, CountingRecorder)
+        acceleration = DeviceBackend(attention, 8, CountingRecorder)
         engine = make_engine(module, acceleration=acceleration)
         assert "its steps are not accelerated" in caplog.text
         assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
@@ -340,7 +340,7 @@ def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
 
     module = tiny("gpt2", "cpu")
     library = twin(module)
-    engine = make_engine(module, acceleration=Acceleration(attend, 8, CountingRecorder))
+    engine = make_engine(module, acceleration=DeviceBackend(attend, 8, CountingRecorder))
     assert "its steps are not accelerated" in caplog.text
     assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
 

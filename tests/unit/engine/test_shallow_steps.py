@@ -9,7 +9,7 @@ import torch
 from models import tiny_config, tiny_exit, tiny_module, twin
 from recorded_work import CountingRecorder, attend_by_tables
 
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, OutOfPages
@@ -184,7 +184,7 @@ def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> N
     module = tiny_module(tiny_config("llama", VOCAB))
     original, made = twin(module), tiny_exit(module, HEAD_IDS)
     recorder = CountingRecorder()
-    acceleration = Acceleration(attend_by_tables, 8, lambda: recorder)
+    acceleration = DeviceBackend(attend_by_tables, 8, lambda: recorder)
     engine = PagedEngine(module, INFO, exit_head=made, acceleration=acceleration)
     assert engine.records_steps
     text, drafted = TEXT, (8, 2, 11)

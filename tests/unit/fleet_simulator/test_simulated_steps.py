@@ -19,7 +19,7 @@ from outrider.messages import DraftItem, ProposalReply, ReplyKey
 from outrider.planning.round_times import ServiceTimes
 from outrider.replica.executor import InlineExecutor
 from outrider.replica.scheduler import StepScheduler
-from outrider.replica.step_request import Outlet, StepFigures, Work
+from outrider.replica.step_request import AnswerSender, StepFigures, StepRequest
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 WARM_UP_S, SECONDS = 2.0, 10.0
@@ -35,7 +35,7 @@ class _Replica:
         self._seconds = seconds
         self._step_s = 0.0
         self._waiting: dict[ReplyKey, asyncio.Future[None]] = {}
-        self._outlet: Outlet[Any] = Outlet(self._answered)
+        self._outlet: AnswerSender[Any] = AnswerSender(self._answered)
         self._scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
             InlineExecutor(lambda: self._step_s), self, max_batch=seats, queue_max=1_000
         )
@@ -44,7 +44,7 @@ class _Replica:
         head = make_head((1, 2), session=session, round_index=index)
         now = asyncio.get_running_loop().time()
         self._waiting[head.key] = asyncio.get_running_loop().create_future()
-        self._scheduler.submit(Work(DraftItem(head, K), [self._outlet], now, math.inf))
+        self._scheduler.submit(StepRequest(DraftItem(head, K), [self._outlet], now, math.inf))
         await self._waiting[head.key]
 
     def _answered(self, answers: Sequence[ProposalReply]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError, OutOfPages
-from outrider.kv_cache.block_pool import Copy, PagePool
+from outrider.kv_cache.block_pool import BlockPool, Copy
 
 SIZE = 4
 PROMPT = tuple(range(100, 100 + 3 * SIZE))
@@ -19,24 +19,24 @@ def step(name: str, *ids: int, parents: tuple[int, ...] = ()) -> SequenceStep:
     return SequenceStep(name, ids, 1, parents)
 
 
-def append(pool: PagePool, steps: Sequence[SequenceStep]) -> list[Copy]:
+def append(pool: BlockPool, steps: Sequence[SequenceStep]) -> list[Copy]:
     """A step that succeeds."""
     copies = pool.append(steps)
     pool.written(steps)
     return copies
 
 
-def run(pool: PagePool, name: str, *ids: int) -> None:
+def run(pool: BlockPool, name: str, *ids: int) -> None:
     """A step of one sequence."""
     append(pool, [step(name, *ids)])
 
 
 @pytest.fixture
-def pool() -> PagePool:
-    return PagePool(num_pages=8, page_size=SIZE)
+def pool() -> BlockPool:
+    return BlockPool(num_pages=8, page_size=SIZE)
 
 
-def test_whole_pages_of_a_running_sequence_are_shared(pool: PagePool) -> None:
+def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     """As soon as they are written, and never the last token that is asked for."""
     steps = [step("a", *PROMPT, 7)]
     pool.append(steps)
@@ -53,7 +53,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_a_released_sequence_is_remembered(pool: PagePool) -> None:
+def test_a_released_sequence_is_remembered(pool: BlockPool) -> None:
     """With no page held by anyone, and nothing is evicted to find it."""
     append(pool, [step("a", *PROMPT, 7)])
     pool.release("a")
@@ -64,7 +64,7 @@ def test_a_released_sequence_is_remembered(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_tenants_do_not_see_each_other(pool: PagePool) -> None:
+def test_tenants_do_not_see_each_other(pool: BlockPool) -> None:
     """A salt's prefixes are found under that salt alone; each salt has its own."""
     for salt in ("", "x", "y"):
         name = f"of {salt}"
@@ -80,7 +80,7 @@ def test_tenants_do_not_see_each_other(pool: PagePool) -> None:
 @pytest.mark.parametrize("num_digests", [1, 2, 3, 5])
 def test_a_digest_is_not_trusted(num_digests: int) -> None:
     """With so few digests almost all prefixes collide; what is found is always what was asked."""
-    pool = PagePool(64, SIZE, lambda before, ids: bytes([sum(before + ids) % num_digests]))
+    pool = BlockPool(64, SIZE, lambda before, ids: bytes([sum(before + ids) % num_digests]))
     chance = random.Random(5)
     found = 0
     for number in range(200):
@@ -99,7 +99,7 @@ def test_a_digest_is_not_trusted(num_digests: int) -> None:
 
 def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
     """One page's ids are the same and its digest too, but not what stands before it."""
-    pool = PagePool(16, 1, lambda _, ids: ids)
+    pool = BlockPool(16, 1, lambda _, ids: ids)
     append(pool, [step("a", 1, 5, 6)])
     pool.release("a")
     assert pool.attach("same", (1, 5, 6)) == 2
@@ -111,7 +111,7 @@ def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
     pool.check_integrity()
 
 
-def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: PagePool) -> None:
+def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: BlockPool) -> None:
     """Its slots lie side by side, but do not follow each other."""
     run(pool, "a", 1, 2)
     append(pool, [step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
@@ -132,7 +132,7 @@ def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_what_ran_behind_a_tree_is_no_prefix(pool: PagePool) -> None:
+def test_what_ran_behind_a_tree_is_no_prefix(pool: BlockPool) -> None:
     """It attended to both siblings, so its ids do not tell what it holds."""
     append(pool, [step("a", 1, 2, parents=(-1, -1))])
     append(pool, [step("a", 3, 4, 5)])
@@ -142,7 +142,7 @@ def test_what_ran_behind_a_tree_is_no_prefix(pool: PagePool) -> None:
     assert pool.counts().num_free == 8
 
 
-def test_a_fork_copies_the_last_partial_page_alone(pool: PagePool) -> None:
+def test_a_fork_copies_the_last_partial_page_alone(pool: BlockPool) -> None:
     """And what either writes is its own."""
     run(pool, "a", *PROMPT, 7)
     last = pool.pages("a")[3]
@@ -157,7 +157,7 @@ def test_a_fork_copies_the_last_partial_page_alone(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: PagePool) -> None:
+def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: BlockPool) -> None:
     """The others keep theirs."""
     run(pool, "a", *PROMPT)
     assert pool.attach("b", (*PROMPT, 1)) == 3 * SIZE
@@ -171,7 +171,7 @@ def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: PagePool) -
     pool.check_integrity()
 
 
-def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: PagePool) -> None:
+def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: BlockPool) -> None:
     """A branch of a tree goes its own way; the kept slots of the page go with it."""
     append(pool, [step("a", 1, 2, 3, 4, parents=(-1, 0, 0, 2))])
     assert pool.fork("a", "b") == []
@@ -186,7 +186,7 @@ def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: PagePool) -> None:
 
 def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
     """A sequence that fills the pool can be cut by a token and run on."""
-    pool = PagePool(3, SIZE)
+    pool = BlockPool(3, SIZE)
     run(pool, "a", *PROMPT)
     pool.keep("a", len(PROMPT) - 1)
     assert append(pool, [step("a", 1)]) == []
@@ -197,7 +197,7 @@ def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
 
 def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
     """Two that were cut into one page fit into two."""
-    pool = PagePool(2, SIZE)
+    pool = BlockPool(2, SIZE)
     run(pool, "a", 1, 2, 3, 4)
     pool.fork("a", "b")
     pool.keep("a", 2)
@@ -210,7 +210,7 @@ def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
     assert pool.token_ids("b") == (1, 2, 6)
 
 
-def test_branches_go_first_then_what_is_unused_for_longest(pool: PagePool) -> None:
+def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
     """Of a prefix the last page goes first, and all that goes is only what must."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
     run(pool, "gone", 1, 2, 3, 4, 5, 6, 7, 8)
@@ -239,7 +239,7 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: PagePool) -> No
 def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
     """Two ran the same page at once; the one that is remembered is evicted with what continues
     it, and the other takes its place."""
-    pool = PagePool(6, SIZE)
+    pool = BlockPool(6, SIZE)
     append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
     run(pool, "a", 9)
     run(pool, "b", 5, 6, 7, 8)
@@ -257,7 +257,7 @@ def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
 
 def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     """The page that stands for a prefix is used whenever a twin of it is."""
-    pool = PagePool(5, SIZE)
+    pool = BlockPool(5, SIZE)
     append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
     pool.keep("a", SIZE)
     run(pool, "b", 5, 6, 7, 8)
@@ -269,7 +269,7 @@ def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
 
 
-def test_out_of_pages_changes_nothing(pool: PagePool) -> None:
+def test_out_of_pages_changes_nothing(pool: BlockPool) -> None:
     """Neither the sequences of the call nor those that might have been evicted for it."""
     run(pool, "a", *PROMPT)
     run(pool, "b", 1)
@@ -290,7 +290,7 @@ def test_out_of_pages_changes_nothing(pool: PagePool) -> None:
 
 def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
     """Where every page is in use it raises and changes nothing."""
-    pool = PagePool(2, SIZE)
+    pool = BlockPool(2, SIZE)
     run(pool, "gone", 1, 2, 3, 4)
     pool.release("gone")
     run(pool, "a", 5)
@@ -305,7 +305,7 @@ def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
     pool.check_integrity()
 
 
-def test_misuse_is_our_bug(pool: PagePool) -> None:
+def test_misuse_is_our_bug(pool: BlockPool) -> None:
     run(pool, "a", 1, 2)
     with pytest.raises(InvariantError):
         pool.attach("a", (1, 2, 3))
@@ -322,7 +322,7 @@ def test_misuse_is_our_bug(pool: PagePool) -> None:
 
 def test_a_sequence_alone_lies_on_neighbours() -> None:
     """Sequences that grow in turn do not take each other's next page while there is room."""
-    pool = PagePool(64, SIZE)
+    pool = BlockPool(64, SIZE)
     for number in range(8 * SIZE):
         append(pool, [step(name, number) for name in "abcd"])
     for name in "abcd":
@@ -333,7 +333,7 @@ def test_a_sequence_alone_lies_on_neighbours() -> None:
 def test_every_page_comes_back() -> None:
     """1,000 random sessions, of which a third is cancelled amid a step or a tree, some after
     having waited idle: then no page is held, and one sequence can have them all."""
-    pool = PagePool(num_pages=40, page_size=SIZE)
+    pool = BlockPool(num_pages=40, page_size=SIZE)
     chance = random.Random(20)
     live: list[str] = []
     for number in range(1000):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import OutOfPages
-from outrider.kv_cache.block_pool import Copy, PagePool
+from outrider.kv_cache.block_pool import BlockPool, Copy
 
 NUM_PAGES, PAGE_SIZE = 12, 3
 NAMES = "abcde"
@@ -27,7 +27,7 @@ Value = tuple[Any, ...]
 class Slots:
     """The pages of an engine: copies what the pool says, and writes where its tables point."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.values: list[Value | None] = [None] * (pool.num_pages * pool.page_size)
 
@@ -84,7 +84,7 @@ class PoolAndModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(NUM_PAGES, PAGE_SIZE)
+        self.pool = BlockPool(NUM_PAGES, PAGE_SIZE)
         self.slots = Slots(self.pool)
         self.model: dict[str, Sequence] = {}
         self.idle: OrderedDict[str, None] = OrderedDict()

@@ -13,7 +13,7 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest, InvariantError, StaleEpoch
-from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -55,7 +55,7 @@ class Replica:
     ) -> None:
         spec = replace(SPEC, num_pages=num_pages)
         self.engine = EmulatedEngine(spec, "target") if with_engine else None
-        self.table = SequenceTable(self.engine, sequences_max)
+        self.table = SessionTable(self.engine, sequences_max)
 
     def answer(self, at: RoundHead, guesses: tuple[int, ...] = ()) -> int | Resync:
         """The length held after running the new tokens and some guesses."""

@@ -13,7 +13,7 @@ import torch
 from models import save_tiny_heads, save_tiny_model, tiny_config, tiny_heads, tiny_module, twin
 from safetensors.torch import load_file, save_file
 
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError
@@ -113,7 +113,7 @@ def test_an_engine_shows_what_its_head_read(family: str, deterministic: bool) ->
 def test_steps_that_are_replayed_show_nothing() -> None:
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
     heads = tiny_heads(module, HEAD_IDS)
-    recording = Acceleration(attend=None, num_programs=1, new_recorder=lambda: None)  # type: ignore[arg-type, return-value]
+    recording = DeviceBackend(attend=None, num_programs=1, new_recorder=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvariantError, match="show no features"):
         PagedEngine(module, INFO, draft_heads=heads, acceleration=recording)
     with pytest.raises(InvariantError, match="keeps none"):

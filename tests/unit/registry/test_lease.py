@@ -11,7 +11,7 @@ import pytest
 
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
-from outrider.registry.lease import Announcer
+from outrider.registry.lease import Lease
 from outrider.registry.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord, Role
 
 RECORD = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
@@ -50,7 +50,7 @@ class Replica:
     def __init__(self) -> None:
         self.registry = Listening()
         self.record = RECORD
-        self.announcer = Announcer(self.registry, lambda: self.record)
+        self.announcer = Lease(self.registry, lambda: self.record)
 
     async def heard(self) -> list[ReplicaRecord]:
         return await self.registry.records("target")

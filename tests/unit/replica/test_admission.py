@@ -15,8 +15,8 @@ from toy_engine import PAGE_SIZE, ToyEngine
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest
-from outrider.kv_cache.block_pool import PagePool
-from outrider.kv_cache.session_table import SequenceTable
+from outrider.kv_cache.block_pool import BlockPool
+from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
 from outrider.replica.admission import Admissions, Admitted, Ask
 from outrider.replica.step_request import Unfinished
@@ -30,7 +30,7 @@ class Setting:
 
     def __init__(self, num_pages: int, max_tokens: int = 512) -> None:
         self.engine = ToyEngine(num_pages=num_pages)
-        self.table = SequenceTable(self.engine)
+        self.table = SessionTable(self.engine)
         self.admissions = Admissions(self.engine, self.table, TokenBudget(max_tokens, 64))
 
     def ask(self, session: int, length: int, base: int = 0, extra: int = 0) -> Ask:
@@ -245,7 +245,7 @@ def test_pages_that_would_come_free_are_counted_right(
 ) -> None:
     """`can_hold(steps, without, begun)` is what `can_hold(steps)` says once those are released and
     these attached, to all that was found of them; and so is the number of pages behind it."""
-    pool = PagePool(num_pages, PAGE_SIZE)
+    pool = BlockPool(num_pages, PAGE_SIZE)
     for number, length in enumerate(lengths):
         tokens = [0 if shared else number] * length
         held = pool.attach(str(number), tokens)

@@ -21,7 +21,7 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.rank_process import RankHost, Seat, engine_of_a_replica
-from outrider.engine.tensor_parallel.rendezvous import Meeting
+from outrider.engine.tensor_parallel.rendezvous import Rendezvous
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
 from outrider.grammar.constraint import Constraint
@@ -193,7 +193,7 @@ async def test_a_follower_logs_at_the_level_of_its_configuration(
     before, level = logging.root.handlers[:], logging.root.level
     try:
         with pytest.raises(Unavailable):
-            seat = Seat(Meeting("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2)
+            seat = Seat(Rendezvous("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2)
             await RankHost().start(TargetConfig(log_level="debug"), "target", seat, 1.0, "")
         assert logging.getLogger("outrider").level == logging.DEBUG
     finally:

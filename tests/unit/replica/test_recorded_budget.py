@@ -11,7 +11,7 @@ from recorded_work import CountingRecorder, attend_by_tables
 
 from outrider.config import TargetConfig
 from outrider.engine.cuda import backend as acceleration
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_graphs import RECORDED_BYTES_MAX
 from outrider.kv_cache import storage as kv_cache
 from outrider.replica.process_setup import build_engine
@@ -29,7 +29,7 @@ def test_memory_for_recordings_is_left_where_steps_are_recorded(
         left.append(arguments[3])
         return 2**22
 
-    found = Acceleration(attend_by_tables, 8, CountingRecorder)
+    found = DeviceBackend(attend_by_tables, 8, CountingRecorder)
     monkeypatch.setattr(acceleration, "find_acceleration", lambda *_, **__: found)
     monkeypatch.setattr(kv_cache, "memory_budget", budget)
     directory = str(save_tiny_model(tmp_path))

@@ -7,22 +7,24 @@ from typing import Any
 from rounds import make_head
 
 from outrider.messages import DraftItem
-from outrider.replica.request_queue import WorkQueue
-from outrider.replica.step_request import Outlet, Unfinished, Work
+from outrider.replica.request_queue import RequestQueue
+from outrider.replica.step_request import AnswerSender, StepRequest, Unfinished
 
-Queue = WorkQueue[DraftItem, Any]
+Queue = RequestQueue[DraftItem, Any]
 
 
-def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> Work[DraftItem, Any]:
+def work(
+    session: int, round_index: int = 0, expires_at: float = 9.0
+) -> StepRequest[DraftItem, Any]:
     item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
-    return Work(item, [Outlet(lambda answers: None)], 0.0, expires_at)
+    return StepRequest(item, [AnswerSender(lambda answers: None)], 0.0, expires_at)
 
 
-def names(works: list[Work[DraftItem, Any]]) -> list[tuple[int, int]]:
+def names(works: list[StepRequest[DraftItem, Any]]) -> list[tuple[int, int]]:
     return [(int(w.item.head.session_id, 16), w.item.head.round) for w in works]
 
 
-def filled(*works: Work[DraftItem, Any], max_batch: int = 2) -> Queue:
+def filled(*works: StepRequest[DraftItem, Any], max_batch: int = 2) -> Queue:
     queue = Queue(max_batch, 100)
     for each in works:
         queue.add(each)

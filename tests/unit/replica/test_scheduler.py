@@ -14,7 +14,13 @@ from outrider.errors import EngineLost, Overloaded, Unavailable
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_S_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.scheduler import StepScheduler
-from outrider.replica.step_request import CANCELLED_CODE, Outlet, StepFigures, Work, expiry
+from outrider.replica.step_request import (
+    CANCELLED_CODE,
+    AnswerSender,
+    StepFigures,
+    StepRequest,
+    expiry,
+)
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 
@@ -75,13 +81,19 @@ class Desk:
             self.executor, self.worker, max_batch=max_batch, queue_max=queue_max
         )
         self.frames: list[list[Any]] = []
-        self.outlet: Outlet[Any] = Outlet(lambda answers: self.frames.append(list(answers)))
+        self.outlet: AnswerSender[Any] = AnswerSender(
+            lambda answers: self.frames.append(list(answers))
+        )
 
-    def submit(self, session: int, round_index: int = 0, **changes: Any) -> Work[DraftItem, Any]:
+    def submit(
+        self, session: int, round_index: int = 0, **changes: Any
+    ) -> StepRequest[DraftItem, Any]:
         outlet = changes.pop("outlet", self.outlet)
         head = make_head((1, 2), session=session, round_index=round_index, **changes)
         now = asyncio.get_running_loop().time()
-        work: Work[DraftItem, Any] = Work(DraftItem(head, 2), [outlet], now, expiry(head, now))
+        work: StepRequest[DraftItem, Any] = StepRequest(
+            DraftItem(head, 2), [outlet], now, expiry(head, now)
+        )
         self.scheduler.submit(work)
         return work
 

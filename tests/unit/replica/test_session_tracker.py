@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.replica.session_tracker import Presence
-from outrider.replica.step_request import Outlet
+from outrider.replica.session_tracker import SessionTracker
+from outrider.replica.step_request import AnswerSender
 
 
-def outlet() -> Outlet[Any]:
-    return Outlet(lambda answers: None)
+def outlet() -> AnswerSender[Any]:
+    return AnswerSender(lambda answers: None)
 
 
 def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
-    presence, first, second = Presence(), outlet(), outlet()
+    presence, first, second = SessionTracker(), outlet(), outlet()
     for name in "abc":
         presence.hear(name, first, 0.0)
     presence.hear("b", second, 1.0)
@@ -25,7 +25,7 @@ def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
 
 
 def test_the_silent_are_told_once_unless_they_wait_or_speak_again() -> None:
-    presence, stream = Presence(), outlet()
+    presence, stream = SessionTracker(), outlet()
     for at, name in enumerate("abcd"):
         presence.hear(name, stream, float(at))
     presence.hear("a", stream, 4.0)
@@ -36,7 +36,7 @@ def test_the_silent_are_told_once_unless_they_wait_or_speak_again() -> None:
 
 def test_silence_begins_with_the_last_answer() -> None:
     """However long that took; one that has ended is not heard again for it."""
-    presence, stream = Presence(), outlet()
+    presence, stream = SessionTracker(), outlet()
     for name in "abc":
         presence.hear(name, stream, 0.0)
     presence.forget("c")
@@ -47,7 +47,7 @@ def test_silence_begins_with_the_last_answer() -> None:
 
 
 def test_it_remembers_a_bounded_number() -> None:
-    presence, stream = Presence(), outlet()
+    presence, stream = SessionTracker(), outlet()
     for number in range(SEQUENCES_PER_REPLICA_MAX + 2):
         presence.hear(str(number), stream, 0.0)
     left = presence.leave(stream)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from rounds import make_head, session_name
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.replica.stale_round_filter import RoundFence
+from outrider.replica.stale_round_filter import StaleRoundFilter
 
 
 def test_the_fence_lets_rounds_and_epochs_only_grow() -> None:
     """Equal ones are repetitions and pass; a release by an older epoch does not lift the fence, and
     after one nothing of the epoch passes, known or not."""
-    fence = RoundFence()
+    fence = StaleRoundFilter()
     assert fence.admit(make_head((1,), epoch=1, round_index=5)) is None
     assert fence.admit(make_head((1,), epoch=1, round_index=5)) is None
     behind = fence.admit(make_head((1,), epoch=1, round_index=4))

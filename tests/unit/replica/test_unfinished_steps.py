@@ -15,10 +15,10 @@ from outrider.replica.executor import InlineExecutor
 from outrider.replica.scheduler import STARVED_REST_S, StepScheduler
 from outrider.replica.step_request import (
     CANCELLED_CODE,
-    Outlet,
+    AnswerSender,
     StepFigures,
+    StepRequest,
     Unfinished,
-    Work,
     expiry,
 )
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -73,12 +73,14 @@ class Desk:
             InlineExecutor(lambda: step_s), self.worker, max_batch=2, queue_max=100
         )
         self.answers: list[Any] = []
-        self.outlet: Outlet[Any] = Outlet(self.answers.extend)
+        self.outlet: AnswerSender[Any] = AnswerSender(self.answers.extend)
 
     def submit(self, session: int, deadline_ms: int = 0) -> None:
         head = make_head((1, 2), session=session, deadline_ms=deadline_ms)
         now = asyncio.get_running_loop().time()
-        self.scheduler.submit(Work(DraftItem(head, 2), [self.outlet], now, expiry(head, now)))
+        self.scheduler.submit(
+            StepRequest(DraftItem(head, 2), [self.outlet], now, expiry(head, now))
+        )
 
     async def finish(self) -> dict[int, Any]:
         """Answers by session, once nothing waits."""

@@ -28,7 +28,7 @@ from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
 from outrider.replica.executor import InlineExecutor
 from outrider.speculation.accept_reject import decide
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -467,7 +467,7 @@ async def test_what_is_looked_up_is_cut_where_the_grammar_ends_it() -> None:
 @pytest.mark.parametrize("columns", [(), tuple(range(0, VOCAB, 3))])
 def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...]) -> None:
     """Those of several sessions, with and without a constraint, drawn together."""
-    vocabulary = ReducedVocabulary.of(columns)
+    vocabulary = DraftVocabulary.of(columns)
     draws = RoundDraws(vocabulary, 16)
     matchers, grown = Matchers(grammars()), []
     for session in range(12):

@@ -15,7 +15,7 @@ from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import InvariantError
 from outrider.speculation.proposal import Proposal, SealedProposal
@@ -232,7 +232,7 @@ def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> N
     recorder = Refusing()
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
     plain = make_engine(twin(module))
-    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, lambda: recorder))
+    engine = make_engine(module, acceleration=DeviceBackend(attend_by_tables, 8, lambda: recorder))
     recorder.num_bytes_now = 2**40
     found, expected = (ModelDrafter(e, ENTRIES).propose(requests()) for e in (engine, plain))
     assert found == expected
@@ -297,7 +297,7 @@ def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
     """Other sessions, seeds, parameters and prefixes replay it; another K is another one."""
     recorder = CountingRecorder()
     module = tiny_module(tiny_config("llama", VOCAB))
-    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, lambda: recorder))
+    engine = make_engine(module, acceleration=DeviceBackend(attend_by_tables, 8, lambda: recorder))
     drafter = ModelDrafter(engine, ENTRIES)
     before = recorder.num_recorded
     for index, count in enumerate((4, 4, 4, 3)):

@@ -25,7 +25,7 @@ from outrider.models.eagle_checkpoint import LoadedEagle
 from outrider.replica.executor import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -101,7 +101,7 @@ class Pair:
             history = TokenHistory(PROMPT, tuple(drafted[len(PROMPT) :]))
             [(token_id, distribution)], _ = draw_from_logits(
                 self.eagle.module.logits(guessed[:, num_pairs - 1]), sampling, [noise], [depth],
-                history=history, vocabulary=ReducedVocabulary.of(HEAD_IDS),
+                history=history, vocabulary=DraftVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)

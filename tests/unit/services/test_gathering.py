@@ -13,9 +13,9 @@ from rounds import make_head
 
 from outrider.clock import run_virtually
 from outrider.messages import DraftItem, ProposalReply
-from outrider.replica.batching_delay import Gathering
+from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.scheduler import StepScheduler
-from outrider.replica.step_request import Outlet, StepFigures, Work
+from outrider.replica.step_request import AnswerSender, StepFigures, StepRequest
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 
@@ -29,10 +29,12 @@ def by_rows(rows: int, sessions: int) -> float:
     return 0.015 * rows
 
 
-def known(gap_s: float, *, cost: Callable[[int, int], float] = one_time, num: int = 2) -> Gathering:
+def known(
+    gap_s: float, *, cost: Callable[[int, int], float] = one_time, num: int = 2
+) -> BatchingDelay:
     """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
     the first have just been answered."""
-    gathering, now = Gathering(cost, 8, 100), -100.0
+    gathering, now = BatchingDelay(cost, 8, 100), -100.0
     for _ in range(30):
         for session in range(num):
             gathering.answered(str(session), 5, now)
@@ -43,7 +45,7 @@ def known(gap_s: float, *, cost: Callable[[int, int], float] = one_time, num: in
     return gathering
 
 
-def until(gathering: Gathering, now: float, waiting: list[int]) -> float:
+def until(gathering: BatchingDelay, now: float, waiting: list[int]) -> float:
     """When a step begins for which nobody comes."""
     hold = gathering.hold(now, waiting)
     return now if hold is None else hold.until
@@ -62,7 +64,7 @@ def test_where_rows_take_their_time_nobody_gains_by_waiting() -> None:
 
 def test_some_are_worth_it_and_others_not() -> None:
     """Two come back at once, and one much later: it has a step of its own either way."""
-    gathering, now = Gathering(one_time, 8, 100), -100.0
+    gathering, now = BatchingDelay(one_time, 8, 100), -100.0
     gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
     for _ in range(30):
         for name, gap_s in gaps.items():
@@ -112,7 +114,7 @@ def test_nobody_is_waited_for_without_room_or_reason() -> None:
     assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
     assert until(known(0.008, num=9), 0.0, []) == 0.0
     assert until(known(0.008, num=3), 0.5, [5]) == 0.5, "they are too late already"
-    fresh = Gathering(one_time, 8, 100)
+    fresh = BatchingDelay(one_time, 8, 100)
     fresh.answered("a", 5, 0.0)
     assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
 
@@ -133,7 +135,7 @@ def test_what_steps_really_take_is_learned() -> None:
 
 
 def test_no_more_sessions_are_remembered_than_stated() -> None:
-    gathering = Gathering(one_time, 8, 2)
+    gathering = BatchingDelay(one_time, 8, 2)
     for name in "abc":
         gathering.answered(name, 5, 0.0)
     assert list(gathering._rhythms) == ["b", "c"]
@@ -166,7 +168,7 @@ class Echo:
         return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
 
 
-def rounds_of_two(gathering: Gathering | None) -> tuple[int, list[int]]:
+def rounds_of_two(gathering: BatchingDelay | None) -> tuple[int, list[int]]:
     """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
     75 ms; and how many shared each step."""
 
@@ -183,9 +185,9 @@ def rounds_of_two(gathering: Gathering | None) -> tuple[int, list[int]]:
             for index in count():
                 answered = asyncio.Event()
                 head = make_head((1, 2), session=number, round_index=index)
-                outlet: Outlet[Any] = Outlet(lambda _, event=answered: event.set())
+                outlet: AnswerSender[Any] = AnswerSender(lambda _, event=answered: event.set())
                 now = asyncio.get_running_loop().time()
-                scheduler.submit(Work(DraftItem(head, 4), [outlet], now, math.inf))
+                scheduler.submit(StepRequest(DraftItem(head, 4), [outlet], now, math.inf))
                 await answered.wait()
                 num_rounds += 1
                 await asyncio.sleep(0.008)
@@ -205,6 +207,6 @@ def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
     """1.8 times as many rounds."""
     num_in_turns, sizes = rounds_of_two(None)
     assert set(sizes) == {1}
-    num_together, sizes = rounds_of_two(Gathering(one_time, 8, 100))
+    num_together, sizes = rounds_of_two(BatchingDelay(one_time, 8, 100))
     assert set(sizes[5:-1]) == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)

@@ -13,7 +13,7 @@ from outrider.clock import run_virtually
 from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.executor import InlineExecutor
-from outrider.replica.step_request import Outlet
+from outrider.replica.step_request import AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.memory_link import MemoryLink
@@ -118,7 +118,7 @@ def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> No
         sent.append((asyncio.get_running_loop().time(), [one.message for one in answers]))
 
     async def hold() -> None:
-        outlet = Outlet[Refused](note)
+        outlet = AnswerSender[Refused](note)
         outlet.hold([refused(1, "first")])
         await asyncio.sleep(0.01)
         outlet.hold([refused(1, "second"), refused(2, "second's")])

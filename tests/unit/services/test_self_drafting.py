@@ -22,7 +22,7 @@ from outrider.messages import Refused, VerdictReply, VerifyItem
 from outrider.replica.executor import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -101,7 +101,7 @@ class Target:
             [(token_id, distribution)], _ = draw_from_logits(
                 self.logits(tokens, drafted), sampling, [noise], [depth],
                 history=TokenHistory(PROMPT, output),
-                vocabulary=ReducedVocabulary.of(HEAD_IDS),
+                vocabulary=DraftVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.decayed_average import FadingSums
+from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import PageCounts
 from outrider.registry.load import WINDOW_S
 from outrider.replica.step_load import StepLoad
@@ -48,7 +48,7 @@ def test_an_item_that_stays_for_several_steps_waited_once() -> None:
 
 def test_a_rate_is_right_from_the_start() -> None:
     """However short the time that it was told of."""
-    sums = FadingSums(5.0, 0.0)
+    sums = DecayedSums(5.0, 0.0)
     for tick in range(1, 21):
         sums.add(tick / 10, {"a": 3.0})
         if tick >= 5:

@@ -12,7 +12,7 @@ from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -32,7 +32,7 @@ def draw(
     drawings: list[Drawing],
     entries_max: int,
     num_rows: int,
-    vocabulary: ReducedVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> list[list[DraftedToken]]:
     """Of logits [K, S, V] the tokens of each session, drawn beside rows that nobody wants."""
     draws = DeviceDraws(drawings, len(logits), entries_max, vocabulary)
@@ -61,7 +61,7 @@ def test_the_same_tokens_and_the_same_q(
     ]
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn((NUM_DEPTHS, len(drawings), vocab_size), generator=generator)
-    vocabulary = ReducedVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
+    vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
     found = draw(logits.to(device), drawings, entries_max, len(drawings) + 3, vocabulary)
     for index, drawing in enumerate(drawings):
         for depth in range(NUM_DEPTHS):
@@ -96,7 +96,7 @@ def test_what_depends_on_more_than_logits_is_not_drawn_so() -> None:
 def test_what_one_vocabulary_recorded_is_not_replayed_for_another() -> None:
     """Though they are as wide: its work reads that one's table."""
     drawings = [Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5))]
-    one, other = (ReducedVocabulary(np.arange(4) + first) for first in (0, 3))
+    one, other = (DraftVocabulary(np.arange(4) + first) for first in (0, 3))
     keys = [DeviceDraws(drawings, 1, 64, each).key for each in (one, one, other, None)]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.speculation.draft_sampling import likely_tokens
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.gumbel_max import scores as scores_of
 from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
 from outrider.speculation.outcome_prediction import EVIDENCE_MAX, guess_round, with_bonus
@@ -99,7 +99,7 @@ def test_a_draft_that_is_the_target_guesses_right_at_once(rule: Rule) -> None:
 
 def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
     ids = np.arange(5, 5 + 2 * V, 2)
-    vocabulary = ReducedVocabulary(ids)
+    vocabulary = DraftVocabulary(ids)
     wide = torch.full((K + 1, 200), -torch.inf)
     wide[:, torch.from_numpy(ids)] = logits()
     for rule in (Rule.TOKEN, Rule.COUPLED, Rule.GREEDY):

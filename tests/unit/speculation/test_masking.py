@@ -11,7 +11,7 @@ import torch
 from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.masking import draft_mask, masked_logits, row_masks
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
@@ -72,7 +72,7 @@ def test_rows_are_masked_each_by_its_own(device: str, width: int) -> None:
 
 
 def test_columns_of_a_reduced_vocabulary_are_masked_by_their_tokens(device: str) -> None:
-    vocabulary = ReducedVocabulary(np.array([3, 8, 200, 290]))
+    vocabulary = DraftVocabulary(np.array([3, 8, 200, 290]))
     masked = masked_logits(torch.zeros(1, 4, device=device), [mask_of([8, 9, 290])], vocabulary)
     assert masked[0].isfinite().nonzero()[:, 0].tolist() == [1, 3]
 
@@ -113,8 +113,8 @@ def test_a_draft_stops_where_nothing_may_follow() -> None:
     assert draft_mask(allowed, ()) is allowed.listed[()]
     assert draft_mask(allowed, (4,)) is None
     assert draft_mask(allowed, (5,)) is None
-    assert draft_mask(allowed, (), ReducedVocabulary(np.array([1, 2]))) is None
-    assert draft_mask(allowed, (), ReducedVocabulary(np.array([1, 4]))) is not None
+    assert draft_mask(allowed, (), DraftVocabulary(np.array([1, 2]))) is None
+    assert draft_mask(allowed, (), DraftVocabulary(np.array([1, 4]))) is not None
 
     for error in (Incompatible("regex: too hard"), InvariantError("it was legal before")):
         assert draft_mask(Failing(error), ()) is None

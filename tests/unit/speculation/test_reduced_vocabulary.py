@@ -12,7 +12,7 @@ from outrider.speculation.draft_sampling import (
     draw_from_logits,
     quantise,
 )
-from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -36,20 +36,20 @@ PARAMS = {
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> ReducedVocabulary:
+def vocabulary() -> DraftVocabulary:
     random = np.random.default_rng(3)
     others = random.choice(np.arange(10, VOCAB), NUM_COLUMNS - 2, replace=False)
-    return ReducedVocabulary(np.sort([3, 5, *others]))
+    return DraftVocabulary(np.sort([3, 5, *others]))
 
 
 @pytest.fixture(scope="module")
-def logits(vocabulary: ReducedVocabulary) -> torch.Tensor:
+def logits(vocabulary: DraftVocabulary) -> torch.Tensor:
     """Over the columns; none are tied, as any of tied ones may be listed."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * 2
 
 
-def scattered(rows: torch.Tensor, vocabulary: ReducedVocabulary, nothing: float) -> torch.Tensor:
+def scattered(rows: torch.Tensor, vocabulary: DraftVocabulary, nothing: float) -> torch.Tensor:
     wide = torch.full((len(rows), VOCAB), nothing, dtype=rows.dtype)
     wide[:, torch.from_numpy(vocabulary.token_ids)] = rows
     return wide
@@ -59,7 +59,7 @@ def noises(rule: Rule) -> list[RoundNoise]:
     return [RoundNoise(100 + row, rule, 40 + row) for row in range(ROWS)]
 
 
-def history(vocabulary: ReducedVocabulary) -> TokenHistory:
+def history(vocabulary: DraftVocabulary) -> TokenHistory:
     """With repeats, and tokens of both kinds."""
     listed = vocabulary.token_ids.tolist()
     return TokenHistory((*listed[:20], 0, 1, 2), (*listed[10:30], *listed[10:12], 4, 3, 8, 8))
@@ -68,7 +68,7 @@ def history(vocabulary: ReducedVocabulary) -> TokenHistory:
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
 @pytest.mark.parametrize("name", PARAMS)
 def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
-    vocabulary: ReducedVocabulary, logits: torch.Tensor, name: str, rule: Rule
+    vocabulary: DraftVocabulary, logits: torch.Tensor, name: str, rule: Rule
 ) -> None:
     """Same tokens, same distributions, by the target's ids, from logits and from probabilities:
     bias, penalties and filters mean the same in the small space."""
@@ -84,14 +84,14 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
 
 
 def test_quantised_columns_are_the_targets_tokens(
-    vocabulary: ReducedVocabulary, logits: torch.Tensor
+    vocabulary: DraftVocabulary, logits: torch.Tensor
 ) -> None:
     row = target_probabilities(logits, SamplingParams())[0]
     wide = scattered(row[None], vocabulary, 0.0)[0]
     assert quantise(row, 12, vocabulary) == quantise(wide, 12)
 
 
-def test_columns_are_found_by_token(vocabulary: ReducedVocabulary) -> None:
+def test_columns_are_found_by_token(vocabulary: DraftVocabulary) -> None:
     listed = vocabulary.token_ids
     known, columns = vocabulary.columns([0, int(listed[7]), VOCAB, int(listed[-1]), 1])
     assert known.tolist() == [1, 3]
@@ -100,5 +100,5 @@ def test_columns_are_found_by_token(vocabulary: ReducedVocabulary) -> None:
 
 def test_tokens_out_of_order_are_refused() -> None:
     with pytest.raises(InvariantError, match="ascend"):
-        ReducedVocabulary(np.array([2, 1]))
-    assert ReducedVocabulary.of(()) is None
+        DraftVocabulary(np.array([2, 1]))
+    assert DraftVocabulary.of(()) is None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
 from outrider.engine.tensor_parallel.group import _store, join, lead
-from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, Meeting, OpenMeeting
+from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.errors import Unavailable
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ ONE_STEP = array("q", [1])
 @contextmanager
 def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterator[Any]:
     """The leader's group and its frames, and the followers' processes."""
-    opened = OpenMeeting(LOOPBACK, num_followers + 1)
+    opened = OpenRendezvous(LOOPBACK, num_followers + 1)
     arguments = [(opened.meeting, rank + 1, step_timeout_s) for rank in range(num_followers)]
     with processes(add_up, arguments) as followers:
         group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
@@ -70,7 +70,7 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
     end."""
     for name in INTERFACES:
         monkeypatch.setenv(name, "nowhere0")
-    opened = OpenMeeting(LOOPBACK, 3)
+    opened = OpenRendezvous(LOOPBACK, 3)
     with socket.create_connection((LOOPBACK, opened.meeting.frames_port)) as stranger:
         stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
         arguments = [
@@ -96,7 +96,7 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
 
 def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
     """Nor does one who has joined another meeting, at the same port."""
-    opened = OpenMeeting(LOOPBACK, 2)
+    opened = OpenRendezvous(LOOPBACK, 2)
     ours = _store(opened.meeting, JOIN_S, opened.take_store_fd())
     ours.set("loaded/0", "")
     assert _store(opened.meeting, JOIN_S).check(["loaded/0"])
@@ -143,10 +143,10 @@ def test_a_rank_that_dies_within_a_step_fails_it() -> None:
 
 def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
     """Both are noticed in the time that was given."""
-    opened = OpenMeeting(LOOPBACK, 2)
+    opened = OpenRendezvous(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
         lead(opened, CPU, 0.2)
     opened.close()
     gone = opened.meeting
     with pytest.raises(Unavailable, match="does not answer"):
-        join(Meeting(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)
+        join(Rendezvous(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)

@@ -15,7 +15,7 @@ from recorded_work import attend_by_tables
 
 from outrider.config import TargetConfig
 from outrider.engine.cuda import backend as acceleration
-from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import SequenceStep
 from outrider.engine.tensor_parallel import shard_loading
 from outrider.models.loading import load_model
@@ -43,8 +43,8 @@ def _built(
     """The engines of two ranks that find a device with these kernels; the leader has answered as
     the whole model does."""
 
-    def found(*_: Any, **__: Any) -> Acceleration:
-        return Acceleration(kernel_of(_HERE.rank), 8, None)
+    def found(*_: Any, **__: Any) -> DeviceBackend:
+        return DeviceBackend(kernel_of(_HERE.rank), 8, None)
 
     monkeypatch.setattr(thread_ranks, "_TIMEOUT_S", 5.0)
     monkeypatch.setattr(acceleration, "find_acceleration", found)

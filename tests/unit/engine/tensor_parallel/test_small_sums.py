@@ -11,7 +11,11 @@ import pytest
 import torch
 from thread_ranks import on_each
 
-from outrider.engine.tensor_parallel.socket_allreduce import SUM_BYTES_MAX, Mesh, added_up
+from outrider.engine.tensor_parallel.socket_allreduce import (
+    SUM_BYTES_MAX,
+    SocketAllReduce,
+    added_up,
+)
 from outrider.errors import Unavailable
 
 SIZE = 3
@@ -19,7 +23,7 @@ TIMEOUT_S = 10.0
 
 
 @contextmanager
-def _meshes(timeout_s: float = TIMEOUT_S) -> Iterator[list[Mesh]]:
+def _meshes(timeout_s: float = TIMEOUT_S) -> Iterator[list[SocketAllReduce]]:
     """Three ranks in one process."""
     connections: list[dict[int, socket.socket]] = [{} for _ in range(SIZE)]
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -27,7 +31,7 @@ def _meshes(timeout_s: float = TIMEOUT_S) -> Iterator[list[Mesh]]:
             for other in range(rank):
                 connections[rank][other] = socket.create_connection(listening.getsockname())
                 connections[other][rank] = listening.accept()[0]
-    meshes = [Mesh(rank, connections[rank], timeout_s) for rank in range(SIZE)]
+    meshes = [SocketAllReduce(rank, connections[rank], timeout_s) for rank in range(SIZE)]
     try:
         yield meshes
     finally:
