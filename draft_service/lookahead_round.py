@@ -1,4 +1,4 @@
-"""What is worked out of one session's newest round: values for `look_ahead.py`."""
+"""What is worked out of one session's newest round: values for `lookahead.py`."""
 
 from __future__ import annotations
 

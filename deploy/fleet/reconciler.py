@@ -8,8 +8,8 @@ is started again by Ray where it dies: then it takes over the replicas that are 
 | how many there should be | Redis, where nothing but counts is read |
 | which settings and bounds are others since | Ray's head (`saved_state.py`) |
 
-Commands ask it for changes, as an actor (`asking.py`). No setting comes from Redis: what can be
-written there must not decide what runs.
+Commands ask it for changes, as an actor (`reconciler_client.py`). No setting comes from Redis: what
+can be written there must not decide what runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """A decoder of the Llama family on fused kernels: a handful of operators a layer.
 
-It is put together from a model whose blocks were replaced and probed before (`modules/swaps.py`),
-so what they compute is known: norms of the root mean square, one product for queries, keys and
-values, rotary positions, causal attention, one product, a gated MLP, in layers of two norms (Llama,
-Mistral, Qwen 2 and 3) or four (Gemma 3). What stands around the layers is observed while the
-library runs its own model with other layers in their places: what the first one reads, which
-rotation each one is given, and what is made of what the last one puts out. A model that does
-anything else is refused by name, and runs as the library has it.
+It is put together from a model whose blocks were replaced and probed before
+(`outrider/models/module_replacement.py`), so what they compute is known: norms of the root mean
+square, one product for queries, keys and values, rotary positions, causal attention, one product, a
+gated MLP, in layers of two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3). What stands
+around the layers is observed while the library runs its own model with other layers in their
+places: what the first one reads, which rotation each one is given, and what is made of what the
+last one puts out. A model that does anything else is refused by name, and runs as the library has
+it.
 """
 
 from __future__ import annotations
