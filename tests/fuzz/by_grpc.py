@@ -48,7 +48,7 @@ METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
     for method in module.DESCRIPTOR.services_by_name[name].methods
 ]
 """Every method, and the servers that have it."""
-_ENDLESS: Final = "LookupProbe"
+_ENDLESS: Final = "Watch"
 """A method that goes on until its caller goes."""
 
 

@@ -160,7 +160,7 @@ async def test_no_method_answers_without_a_key(locked: Locked) -> None:
         methods = await methods_of(channel, key)
         exempt = {path for path in methods if path.startswith(f"/{health.SERVICE_NAME}/")}
         assert len(methods) >= 8
-        assert {path.rpartition("/")[2] for path in exempt} >= {"Check", "LookupProbe"}
+        assert {path.rpartition("/")[2] for path in exempt} >= {"Check", "Watch"}
         for path, kind in methods.items():
             for metadata in refused:
                 code = await call_code(channel, path, kind, metadata)

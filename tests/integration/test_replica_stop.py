@@ -102,7 +102,7 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
     await hosted.received(2)
     async with grpc.aio.insecure_channel(hosted.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        watch = stub.LookupProbe(health_pb2.HealthCheckRequest())
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == Serving.SERVING
         hosted.executor.gate.release()
         async with asyncio.timeout(PATIENCE_S):
