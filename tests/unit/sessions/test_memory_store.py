@@ -29,6 +29,7 @@ class MemoryMachine(StoreMachine):
         kept = self.store.snapshot()
         record = replace(kept[session_id].record, token_ids=token_ids)
         self.store.restore({**kept, session_id: replace(kept[session_id], record=record)})
+        self.model.leases.clear()  # As `restore` does.
 
 
 TestMemoryStore = MemoryMachine.TestCase
