@@ -1,11 +1,11 @@
 """The engine that runs any causal language model of the transformers library: all sequences of a
 step in one forward pass, their keys and values in shared pages.
 
-    PagePool   decides which page is whose                                block_pool.py
+    BlockPool  decides which page is whose                                block_pool.py
     KVCache    has the tensors                                            storage.py
     Steps      turns steps into index tensors and calls the module        gathered_steps.py
                or calls fused CPU kernels in its place                    cpu/fused_steps.py
-               or, on a CUDA device, into tables and recordings of them   cuda/tabled_steps.py
+               or, on a CUDA device, into tables and recordings of them   cuda/cuda_runner.py
 """
 
 from __future__ import annotations

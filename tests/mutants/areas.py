@@ -37,7 +37,7 @@ AREAS: Final = {
             ),
         ),
     ),
-    "wire": Area(("outrider/transport",), ("tests/unit/transport",)),
+    "transport": Area(("outrider/transport",), ("tests/unit/transport",)),
     "store": Area(
         ("outrider/sessions",),
         (
