@@ -105,6 +105,52 @@ def test_modules_of_tests_have_names_of_their_own() -> None:
     _unless_excepted(found)
 
 
+def _parts(path: Path) -> tuple[str, ...]:
+    """The module's dotted name, in parts."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def _shared_names() -> set[tuple[str, str]]:
+    """(module, name) of all that product code imports from a folder other than its own."""
+    shared = set()
+    for path in PRODUCT_FILES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                module = tuple(node.module.split("."))
+                if module[:-1] != _parts(path)[:-1] and module != _parts(path)[:-1]:
+                    shared |= {(node.module, alias.name) for alias in node.names}
+    return shared
+
+
+def test_what_folders_share_is_documented() -> None:
+    """What another folder imports has a docstring, and so have its public methods.
+
+    A property, a dunder method and a method that a base class declares need none.
+    """
+    shared = _shared_names()
+    found = {}
+    for path in PRODUCT_FILES:
+        module = ".".join(_parts(path))
+        for node in _tree(path).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if (module, node.name) not in shared:
+                continue
+            if not ast.get_docstring(node):
+                found[f"{_name(path)}::{node.name}"] = "no docstring"
+            if isinstance(node, ast.ClassDef) and not node.bases:
+                for method in node.body:
+                    if (
+                        isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                        and not method.name.startswith("_")
+                        and not any("property" in ast.unparse(d) for d in method.decorator_list)
+                        and not ast.get_docstring(method)
+                    ):
+                        found[f"{_name(path)}::{node.name}.{method.name}"] = "no docstring"
+    _unless_excepted(found)
+
+
 def test_product_checks_stay_on_without_asserts() -> None:
     """Product code has no `assert`, which `python -O` removes: `outrider.errors.check` stays."""
     found = {}
