@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import capacity, emulate, peers, scaling, speedup
+from benchmarks import capacity, emulate, peers, speedup
 from deploy.fleet.local_state import running_deployment, state_directory
 from outrider.config import CoordinatorConfig
 from outrider.drafters.names import LookupKind, parse_drafter
@@ -68,10 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity
     )
     capacity.add_arguments(parser)
-    parser = measurement(
-        "scaling", "what more targets and drafts bring, on emulated models", _run_scaling
-    )
-    scaling.add_arguments(parser)
     parser = measurement(
         "emulate",
         "ways to decode, by real services on emulated models of stated speed and acceptance",
@@ -143,18 +139,6 @@ def _run_capacity(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         show(capacity.render(report))
-    return 0
-
-
-def _run_scaling(arguments: argparse.Namespace) -> int:
-    from .scaled import scaled_deployment
-
-    options = scaling.options_of(arguments)
-    report = asyncio.run(scaling.run(options, scaled_deployment, progress))
-    if arguments.json:
-        print(report.to_json())
-    else:
-        show(scaling.render(report))
     return 0
 
 
