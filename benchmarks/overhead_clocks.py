@@ -23,8 +23,8 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.registry.load import Figures
-from outrider.replica.executor import ThreadExecutor
 from outrider.replica.host import HostedService
+from outrider.replica.scheduler import ThreadExecutor
 from outrider.replica.step_request import SteppedItem
 from outrider.sessions.store import (
     Append,
@@ -33,8 +33,8 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
 )
+from outrider.transport.codec import Answer, Codec, Item
 from outrider.transport.link import Connection, Link, LinkBytes
-from outrider.transport.stream_codecs import Answer, Codec, Item
 
 now_ns: Final = time.monotonic_ns
 T = TypeVar("T")

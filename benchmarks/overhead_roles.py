@@ -98,7 +98,7 @@ async def _coordinating(
     setup: Mapping[str, Any], clock: RoundClock, seen: Callable[[Any], Any]
 ) -> AsyncIterator[str]:
     """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults; its
-    address. `seen` is put on its links' codecs."""
+    address. `seen` is put on its links' codec."""
     use_threads(1)
     from coordinator.grpc_api import CoordinatorServicer
     from coordinator.options import CoordinatorOptions
@@ -107,7 +107,7 @@ async def _coordinating(
     from coordinator.service import CoordinatorService
     from outrider.drafters.ngram import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
-    from outrider.transport import stream_codecs as codecs
+    from outrider.transport import codec
     from outrider.transport.channel import open_channel
     from outrider.transport.grpc_link import GrpcLink
     from outrider.transport.server import Service
@@ -134,14 +134,14 @@ async def _coordinating(
         store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),
         targets={
             "target": ClockedLink(
-                GrpcLink(open_channel(target), seen(codecs.VERIFY), target),
+                GrpcLink(open_channel(target), seen(codec.VERIFY), target),
                 clock.verify_sent,
                 clock.verdict_heard,
             )
         },
         drafts={
             "draft": ClockedLink(
-                GrpcLink(open_channel(draft), seen(codecs.DRAFT), draft),
+                GrpcLink(open_channel(draft), seen(codec.DRAFT), draft),
                 clock.draft_sent,
                 clock.draft_heard,
             )

@@ -27,7 +27,7 @@ from outrider.replica.process_setup import (
     log_to,
     use_threads,
 )
-from outrider.sessions.redis_password import with_password
+from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 from outrider.speculation.sampling_params import Rule
 

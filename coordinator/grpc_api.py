@@ -11,7 +11,7 @@ from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_M
 from outrider.security.callers import Caller
 from outrider.security.gate import OPEN, Gate
 from outrider.transport.authorization import current_caller
-from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
     event_to_proto,
     request_from_proto,

@@ -52,9 +52,8 @@ from outrider.registry.affinity import affinity
 from outrider.registry.load import Figures
 from outrider.registry.registry import Registry
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started
-from outrider.sessions.refusals import not_found
 from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord, SessionStore
+from outrider.sessions.store import SessionRecord, SessionStore, not_found
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link

@@ -58,7 +58,7 @@ def _build(
     engine: Engine | None, config: DraftConfig, observer: StepObserver | None
 ) -> DraftService:
     from outrider.engine.thread_binding import start_workers
-    from outrider.replica.executor import ThreadExecutor
+    from outrider.replica.scheduler import ThreadExecutor
 
     from .service import DraftService
 
@@ -84,7 +84,7 @@ def _build_eagle(
 ) -> DraftService:
     from outrider.drafters.ngram import NgramConfig, NgramDrafter
     from outrider.engine.thread_binding import start_workers
-    from outrider.replica.executor import ThreadExecutor
+    from outrider.replica.scheduler import ThreadExecutor
 
     from .eagle_drafter import EagleDrafter
     from .service import DraftService

@@ -20,7 +20,7 @@ from outrider.limits import (
     LOOK_AHEAD_BYTES_MAX,
 )
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
-from outrider.replica.executor import StepExecutor
+from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest, undrawn
 from outrider.replica.token_budget import TokenBudget

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from outrider.messages import DraftAnswer, DraftItem
-from outrider.transport import stream_codecs as codecs
+from outrider.transport.codec import DRAFT
 from outrider.transport.link import ReplicaService
-from outrider.transport.replica_servicer import ReplicaServicer
+from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import draft_pb2
 
 
@@ -16,7 +16,7 @@ class DraftServicer(ReplicaServicer[DraftItem, DraftAnswer]):
     """Answers the calls of `outrider.v1.Draft`."""
 
     def __init__(self, service: ReplicaService[DraftItem, DraftAnswer]) -> None:
-        super().__init__(service, codecs.DRAFT)
+        super().__init__(service, DRAFT)
 
     def propose(
         self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any

@@ -48,7 +48,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
     from outrider.engine.thread_binding import start_workers
-    from outrider.replica.executor import ThreadExecutor
+    from outrider.replica.scheduler import ThreadExecutor
 
     from .service import TargetService
 

@@ -14,7 +14,7 @@ from outrider.grammar.matcher import Matchers
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.executor import StepExecutor
+from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest
 from outrider.replica.token_budget import TokenBudget

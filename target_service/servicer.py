@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.transport import stream_codecs as codecs
+from outrider.transport.codec import VERIFY
 from outrider.transport.link import ReplicaService
-from outrider.transport.replica_servicer import ReplicaServicer
+from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2
 
 
@@ -16,7 +16,7 @@ class TargetServicer(ReplicaServicer[VerifyItem, VerifyAnswer]):
     """Answers the calls of `outrider.v1.Target`."""
 
     def __init__(self, service: ReplicaService[VerifyItem, VerifyAnswer]) -> None:
-        super().__init__(service, codecs.VERIFY)
+        super().__init__(service, VERIFY)
 
     def verify(
         self, requests: AsyncIterator[target_pb2.VerifyRequest], context: Any

@@ -12,9 +12,9 @@ from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)

@@ -27,12 +27,12 @@ from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.limits import HYBRID_MODEL_TOKENS, HYBRID_SCORE_MIN
 from outrider.registry.registry import Registry
-from outrider.replica.executor import StepExecutor, ThreadExecutor
+from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
 from outrider.replica.step_request import StepObserver
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.store import DEFAULT_LIFETIMES, Lifetimes
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.server import RpcServer, ServerOptions, Service

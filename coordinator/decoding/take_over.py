@@ -16,8 +16,7 @@ from outrider.errors import (
 from outrider.limits import TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.request import ResumeRequest
-from outrider.sessions.refusals import contended
-from outrider.sessions.store import SessionRecord, SessionState, SessionStore
+from outrider.sessions.store import SessionRecord, SessionState, SessionStore, contended
 
 from .recovery import Replays, check_weights
 from .running_sessions import Runs

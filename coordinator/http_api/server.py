@@ -17,7 +17,7 @@ from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
 from outrider.limits import HTTP_KEEP_ALIVE_S, HTTP_LAST_REQUEST_S
 from outrider.security.gate import OPEN, Gate
-from outrider.transport.ports import is_taken
+from outrider.transport.server import is_taken
 
 from .app import Metrics, build_app
 from .connections import BACKLOG, Acceptor, HttpConnection, OpenConnections, connections_max

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.files import FileWatch
 from outrider.limits import KEY_FILE_LOOK_MS
-from outrider.transport.reloaded_files import FileWatch
 
 
 @dataclass(frozen=True, slots=True)

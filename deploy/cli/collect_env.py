@@ -22,8 +22,7 @@ from deploy.fleet.local_state import running_deployment, state_directory
 from outrider.config import deployment_settings
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_password import with_password
+from outrider.sessions.redis_address import RedisAddress, with_password
 
 from .masking import masked_environment, masked_settings
 

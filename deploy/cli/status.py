@@ -28,8 +28,7 @@ from deploy.fleet.local_state import (
 )
 from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.registry.registry import LEASE_S, ROLES
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_password import with_password
+from outrider.sessions.redis_address import RedisAddress, with_password
 
 from .connection import (
     Connection,

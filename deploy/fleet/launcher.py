@@ -29,7 +29,7 @@ from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.registry.registry import Role
 from outrider.replica.process_setup import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_password import with_password
+from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
 from .model_files import resolve_models, tokenizer_warning

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from outrider.errors import SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.process_setup import Place, log_at, log_to
-from outrider.sessions.redis_password import with_password
+from outrider.sessions.redis_address import with_password
 
 from .autoscaler import Autoscaling
 from .model_files import check_same_tokens, resolve_models

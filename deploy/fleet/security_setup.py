@@ -11,7 +11,7 @@ from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerCo
 from outrider.errors import ConfigError
 from outrider.security.key_file import read_key_file
 from outrider.security.keys import KeyHash, hashed_keys, new_key
-from outrider.sessions.redis_password import Passwords, without_password
+from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
-from outrider.file_lock import locked
+from outrider.files import locked
 
 CACHE_VERSION: Final = 2
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""

@@ -32,9 +32,9 @@ from outrider.client.results import (
     CompletionBuilder,
     CoordinatorDescription,
     SessionView,
+    Transport,
 )
 from outrider.client.sync_client import SyncClient
-from outrider.client.transport import Transport
 from outrider.grammar.constraint import Constraint
 from outrider.request import (
     ChatMessage,

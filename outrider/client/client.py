@@ -9,23 +9,20 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from outrider.client.endpoints import Found, Server
-from outrider.client.failover import RESUME_TIMEOUT_S, ResumingTransport
+from outrider.client.failover import RESUME_TIMEOUT_S, Found, ResumingTransport, Server
 from outrider.client.grpc_transport import GrpcTransport
-from outrider.client.requests import (
+from outrider.client.results import (
     CALL_TIMEOUT_S,
     RESUMED_TIMEOUT_S,
-    check_sendable,
-    check_timeout,
-    generate_timeout_s,
-)
-from outrider.client.results import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
     SessionView,
+    Transport,
+    check_sendable,
+    check_timeout,
+    generate_timeout_s,
 )
-from outrider.client.transport import Transport
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import reduce
 from random import random as any_random
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
-from outrider.client.endpoints import Found
-from outrider.client.requests import GENERATE_SLACK_S
-from outrider.client.results import CoordinatorDescription, SessionView
-from outrider.client.round_robin import AVOIDED_S, Turns
-from outrider.client.transport import Transport
+from outrider.client.results import (
+    GENERATE_SLACK_S,
+    CoordinatorDescription,
+    SessionView,
+    Transport,
+    addresses_of,
+)
 from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
@@ -296,3 +300,131 @@ class Told:
         if now + wait_s >= min(self._tried_until, deadline):
             raise error
         return wait_s
+
+
+_log = logging.getLogger(__name__)
+
+Server: TypeAlias = str | Callable[[], str]
+"""HOST:PORT, or several with commas between them, or a function that says so. It is asked in the
+thread, or on the event loop, that calls, and so must not take long."""
+LOOK_S: Final = 0.5
+"""The function is not asked again sooner."""
+GONE_MAX: Final = 16
+"""Connections that are kept to coordinators which are named no more: calls may still run there."""
+
+
+class Found(Generic[T]):
+    """One connection to each coordinator that is named. Any number of threads may share it."""
+
+    def __init__(
+        self, server: Server, connect: Callable[[str], T], clock: Callable[[], float]
+    ) -> None:
+        """`connect` makes a connection to HOST:PORT, without sending anything; `clock` counts
+        seconds. Raises what the function does, and `BadRequest` for what are no addresses. A
+        function may name none at first, by an empty text."""
+        self._name = server if callable(server) else None
+        self._connect = connect
+        self._clock = clock
+        self._looked_at = clock()
+        named = server() if callable(server) else server
+        names_none = callable(server) and named == ""
+        self._named = dict.fromkeys([] if names_none else addresses_of(named))
+        self._open = {address: connect(address) for address in self._named}
+        """The oldest first; those that are named no more among them."""
+        self._trouble = ""
+        """What the function failed with last, if it did."""
+        self._changing = threading.Lock()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether others may be named, by a function."""
+        return self._name is not None
+
+    @property
+    def each(self) -> list[T]:
+        """To those that were named last; empty until a function has named any."""
+        return [self._open[address] for address in self._named]
+
+    @property
+    def all(self) -> list[T]:
+        """What is open."""
+        return list(self._open.values())
+
+    def renew(self) -> list[T] | None:
+        """For one that does not answer: has the coordinators named again. Returns None where they
+        are those that are known, else what is to be closed, as it is to one of long ago. A
+        function that names none (an empty text) changes nothing, nor does one that fails, which the
+        log says, once."""
+        with self._changing:
+            now = self._clock()
+            if self._name is None or now - self._looked_at < LOOK_S:
+                return None
+            self._looked_at = now
+            try:
+                text = self._name()
+                if not text:  # For the moment, as while the only one is replaced.
+                    return None
+                named = dict.fromkeys(addresses_of(text))
+            except Exception as error:  # noqa: BLE001 (the caller's function)
+                if repr(error) != self._trouble:
+                    _log.warning("the coordinators stay those that are known: %r", error)
+                self._trouble = repr(error)
+                return None
+            self._trouble = ""
+            if named.keys() == self._named.keys():
+                return None
+            for address in named:
+                if address not in self._open:
+                    self._open[address] = self._connect(address)
+            self._named = named
+            gone = [address for address in self._open if address not in named]
+            return [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
+
+
+AVOIDED_S: Final = 5.0
+"""For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
+how long."""
+
+
+class Turns(Generic[T]):
+    """Each coordinator in turn, so that all have a share of a client's sessions."""
+
+    def __init__(self, each: Sequence[T], clock: Callable[[], float], first: int = 0) -> None:
+        """Of these the one at `first` is asked first; `clock` counts seconds."""
+        self._each = list(each)
+        self._clock = clock
+        self._next = first
+        self._avoided: dict[T, float] = {}
+        """Until when."""
+
+    @property
+    def each(self) -> list[T]:
+        """All of them."""
+        return self._each
+
+    def renew(self, each: Sequence[T]) -> None:
+        """From now on they are these."""
+        self._each = list(each)
+        self._avoided = {one: until for one, until in self._avoided.items() if one in self._each}
+
+    def begin(self) -> T:
+        """For another call: the next that is not avoided, or the next where all are. Raises
+        `StreamBroken` where there are none."""
+        now, number = self._clock(), len(self._each)
+        if not number:
+            raise StreamBroken("no coordinator is named yet")
+        order = [(self._next + place) % number for place in range(number)]
+        found = next(
+            (at for at in order if self._avoided.get(self._each[at], now) <= now), order[0]
+        )
+        self._next = (found + 1) % number
+        return self._each[found]
+
+    def after(self, tried: T | None, avoided_s: float = AVOIDED_S) -> T | None:
+        """For a call that was asked of one in vain: so it goes round all of them. Others do not
+        begin there for so many seconds. None where there are none."""
+        if tried is None or tried not in self._each:  # There are others now.
+            return self.begin() if self._each else None
+        until = self._clock() + avoided_s
+        self._avoided[tried] = max(until, self._avoided.get(tried, until))
+        return self._each[(self._each.index(tried) + 1) % len(self._each)]

@@ -10,9 +10,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.requests import key_metadata
-from outrider.client.results import CoordinatorDescription, SessionView
-from outrider.client.transport import CLOSED
+from outrider.client.results import CLOSED, CoordinatorDescription, SessionView, key_metadata
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust, open_channel

@@ -11,12 +11,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Final, Protocol
 
-from outrider.client.results import CoordinatorDescription, SessionView
-from outrider.client.transport import CLOSED
+from outrider.client.results import CLOSED, CoordinatorDescription, SessionView
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.store import SessionRecord
-from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
     request_from_proto,
     request_to_proto,

@@ -11,25 +11,21 @@ from typing import Any, Self, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.endpoints import Found, Server
-from outrider.client.failover import RESUME_TIMEOUT_S, Asked, Told, avoided_s
+from outrider.client.failover import RESUME_TIMEOUT_S, Asked, Found, Server, Told, Turns, avoided_s
 from outrider.client.grpc_transport import call_error, description, session_view
-from outrider.client.requests import (
+from outrider.client.results import (
     CALL_TIMEOUT_S,
+    CLOSED,
     RESUMED_TIMEOUT_S,
+    Completion,
+    CompletionBuilder,
+    CoordinatorDescription,
+    SessionView,
     check_sendable,
     check_timeout,
     generate_timeout_s,
     key_metadata,
 )
-from outrider.client.results import (
-    Completion,
-    CompletionBuilder,
-    CoordinatorDescription,
-    SessionView,
-)
-from outrider.client.round_robin import Turns
-from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust, open_blocking_channel

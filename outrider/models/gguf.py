@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.errors import ConfigError
-from outrider.file_lock import locked
+from outrider.files import locked
 from outrider.models.fingerprint import file_fingerprint
 
 CONVERSION_VERSION = 1

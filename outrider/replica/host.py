@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.certificates import InternalRole
-    from outrider.transport.replica_servicer import ReplicaServicer
+    from outrider.transport.codec import Keyed
     from outrider.transport.server import RpcServer
-    from outrider.transport.stream_codecs import Keyed
+    from outrider.transport.stream_server import ReplicaServicer
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound="Keyed")
@@ -201,7 +201,7 @@ class ReplicaHost(Generic[Item, Answer]):
             return
         from outrider.registry.lease import Lease
         from outrider.registry.redis_registry import RedisRegistry
-        from outrider.sessions.redis_password import with_password
+        from outrider.sessions.redis_address import with_password
 
         role: Role = "target" if isinstance(config, TargetConfig) else "draft"
 

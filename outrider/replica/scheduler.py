@@ -12,24 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, Generic
+from typing import Any, Final, Generic, Protocol, TypeVar
 
+from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
-from outrider.registry.load import NO_FIGURES, Figures
+from outrider.registry.load import NO_FIGURES, WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.executor import StepExecutor
-from outrider.replica.request_queue import RequestQueue
-from outrider.replica.step_load import StepLoad
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     Answer,
     Answers,
     AnswerSender,
     Item,
+    RequestQueue,
+    StepFigures,
     StepObserver,
     StepRequest,
     StepWorker,
@@ -442,3 +444,107 @@ def _timed(answer: Any, work: StepRequest[Any, Any], end: float, num_sharing: in
     if isinstance(timed, ProposalReply):
         timed = replace(timed, work_ms=compute_ms / num_sharing)
     return timed
+
+
+class StepLoad:
+    """Hears of every step of a replica."""
+
+    def __init__(self, max_batch: int, now: float) -> None:
+        """`max_batch` items share a step at most; `now` and later times are the loop's."""
+        self._max_batch = max_batch
+        self._sums = DecayedSums(WINDOW_S, now)
+
+    def stepped(self, works: Sequence[StepRequest[Any, Any]], start: float, end: float) -> None:
+        """A step has run from `start` to `end`, with these items."""
+        began = [work.started_at - work.arrived_at for work in works if work.started_at == start]
+        self._sums.add(
+            end,
+            {
+                "steps": 1.0,
+                "seconds": end - start,
+                "places": min(1.0, len(works) / self._max_batch),
+                "began": len(began),
+                "waited": sum(began),
+            },
+        )
+
+    def figures(self, now: float, step_figures: StepFigures) -> Figures:
+        """What that comes to; `step_figures` are the worker's."""
+        sums, pages = self._sums, step_figures.pages
+        step_s = sums.mean(now, "seconds", "steps")
+        waited_s = sums.mean(now, "waited", "began")
+        return Figures(
+            busy=min(1.0, sums.rate(now, "seconds")),
+            fill=sums.mean(now, "places", "steps"),
+            step_ms=None if step_s is None else step_s * 1e3,
+            queue_steps=waited_s / step_s if waited_s is not None and step_s else None,
+            kv_usage=None if pages is None else pages.usage,
+        )
+
+
+T = TypeVar("T")
+
+
+class StepExecutor(Protocol):
+    """Runs steps one after another, away from the event loop."""
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """Runs `step` to its end, even if the caller is cancelled meanwhile; raises its errors."""
+        ...
+
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more, and waits for the running step, or leaves it to the process's end."""
+        ...
+
+
+class ThreadExecutor:
+    """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
+
+    def __init__(
+        self,
+        name: str,
+        step_seconds: Callable[[], float],
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        """`prepare` is run on the thread before anything else, and waited for."""
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._step_seconds = step_seconds
+        if prepare is not None:
+            self.call(prepare)
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Runs `task` on the thread and waits for it: for what comes before all steps."""
+        return self._pool.submit(task).result()
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """Runs `step` on the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, step)
+
+    def _timed(self, step: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = step()
+        missing = self._step_seconds() - (time.perf_counter() - start)
+        if missing > 0:
+            time.sleep(missing)
+        return result
+
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more, and waits for the running step, or leaves it to the process's end."""
+        self._pool.shutdown(wait=wait)
+
+
+class InlineExecutor:
+    """On the event loop itself, whose clock then passes by what the engine states: for
+    simulation, where that clock is virtual."""
+
+    def __init__(self, step_seconds: Callable[[], float]) -> None:
+        self._step_seconds = step_seconds
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """Runs `step` at once, then waits its stated time."""
+        result = step()
+        await asyncio.sleep(self._step_seconds())
+        return result
+
+    def close(self, *, wait: bool = True) -> None:
+        """Nothing runs."""

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
 from outrider.engine.interface import ModelInfo
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import EngineLost, OutriderError, Overloaded
+from outrider.errors import EngineLost, OutriderError, Overloaded, StaleEpoch
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
-from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import Refused, ReplicaDescription
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX, SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
+from outrider.messages import Refused, ReplicaDescription, RoundHead
 from outrider.registry.load import Figures
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.executor import StepExecutor
-from outrider.replica.scheduler import StepScheduler
-from outrider.replica.session_tracker import SessionTracker
-from outrider.replica.stale_round_filter import StaleRoundFilter
+from outrider.replica.scheduler import StepExecutor, StepScheduler
 from outrider.replica.step_request import (
+    CANCELLED_CODE,
     Answer,
     AnswerSender,
     Item,
@@ -266,3 +265,97 @@ def describe_model(
         step_costs=costs,
         numerics=info.numerics,
     )
+
+
+class SessionTracker:
+    """Through which connection each session was heard last, and when it last spoke or was answered.
+
+    Remembers `SEQUENCES_PER_REPLICA_MAX` sessions, those heard last.
+    """
+
+    def __init__(self) -> None:
+        self._heard: OrderedDict[str, tuple[AnswerSender[Any], float]] = OrderedDict()
+
+    def hear(self, session_id: str, outlet: AnswerSender[Any], now: float) -> None:
+        """An item of the session has come."""
+        self._heard[session_id] = (outlet, now)
+        self._heard.move_to_end(session_id)
+        if len(self._heard) > SEQUENCES_PER_REPLICA_MAX:
+            self._heard.popitem(last=False)
+
+    def answer(self, session_id: str, now: float) -> None:
+        """The session has been answered: its silence begins now. Unknown ones are ignored."""
+        if session_id in self._heard:
+            self._heard[session_id] = (self._heard[session_id][0], now)
+            self._heard.move_to_end(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended; unknown ones are ignored."""
+        self._heard.pop(session_id, None)
+
+    def leave(self, outlet: AnswerSender[Any]) -> list[str]:
+        """The connection has closed: forgets and returns the sessions that it was last heard of
+        for; those heard on another one since are still there."""
+        gone = [name for name, (last, _) in self._heard.items() if last is outlet]
+        for name in gone:
+            del self._heard[name]
+        return gone
+
+    def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
+        """Forgets and returns the sessions that have neither spoken nor been answered since then,
+        except those that wait for us."""
+        silent: list[str] = []
+        for name, (_, active_at) in self._heard.items():
+            if active_at > since:
+                break
+            if name not in waiting:
+                silent.append(name)
+        for name in silent:
+            del self._heard[name]
+        return silent
+
+
+_RELEASED = 2**64
+"""In place of the newest round of a session that was released: no round has this number."""
+
+
+class StaleRoundFilter:
+    """Knows the newest round that was asked of each session, and holds back older ones: they come
+    late or twice, and would only throw away what newer rounds have cached, or bring back a session
+    that was released.
+
+    Remembers `SEQUENCES_PER_REPLICA_MAX` sessions; one that it has forgotten may pass again.
+    """
+
+    def __init__(self) -> None:
+        self._asked: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def admit(self, head: RoundHead) -> Refused | None:
+        """Notes the round; or returns why it is refused: ABORTED for an epoch that is over,
+        CANCELLED for a round behind one of the same epoch."""
+        asked = self._asked.get(head.session_id)
+        if asked is not None:
+            epoch, latest = asked
+            if head.epoch < epoch:
+                over = StaleEpoch(f"epoch {head.epoch} is over, {epoch} was seen")
+                return refusal(head.key, over)
+            if head.epoch == epoch and head.round < latest:
+                over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
+                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
+        self._note(head.session_id, head.epoch, head.round)
+        return None
+
+    def release(self, session_id: str, epoch: int) -> bool:
+        """Ends all rounds of the epoch, also those that are still to come; False, and nothing
+        ended, if a newer epoch was seen."""
+        asked = self._asked.get(session_id)
+        if asked is not None and asked[0] > epoch:
+            return False
+        self._note(session_id, epoch, _RELEASED)
+        return True
+
+    def _note(self, session_id: str, epoch: int, latest: int) -> None:
+        self._asked[session_id] = (epoch, latest)
+        self._asked.move_to_end(session_id)
+        if len(self._asked) > SEQUENCES_PER_REPLICA_MAX:
+            self._asked.popitem(last=False)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import ConfigError
-from outrider.file_lock import locked
+from outrider.files import FileWatch, locked
 from outrider.limits import KEY_FILE_BYTES_MAX, KEY_FILE_LOOK_MS
 from outrider.security.callers import Caller
 from outrider.security.keys import KeyEntry, KeyHash, Keyring, entry_line, new_key, read_entries
-from outrider.transport.reloaded_files import FileWatch
 
 _log = logging.getLogger(__name__)
 

@@ -9,18 +9,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import OutriderError
-from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
-from outrider.sessions.refusals import contended, leased, missing, not_found, stale, taken, verified
 from outrider.sessions.state import FIRST_EPOCH
 from outrider.sessions.store import (
+    DEFAULT_LIFETIMES,
     Append,
     CacheState,
     Counters,
     Finish,
+    Lifetimes,
     NewSession,
     SessionRecord,
     SessionState,
+    contended,
+    leased,
+    missing,
+    not_found,
     released,
+    stale,
+    taken,
+    verified,
 )
 from outrider.tokens import TokenSequence
 

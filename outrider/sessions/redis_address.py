@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from outrider.errors import SettingError
+from outrider.limits import PASSWORD_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +37,107 @@ class RedisAddress:
     """Whether there is one, though it is not here; see `redis_password.py`."""
     asks_for_sentinel_password: bool = False
     """Likewise, of the Sentinels."""
+
+
+VARIABLE: Final = "OUTRIDER_REDIS_PASSWORD"
+SENTINEL_VARIABLE: Final = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
+
+
+@dataclass(frozen=True, slots=True)
+class Passwords:
+    """Of Redis and of the Sentinels; empty for none."""
+
+    redis: str = field(default="", repr=False)
+    sentinel: str = field(default="", repr=False)
+
+
+def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
+    """The address with a URL that names no user and no password, and the passwords. What the URL
+    said wins, as it does for Redis' client. Raises `SettingError` for a URL that has further
+    passwords."""
+    url, username, password = _split(address.url)
+    if password and address.password_file:
+        raise SettingError("redis_password_file", "cannot go with a password in redis_url")
+    password = password or address.password
+    if "password=" in url.lower():
+        raise SettingError("redis_url", "has a password among its options; use redis_password_file")
+    return replace(
+        address, url=url, username=username or address.username, password="",
+        sentinel_password="",
+        asks_for_password=address.asks_for_password or bool(password),
+        asks_for_sentinel_password=address.asks_for_sentinel_password
+        or bool(address.sentinel_password),
+    ), Passwords(password, address.sentinel_password)  # fmt: skip
+
+
+def with_password(
+    address: RedisAddress, environment: Mapping[str, str] | None = None, *, by_ray: bool = True
+) -> RedisAddress:
+    """The address as this process connects to it, which Ray has started (`by_ray`) or a user.
+    Raises `SettingError` where a password is not to be had on this machine."""
+    environment = os.environ if environment is None else environment
+    if not address.password and (address.password_file or address.asks_for_password):
+        file = address.password_file
+        found = (
+            read_password(Path(file), "redis_password_file") if file
+            else _read_variable("redis_password", VARIABLE, environment, by_ray)
+        )  # fmt: skip
+        address = replace(address, password=found, password_file="", asks_for_password=False)
+    if not address.sentinel_password and (
+        address.sentinel_password_file or address.asks_for_sentinel_password
+    ):
+        file, key = address.sentinel_password_file, "redis_sentinel_password"
+        found = (
+            read_password(Path(file), key) if file
+            else _read_variable(key, SENTINEL_VARIABLE, environment, by_ray)
+        )  # fmt: skip
+        address = replace(
+            address, sentinel_password=found, sentinel_password_file="",
+            asks_for_sentinel_password=False,
+        )  # fmt: skip
+    return address
+
+
+def _read_variable(key: str, variable: str, environment: Mapping[str, str], by_ray: bool) -> str:
+    password = environment.get(variable, "")
+    if not password:
+        advice = f"; set {variable} for this command"
+        if by_ray:
+            advice = f": passwords do not travel through Ray; give its processes {variable}"
+            advice += ", or --redis-password-file" if variable == VARIABLE else ""
+        raise SettingError(key, f"is not known on {socket.gethostname()}{advice}")
+    return password
+
+
+def read_password(path: Path, key: str) -> str:
+    """What stands in the file, without the line's end. Raises `SettingError` for `key`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(PASSWORD_BYTES_MAX + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise SettingError(key, f"cannot read {path}: {reason}") from None
+    password = text.removesuffix("\n").removesuffix("\r")
+    if not password or len(text) > PASSWORD_BYTES_MAX:
+        raise SettingError(key, f"{path} is not one line of 1 to {PASSWORD_BYTES_MAX} bytes")
+    return password
+
+
+def _split(url: str) -> tuple[str, str, str]:
+    """The URL without user and password, and these. Raises `SettingError`."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise SettingError("redis_url", "is no URL") from None
+    user, has_user, place = parts.netloc.rpartition("@")
+    username, _, password = user.partition(":")
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    given = dict(options)
+    kept = [(key, value) for key, value in options if key not in ("username", "password")]
+    if not has_user and len(kept) == len(options):
+        return url, "", ""
+    whole = f"{parts.scheme}://{place}{parts.path}{'?' if kept else ''}{urlencode(kept)}"
+    return (
+        whole, unquote(username) or given.get("username", ""),
+        unquote(password) or given.get("password", ""),
+    )  # fmt: skip

@@ -7,15 +7,23 @@ field's path. Encoding trusts our own values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from outrider.errors import BadRequest
+from google.protobuf.descriptor import ServiceDescriptor
+
+from outrider.engine.step_costs import StepCosts
+from outrider.errors import BadRequest, InvariantError
+from outrider.grammar.constraint import DIGEST_BYTES, Constraint
+from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
 from outrider.limits import (
     DEADLINE_MS_MAX,
     DRAFT_DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
+    FEATURES_MAX,
+    FEATURES_WIDTH_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     LOGPROBS_MAX,
     LOOK_AHEAD_MAX,
@@ -24,35 +32,29 @@ from outrider.limits import (
     SESSION_TOKENS_MAX,
     SIBLINGS_MAX,
     TENANT_CHARS_MAX,
+    TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
     TREE_TOKENS_MAX,
 )
 from outrider.messages import (
+    DraftAnswer,
     DraftItem,
     PositionLogprobs,
     ProposalReply,
     Refused,
+    ReplicaDescription,
     ReplyKey,
     Resync,
     RoundHead,
     VerdictReply,
+    VerifyAnswer,
     VerifyItem,
 )
+from outrider.speculation.audit_totals import AuditSums
+from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
+from outrider.speculation.trees import draft_tree
 from outrider.speculation.verdict import Verdict
-from outrider.transport.audit_codec import audit_from_proto, audit_to_proto
-from outrider.transport.field_codec import (
-    constraint_from_proto,
-    drafted_from_wire,
-    features_from_proto,
-    features_to_proto,
-    milliseconds,
-    proposal_from_proto,
-    proposal_to_proto,
-    put_constraint,
-    session_id_from_wire,
-    token_ids_from_wire,
-)
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 RULES: dict[int, Rule] = {
@@ -468,3 +470,261 @@ def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs
             raise BadRequest("logprobs", f"{value!r} is no log-probability")
     token_ids_from_wire((v for v, _ in top), "logprobs.top")
     return PositionLogprobs(message.logprob, top)
+
+
+_SESSION_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
+    """Checks that a session id is 32 lower-case hexadecimal digits."""
+    if _SESSION_ID.fullmatch(session_id) is None:
+        raise BadRequest(
+            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
+        )
+    return session_id
+
+
+def token_ids_from_wire(ids: Iterable[int], field: str) -> tuple[int, ...]:
+    """Checks that token ids fit 31 bits; whether they are in a vocabulary, its owner checks."""
+    token_ids = tuple(ids)
+    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
+        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
+    return token_ids
+
+
+def drafted_from_wire(
+    ids: Sequence[int], field: str, num_max: int = NUM_DRAFT_TOKENS_MAX
+) -> tuple[int, ...]:
+    """The tokens of a proposal."""
+    if len(ids) > num_max:
+        raise BadRequest(field, f"{len(ids)} tokens are more than {num_max}")
+    return token_ids_from_wire(ids, field)
+
+
+def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
+    """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
+    return types_pb2.Proposal(
+        token_ids=proposal.token_ids,
+        q=proposal.q,
+        parents=[parent + 1 for parent in proposal.parents],
+    )
+
+
+def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
+    """Checks the tree, the token ids and the size of q, which is for the target to open."""
+    if not (message.token_ids or message.q or message.parents):
+        return NOTHING_SEALED
+    num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
+    token_ids = drafted_from_wire(message.token_ids, "proposal.token_ids", num_max)
+    if len(message.q) > Q_BYTES_MAX:
+        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
+    parents = tuple(parent - 1 for parent in message.parents)
+    draft_tree(parents, len(token_ids))
+    return SealedProposal(token_ids, message.q, parents)
+
+
+def put_constraint(message: types_pb2.RoundHead, head: RoundHead, *, in_full: bool) -> None:
+    """What the completion must be, if anything, or the hash of that."""
+    if not in_full and head.constraint_hash:
+        message.constraint_hash = head.constraint_hash
+    elif head.constraint is not None:
+        message.constraint.kind = head.constraint.kind
+        message.constraint.text = head.constraint.text
+
+
+def constraint_from_proto(
+    message: types_pb2.RoundHead, field: str
+) -> tuple[Constraint | None, bytes]:
+    """What the completion must be, and its hash; None where only that was sent, or nothing."""
+    given = message.WhichOneof("completion")
+    if given is None:
+        return None, b""
+    if given == "constraint":
+        constraint = Constraint.read(message.constraint.kind, message.constraint.text, field)
+        return constraint, constraint.digest()
+    if len(message.constraint_hash) != DIGEST_BYTES:
+        raise BadRequest(f"{field}_hash", f"has {len(message.constraint_hash)} bytes, not 16")
+    return None, message.constraint_hash
+
+
+def features_to_proto(features: Features) -> types_pb2.Features:
+    """Field for field."""
+    return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
+
+
+def features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
+    """Checks that they are whole rows, and few; None where none were sent."""
+    if not (message.width or message.rows):
+        return None
+    if not 0 < message.width <= FEATURES_WIDTH_MAX:
+        raise BadRequest(f"{field}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
+    num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
+    if rest or not 0 < num <= FEATURES_MAX:
+        whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
+        raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
+    return Features(message.first, message.width, message.rows)
+
+
+def milliseconds(value: float, field: str) -> float:
+    """Checks that a duration is one."""
+    if not 0.0 <= value < math.inf:
+        raise BadRequest(field, f"{value!r} is no duration")
+    return value
+
+
+def audit_to_proto(sums: AuditSums | None, message: target_pb2.Verdict) -> None:
+    """Puts sums into a verdict, field for field, if there are any."""
+    if sums is None:
+        return
+    found = message.audit
+    found.SetInParent()
+    found.num_tokens = sums.num_tokens
+    found.num_impossible = sums.num_impossible
+    found.num_unlikely = sums.num_unlikely
+    found.num_near_ties = sums.num_near_ties
+    found.surprise = sums.surprise
+    found.entropy = sums.entropy
+    found.variance = sums.variance
+
+
+def audit_from_proto(message: target_pb2.Verdict) -> AuditSums | None:
+    """Those of a verdict, if it has any. Raises `BadRequest` for numbers that are none, or that
+    count more tokens than there are."""
+    if not message.HasField("audit"):
+        return None
+    found = message.audit
+    sums = AuditSums(
+        found.num_tokens,
+        found.num_impossible,
+        found.num_unlikely,
+        found.num_near_ties,
+        found.surprise,
+        found.entropy,
+        found.variance,
+    )
+    parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
+    if sums.num_tokens != len(message.accept_probability) or sum(parts) > sums.num_tokens:
+        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
+    for value in (sums.surprise, sums.entropy, sums.variance):
+        if not 0.0 <= value < math.inf:
+            raise BadRequest("verdict.audit", f"{value!r} is no sum of an audit")
+    return sums
+
+
+def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
+    """Field for field."""
+    costs = description.step_costs
+    return types_pb2.ReplicaDescription(
+        model=description.model,
+        weights_fingerprint=description.weights_fingerprint,
+        tokenizer_fingerprint=description.tokenizer_fingerprint,
+        vocab_size=description.vocab_size,
+        dtype=description.dtype,
+        max_model_len=description.max_model_len,
+        eos_token_ids=description.eos_token_ids,
+        max_num_seqs=description.max_num_seqs,
+        step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
+        drafts_itself=description.drafts_itself,
+        shows_features=description.shows_features,
+        reads_features=description.reads_features,
+        numerics=description.numerics,
+    )
+
+
+def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
+    """Field for field."""
+    return ReplicaDescription(
+        model=message.model,
+        weights_fingerprint=message.weights_fingerprint,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        max_model_len=message.max_model_len,
+        eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
+        max_num_seqs=message.max_num_seqs,
+        step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
+        drafts_itself=message.drafts_itself,
+        shows_features=message.shows_features,
+        reads_features=message.reads_features,
+        numerics=message.numerics,
+    )
+
+
+def _costs(message: types_pb2.StepCosts) -> StepCosts:
+    rows, seconds = tuple(message.rows), tuple(message.seconds)
+    try:
+        return StepCosts(rows, seconds, message.session_s, message.slot_s, message.row_slot_s)
+    except InvariantError as error:
+        raise BadRequest("step_costs", error.message) from error
+
+
+class Keyed(Protocol):
+    """An answer: it says which item it belongs to."""
+
+    @property
+    def key(self) -> ReplyKey:
+        """The item's round."""
+        ...
+
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer", bound=Keyed)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[Item, Answer]):
+    """Names and conversions of one kind of replica. Protobuf messages are `Any` here: the fields
+    that are used (`items`, `head`) are the same in both kinds."""
+
+    service: ServiceDescriptor
+    stream_method: str
+    request_frame: Callable[[Sequence[Any]], Any]
+    """Items to a frame."""
+    parse_reply: Callable[[bytes], Any]
+    """Bytes to a frame of answers; raises `DecodeError`."""
+    reply_frame: Callable[[Sequence[Any]], Any]
+    item_to_proto: Callable[[Item, int | None], Any]
+    item_from_proto: Callable[[Any], Item]
+    item_head: Callable[[Item], RoundHead]
+    awaits_answer: Callable[[Item], bool]
+    """Whether an item asks for anything but guesses."""
+    with_head: Callable[[Item, RoundHead], Item]
+    answer_to_proto: Callable[[Answer], Any]
+    answer_from_proto: Callable[[Any], Answer]
+
+    def path(self, method: str) -> str:
+        """The path of a method of the service."""
+        return f"/{self.service.full_name}/{method}"
+
+
+VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
+    service=target_pb2.DESCRIPTOR.services_by_name["Target"],
+    stream_method="Verify",
+    request_frame=lambda items: target_pb2.VerifyRequest(items=items),
+    parse_reply=target_pb2.VerifyReply.FromString,
+    reply_frame=lambda items: target_pb2.VerifyReply(items=items),
+    item_to_proto=verify_item_to_proto,
+    item_from_proto=verify_item_from_proto,
+    item_head=lambda item: item.head,
+    awaits_answer=lambda item: True,
+    with_head=lambda item, head: replace(item, head=head),
+    answer_to_proto=verify_answer_to_proto,
+    answer_from_proto=verify_answer_from_proto,
+)
+"""The stream between a coordinator and a target."""
+
+DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
+    service=draft_pb2.DESCRIPTOR.services_by_name["Draft"],
+    stream_method="Propose",
+    request_frame=lambda items: draft_pb2.DraftRequest(items=items),
+    parse_reply=draft_pb2.DraftReply.FromString,
+    reply_frame=lambda items: draft_pb2.DraftReply(items=items),
+    item_to_proto=draft_item_to_proto,
+    item_from_proto=draft_item_from_proto,
+    item_head=lambda item: item.head,
+    awaits_answer=lambda item: item.held is None,
+    with_head=lambda item, head: replace(item, head=head),
+    answer_to_proto=draft_answer_to_proto,
+    answer_from_proto=draft_answer_from_proto,
+)
+"""The stream between a coordinator and a draft."""

@@ -37,14 +37,18 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.transport import codec as convert
-from outrider.transport import stream_codecs as codecs
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.description_codec import description_from_proto
+from outrider.transport.codec import (
+    DRAFT,
+    VERIFY,
+    Codec,
+    Keyed,
+    canonical_sampling,
+    description_from_proto,
+)
 from outrider.transport.link import LinkBytes
-from outrider.transport.send_queue import SendQueue
 from outrider.transport.status import status_to_error
-from outrider.transport.stream_codecs import Codec, Keyed
+from outrider.transport.stream_server import SendQueue
 from outrider.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -60,12 +64,12 @@ _ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink[VerifyItem, VerifyAnswer]:
     """A link to the target at host:port. Call it on the event loop that will use it."""
-    return GrpcLink(open_channel(address, trust), codecs.VERIFY, address)
+    return GrpcLink(open_channel(address, trust), VERIFY, address)
 
 
 def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftAnswer]:
     """A link to the draft at host:port. Call it on the event loop that will use it."""
-    return GrpcLink(open_channel(address, trust), codecs.DRAFT, address)
+    return GrpcLink(open_channel(address, trust), DRAFT, address)
 
 
 class GrpcLink(Generic[Item, Answer]):
@@ -256,7 +260,7 @@ class _Stream(Generic[Item, Answer]):
         head: RoundHead = self._codec.item_head(item)
         sent = self._sampling.get(head.session_id)
         if head.sampling is not None and (sent is None or sent[0] != _hashes(head)):
-            as_read = convert.canonical_sampling(head.sampling).hash()
+            as_read = canonical_sampling(head.sampling).hash()
             self._sampling[head.session_id] = (_hashes(head), as_read)
 
     def forget(self, session_id: str) -> None:

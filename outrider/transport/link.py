@@ -1,14 +1,16 @@
 """A multiplexed stream between a coordinator and a replica, seen from both ends.
 
 Two implementations of each end: gRPC (`outrider.transport.grpc_link`,
-`outrider.transport.stream_server`) and in one process (`outrider.transport.memory_link`).
+`outrider.transport.stream_server`) and in one process (`outrider.transport.link`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from outrider.errors import LinkLost, Unavailable, check
 from outrider.messages import ReplicaDescription
 
 Item_contra = TypeVar("Item_contra", contravariant=True)
@@ -86,3 +88,137 @@ class ReplicaService(Protocol, Generic[Item_contra, Answer_co]):
     def release(self, session_id: str, epoch: int) -> None:
         """Forgets a session unless a newer epoch of it is known."""
         ...
+
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Deliver = Callable[[Callable[[], None]], None]
+
+
+def deliver_soon(message: Callable[[], None]) -> None:
+    """Delivers in order, with the event loop's next turn."""
+    asyncio.get_running_loop().call_soon(message)
+
+
+class MemoryLink(Generic[Item, Answer]):
+    """The coordinator's end of a stream to a service in the same event loop."""
+
+    def __init__(
+        self,
+        service: ReplicaService[Item, Answer],
+        deliver: Deliver = deliver_soon,
+    ) -> None:
+        self._service = service
+        self._deliver = deliver
+        self.num_bytes = LinkBytes()
+        self._on_answer: Callable[[Answer], None] | None = None
+        self._on_lost: Callable[[Exception], None] | None = None
+        self._stream: _Stream[Item, Answer] | None = None
+        self._unreachable: Exception | None = None
+        self._closed = False
+
+    def listen(
+        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
+    ) -> None:
+        """See `Link.listen`."""
+        check(self._on_answer is None, "a link has one listener")
+        self._on_answer, self._on_lost = on_answer, on_lost
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`; never `Overloaded`, as what is on its way is `deliver`'s to bound."""
+        if self._closed:
+            raise LinkLost("the link is closed")
+        if self._unreachable is not None:
+            raise LinkLost(f"the replica cannot be reached: {self._unreachable}")
+        check(self._on_answer is not None, "listen before the first send")
+        if self._stream is None:
+            self._stream = _Stream(self._service, self._deliver, self._heard)
+        self._stream.send(item)
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """See `Link.release`."""
+        if self._unreachable is None and not self._closed:
+            service = self._service
+            self._deliver(lambda: service.release(session_id, epoch))
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        """See `Link.describe`; never takes long, so the timeout does not matter."""
+        await asyncio.sleep(0)
+        if self._unreachable is not None or self._closed:
+            raise Unavailable(f"the replica cannot be reached: {self._unreachable or 'closed'}")
+        return self._service.describe()
+
+    async def close(self) -> None:
+        """See `Link.close`."""
+        self._closed = True
+        self._drop_stream()
+        await asyncio.sleep(0)
+
+    # What a test or a simulation does to it.
+
+    def sever(self, error: Exception, *, reachable: bool = True) -> None:
+        """Breaks the stream: what is on its way is lost, and `on_lost` hears of it with the event
+        loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes
+        `send` raise."""
+        self._unreachable = None if reachable else error
+        was_open = self._stream is not None
+        self._drop_stream()
+        if was_open and self._on_lost is not None:
+            asyncio.get_running_loop().call_soon(self._tell_lost, error)
+
+    def restore(self, service: ReplicaService[Item, Answer] | None = None) -> None:
+        """Makes the replica reachable again, as `service` where it has been restarted."""
+        if service is not None and service is not self._service:
+            check(self._stream is None, "sever the stream to the old service first")
+            self._service = service
+        self._unreachable = None
+
+    def _tell_lost(self, error: Exception) -> None:
+        if self._on_lost is not None and not self._closed:
+            self._on_lost(error if isinstance(error, LinkLost) else LinkLost(str(error)))
+
+    def _drop_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _heard(self, answer: Answer) -> None:
+        if self._on_answer is not None:
+            self._on_answer(answer)
+
+
+class _Stream(Generic[Item, Answer]):
+    """One connection; after `close` nothing of it arrives any more."""
+
+    def __init__(
+        self,
+        service: ReplicaService[Item, Answer],
+        deliver: Deliver,
+        on_answer: Callable[[Answer], None],
+    ) -> None:
+        self._deliver = deliver
+        self._on_answer = on_answer
+        self._open = True
+        self._connection: Connection[Item] = service.connect(self._answer)
+
+    def send(self, item: Item) -> None:
+        def arrive() -> None:
+            if self._open:
+                self._connection.receive([item])
+
+        self._deliver(arrive)
+
+    def close(self) -> None:
+        self._open = False
+        self._connection.close()
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._deliver(self._arrival(answer))
+
+    def _arrival(self, answer: Answer) -> Callable[[], None]:
+        def arrive() -> None:
+            if self._open:
+                self._on_answer(answer)
+
+        return arrive

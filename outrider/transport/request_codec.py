@@ -31,8 +31,8 @@ from outrider.transport.codec import (
     logprobs_to_proto,
     sampling_from_proto,
     sampling_to_proto,
+    session_id_from_wire,
 )
-from outrider.transport.field_codec import session_id_from_wire
 from outrider.v1 import coordinator_pb2 as pb
 
 Value = TypeVar("Value")

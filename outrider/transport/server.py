@@ -13,7 +13,9 @@ It raises errors of `outrider.errors`; nobody else calls `context.abort`.
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,7 +31,6 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import BadRequest, ConfigError, check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.transport.channel import server_options
-from outrider.transport.ports import is_taken
 from outrider.transport.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -265,3 +266,24 @@ async def _errors_as_statuses(context: Context, method: str) -> AsyncGenerator[N
         raise
     except Exception as error:  # noqa: BLE001 - the one place that maps every error
         await abort(context, error, method)
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether an address of `host` has a listener on `port`, with SO_REUSEPORT or without. Binds
+    each address for a moment. False where an address cannot be bound for another reason."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return any(_in_use(family, address) for family, _, _, _, address in found)
+
+
+def _in_use(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that have just ended do not count, as for the server itself.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False

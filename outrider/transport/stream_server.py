@@ -8,24 +8,23 @@ dropped.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
 from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable
 from outrider.limits import (
+    FRAME_BYTES_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
     STREAM_QUEUE_ITEMS_MAX,
     STUCK_WRITE_MS,
 )
 from outrider.messages import Refused, ReplyKey, Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST
-from outrider.transport.description_codec import description_to_proto
-from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.codec import Answer, Codec, Item, description_to_proto, session_id_from_wire
 from outrider.transport.link import Connection, ReplicaService
-from outrider.transport.send_queue import SendQueue
-from outrider.transport.stream_codecs import Answer, Codec, Item
+from outrider.transport.server import Service
 from outrider.v1 import types_pb2
 
 _ECHOED_SESSION_ID_CHARS = 64
@@ -205,3 +204,80 @@ def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:
     """Refuses an item under what it called itself, valid or not."""
     key = ReplyKey(head.session_id[:_ECHOED_SESSION_ID_CHARS], head.epoch, head.round)
     return Refused(key, error.grpc_code, error.message)
+
+
+class ReplicaServicer(Generic[Item, Answer]):
+    """Answers the calls of one `ReplicaService`; a role adds its stream under the stream's name."""
+
+    def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
+        self._codec = codec
+        self._streams = StreamServer(service, codec)
+
+    @property
+    def grpc_service(self) -> Service:
+        """The service for `outrider.transport.server.RpcServer`."""
+        return Service(self._codec.service, self)
+
+    def stream(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+        """One stream of a coordinator."""
+        return self._streams.serve(requests)
+
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Any
+    ) -> types_pb2.ReplicaDescription:
+        """What runs here."""
+        return self._streams.describe()
+
+    async def release(
+        self, request: types_pb2.ReleaseRequest, context: Any
+    ) -> types_pb2.ReleaseReply:
+        """Forgets a session."""
+        return self._streams.release(request)
+
+    def finish(self, drained: Coroutine[Any, Any, None]) -> None:
+        """See `StreamServer.finish`."""
+        self._streams.finish(drained)
+
+
+class SendQueue:
+    """Messages in order, at most `STREAM_QUEUE_ITEMS_MAX`. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether `put` would be refused."""
+        return len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX
+
+    def put(self, message: Any) -> bool:
+        """Queues a protobuf message; False, and nothing queued, where the outbox is full."""
+        if self.full:
+            return False
+        self._waiting.append((message, message.ByteSize()))
+        self._changed.set()
+        return True
+
+    def wake(self) -> None:
+        """Lets `wait` return though nothing was put."""
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Returns after the next `put` or `wake` since the last return."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def gather(self) -> list[Any]:
+        """Takes what waits, up to `FRAME_BYTES_MAX` bytes and at least one message; empty when
+        nothing waits."""
+        frame: list[Any] = []
+        total = 0
+        while self._waiting and (not frame or total + self._waiting[0][1] <= FRAME_BYTES_MAX):
+            message, size = self._waiting.popleft()
+            frame.append(message)
+            total += size
+        return frame

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from outrider.errors import ConfigError
+from outrider.files import FileWatch
 from outrider.limits import KEY_FILE_LOOK_MS
 from outrider.transport.channel import Trust
-from outrider.transport.reloaded_files import FileWatch
 
 if TYPE_CHECKING:
     from outrider.transport.certificates import InternalRole

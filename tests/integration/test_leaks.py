@@ -29,8 +29,8 @@ from outrider.errors import Unavailable
 from outrider.kv_cache.session_table import SessionTable
 from outrider.replica.step_request import StepRequest
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
-from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.state import Session
+from outrider.sessions.store import Lifetimes
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy
 

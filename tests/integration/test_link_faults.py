@@ -14,8 +14,7 @@ from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.verdict import Verdict
-from outrider.transport import codec as convert
-from outrider.transport import stream_codecs as codecs
+from outrider.transport import codec
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, Service
@@ -49,7 +48,7 @@ class Impostor:
 
 
 async def serve(servicer: object) -> RpcServer:
-    server = RpcServer([Service(codecs.VERIFY.service, servicer)])
+    server = RpcServer([Service(codec.VERIFY.service, servicer)])
     await server.start()
     return server
 
@@ -57,8 +56,8 @@ async def serve(servicer: object) -> RpcServer:
 async def test_an_answer_that_does_not_fit_breaks_the_link() -> None:
     """A replica that cannot be believed is as good as gone: the good answer before is heard, then
     the loss, with the field at fault."""
-    good = convert.verify_answer_to_proto(GOOD)
-    bad = convert.verify_answer_to_proto(GOOD)
+    good = codec.verify_answer_to_proto(GOOD)
+    bad = codec.verify_answer_to_proto(GOOD)
     bad.verdict.accept_probability.append(7.0)
     bad.verdict.correction.append(1)
     server = await serve(Impostor(target_pb2.VerifyReply(items=[good, bad, good])))
@@ -190,8 +189,8 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
 
 async def ask_raw(channel: Any) -> Any:
     """A stream with one item written and nothing read."""
-    call = channel.stream_stream(codecs.VERIFY.path("Verify"))()
-    item = convert.verify_item_to_proto(VerifyItem(make_head((1,))), None)
+    call = channel.stream_stream(codec.VERIFY.path("Verify"))()
+    item = codec.verify_item_to_proto(VerifyItem(make_head((1,))), None)
     await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
     return call
 

@@ -15,11 +15,10 @@ from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from outrider.errors import StaleEpoch, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, SessionRecord
+from outrider.sessions.store import Counters, Lifetimes, SessionRecord
 
 pytestmark = pytest.mark.xdist_group("redis")
 

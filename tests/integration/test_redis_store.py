@@ -28,11 +28,9 @@ from outrider.errors import (
 )
 from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.lifetimes import Lifetimes
-from outrider.sessions.redis_fields import encode_tokens
-from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason
+from outrider.sessions.store import Counters, FinishReason, Lifetimes
 
 pytestmark = pytest.mark.xdist_group("redis")
 

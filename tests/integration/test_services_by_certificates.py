@@ -20,8 +20,8 @@ from outrider.config import DraftConfig, TargetConfig
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
-from outrider.replica.executor import ThreadExecutor
 from outrider.replica.host import ReplicaHost
+from outrider.replica.scheduler import ThreadExecutor
 from outrider.transport.certificates import (
     INTERNAL_ROLES,
     InternalRole,

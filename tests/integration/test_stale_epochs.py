@@ -21,7 +21,7 @@ from draft_service.servicer import DraftServicer
 from outrider.errors import StaleEpoch
 from outrider.limits import APPENDS_PER_CALL_MAX
 from outrider.messages import DraftItem, Refused, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
@@ -29,8 +29,7 @@ from outrider.sessions.store import Append, Counters, Finish, FinishReason
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
-from outrider.transport.link import Link
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import Link, MemoryLink
 from outrider.transport.server import RpcServer
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer

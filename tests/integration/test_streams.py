@@ -22,12 +22,12 @@ from outrider.errors import ConfigError, LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.replica.executor import InlineExecutor, ThreadExecutor
+from outrider.replica.scheduler import InlineExecutor, ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport import codec as convert
+from outrider.transport import codec
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import draft_link, target_link
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.v1 import target_pb2, types_pb2
 from target_service.service import TargetService
@@ -285,10 +285,10 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
 async def test_a_bad_item_is_refused_by_name_and_its_frame_goes_on(pair: Pair) -> None:
     """One frame with a good item, one with a bad id, one without parameters: each gets its own
     answer, and the half-closed stream ends well."""
-    good = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT)), None)
-    bad = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)), None)
+    good = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT)), None)
+    bad = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)), None)
     bad.head.session_id = "XYZ"
-    unknown = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), 77)
+    unknown = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), 77)
     frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
     replies, code, _ = await send_raw(pair.target_server.address, [frame])
     assert code is grpc.StatusCode.OK

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 from outrider.drafters.deadline import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.messages import ReplicaDescription
-from outrider.transport.link import Connection, ReplicaService
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import Connection, MemoryLink, ReplicaService
 from tests.simulation.adversary import TRAVEL_S, Adversary
 from tests.simulation.processes import Process, current, deliver
 

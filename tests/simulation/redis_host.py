@@ -18,12 +18,24 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from outrider.errors import InvariantError
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_fields import TOKEN_BYTES, decode_record, encode_tokens
-from outrider.sessions.redis_store import _LOAD, _TAKE_OVER, DEFAULT_KEY_PREFIX, RedisStore
-from outrider.sessions.refusals import not_found, verified
-from outrider.sessions.store import FinishReason, SessionRecord, SessionState
+from outrider.sessions.redis_store import (
+    _LOAD,
+    _TAKE_OVER,
+    DEFAULT_KEY_PREFIX,
+    TOKEN_BYTES,
+    RedisStore,
+    decode_record,
+    encode_tokens,
+)
+from outrider.sessions.store import (
+    DEFAULT_LIFETIMES,
+    FinishReason,
+    SessionRecord,
+    SessionState,
+    not_found,
+    verified,
+)
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
 from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, Status

@@ -13,8 +13,8 @@ from outrider.messages import ProposalReply
 from outrider.registry.lease import Lease
 from outrider.registry.membership import Engagement
 from outrider.registry.registry import ReplicaRecord, Role
-from outrider.replica.executor import InlineExecutor
 from outrider.replica.host import MeteredService, Traffic
+from outrider.replica.scheduler import InlineExecutor
 from target_service.service import TargetService
 from tests.simulation.processes import Process
 from tests.simulation.shown import (

@@ -19,7 +19,6 @@ from outrider.registry.registry import ReplicaRecord
 from outrider.security.callers import Caller
 from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.redis_connection import to_our_error
 from outrider.sessions.redis_scripts import Call, Script
 from outrider.sessions.redis_store import RedisStore
@@ -29,6 +28,7 @@ from outrider.sessions.store import (
     Counters,
     Finish,
     FinishReason,
+    Lifetimes,
     NewSession,
     SessionRecord,
 )

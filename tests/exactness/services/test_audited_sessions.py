@@ -22,7 +22,7 @@ from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.ngram import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
 from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
@@ -30,7 +30,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 7

@@ -30,7 +30,7 @@ from outrider.errors import LinkLost, Overloaded
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.token_mask import TokenMask
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.replica.token_budget import TokenBudget
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession
@@ -41,7 +41,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 
 PROMPT, VOCAB, END, K = (0, 1, 2), 3, 2, 4
 TARGET_SALT, DRAFT_SALT = 10, 4

@@ -11,13 +11,13 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
 from outrider.messages import DraftItem, ProposalReply, VerdictReply, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (0, 1, 2)

@@ -22,8 +22,8 @@ from outrider.clock import run_virtually
 from outrider.errors import InvariantError, SettingError, Unavailable
 from outrider.limits import ANSWERS_HELD_MS, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.replica.executor import InlineExecutor
-from outrider.transport.memory_link import MemoryLink
+from outrider.replica.scheduler import InlineExecutor
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 SALT = 1

@@ -21,9 +21,9 @@ from benchmarks.engine_waits import (
 from outrider.clock import run_virtually
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.replica.token_budget import STEP_GROWTH_MAX
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB_SIZE = 64

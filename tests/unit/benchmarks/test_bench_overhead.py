@@ -33,7 +33,7 @@ from outrider.messages import (
 )
 from outrider.sessions.store import Append, CacheState, Counters
 from outrider.speculation.sampling_params import Rule
-from outrider.transport import stream_codecs as codecs
+from outrider.transport import codec as codecs
 
 MS = 1_000_000
 STEP_MS = 20.0

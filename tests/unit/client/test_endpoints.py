@@ -12,8 +12,8 @@ from test_client import _Coordinator as Answering
 from test_failover import BROKEN, REQUEST, Scripted, serve
 
 from outrider.client import Client, ResumingTransport, SyncClient
-from outrider.client.endpoints import GONE_MAX, LOOK_S, Found
-from outrider.client.transport import Transport
+from outrider.client.failover import GONE_MAX, LOOK_S, Found
+from outrider.client.results import Transport
 from outrider.clock import run_virtually
 from outrider.errors import BadRequest, StreamBroken
 from outrider.request import Event

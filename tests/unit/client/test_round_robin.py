@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.client import Client, SyncClient
-from outrider.client.round_robin import AVOIDED_S, Turns
+from outrider.client.failover import AVOIDED_S, Turns
 
 
 def test_calls_begin_with_each_in_turn() -> None:

@@ -20,13 +20,13 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.request import Finished, GenerateRequest, ResumeRequest
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 REQUEST = GenerateRequest(

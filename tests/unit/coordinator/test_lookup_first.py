@@ -22,12 +22,12 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, NewSession
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 
 CONFIDENT, MODEL_TOKENS = 0.7, 2
 PLAIN = SamplingParams()

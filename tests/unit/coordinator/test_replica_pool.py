@@ -30,7 +30,7 @@ from coordinator.routing.target_client import TargetClient
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
 from outrider.messages import ReplicaDescription
-from outrider.replica.stale_round_filter import StaleRoundFilter
+from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED
 

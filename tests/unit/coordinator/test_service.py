@@ -34,7 +34,7 @@ from outrider.errors import (
 )
 from outrider.limits import OPEN_TRIES_MAX
 from outrider.messages import ProposalReply
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.request import (
     ChatMessage,
     Event,
@@ -48,7 +48,7 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason, NewSession
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PATIENCE = Timeouts(

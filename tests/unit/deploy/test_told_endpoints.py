@@ -25,7 +25,7 @@ from deploy.fleet.local_state import (
     withdraw,
 )
 from deploy.fleet.status import Endpoints
-from outrider.client.requests import key_metadata
+from outrider.client.results import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.thread_binding import NICENESS, start_workers
-from outrider.replica.executor import ThreadExecutor
+from outrider.replica.scheduler import ThreadExecutor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 
@@ -24,7 +24,7 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     """In a process of its own, since the threads of a numeric library stay."""
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
-        "from outrider.replica.executor import ThreadExecutor\n"
+        "from outrider.replica.scheduler import ThreadExecutor\n"
         "from outrider.engine.thread_binding import start_workers\n"
         "import asyncio\n"
         "found = []\n"

@@ -17,8 +17,7 @@ from outrider.fleet_simulator.scenario import Demand, Drafting, FleetSize, Scena
 from outrider.fleet_simulator.simulation import simulate
 from outrider.messages import DraftItem, ProposalReply, ReplyKey
 from outrider.planning.round_times import ServiceTimes
-from outrider.replica.executor import InlineExecutor
-from outrider.replica.scheduler import StepScheduler
+from outrider.replica.scheduler import InlineExecutor, StepScheduler
 from outrider.replica.step_request import AnswerSender, StepFigures, StepRequest
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 

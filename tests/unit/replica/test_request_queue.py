@@ -7,8 +7,7 @@ from typing import Any
 from rounds import make_head
 
 from outrider.messages import DraftItem
-from outrider.replica.request_queue import RequestQueue
-from outrider.replica.step_request import AnswerSender, StepRequest, Unfinished
+from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
 
 Queue = RequestQueue[DraftItem, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.replica.session_tracker import SessionTracker
+from outrider.replica.service import SessionTracker
 from outrider.replica.step_request import AnswerSender
 
 

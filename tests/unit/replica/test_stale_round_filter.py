@@ -5,7 +5,7 @@ from __future__ import annotations
 from rounds import make_head, session_name
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.replica.stale_round_filter import StaleRoundFilter
+from outrider.replica.service import StaleRoundFilter
 
 
 def test_the_fence_lets_rounds_and_epochs_only_grow() -> None:

@@ -11,8 +11,7 @@ from rounds import PATIENCE_S, make_head, session_name
 
 from outrider.clock import run_virtually
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.executor import InlineExecutor
-from outrider.replica.scheduler import STARVED_REST_S, StepScheduler
+from outrider.replica.scheduler import STARVED_REST_S, InlineExecutor, StepScheduler
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,

@@ -25,11 +25,11 @@ from outrider.drafters.deadline import DraftDeadline
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.ngram import NgramDrafter
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 
 PROMPT = (1, 2, 3)
 PASS_S = 0.010

@@ -26,7 +26,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
@@ -39,7 +39,7 @@ from outrider.speculation.proposal import (
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 320

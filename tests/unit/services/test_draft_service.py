@@ -20,14 +20,14 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.draft_sampling import draft_token
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

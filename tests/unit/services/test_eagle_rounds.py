@@ -22,7 +22,7 @@ from outrider.hidden_states import Features
 from outrider.limits import FEATURES_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle_checkpoint import LoadedEagle
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.draft_vocabulary import DraftVocabulary
@@ -30,7 +30,7 @@ from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 120

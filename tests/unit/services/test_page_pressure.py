@@ -23,10 +23,10 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

@@ -15,9 +15,9 @@ from draft_service.service import DraftService
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.replica.executor import ThreadExecutor
+from outrider.replica.scheduler import ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 16

@@ -15,8 +15,8 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.step_cost_measurement import measure_step_costs
 from outrider.messages import VerdictReply, VerifyItem
-from outrider.replica.executor import InlineExecutor
-from outrider.transport.memory_link import MemoryLink
+from outrider.replica.scheduler import InlineExecutor
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 SPEC = EmulatedSpec(vocab_size=64, support=4, verify_ms=10.0, verify_tokens=16)

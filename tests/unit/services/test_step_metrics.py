@@ -11,10 +11,10 @@ from toy_engine import ToyEngine
 
 from outrider.drafters.ngram import NgramDrafter
 from outrider.messages import VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.telemetry.setup import Exports
 from outrider.telemetry.step_spans import ObservedSteps
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 

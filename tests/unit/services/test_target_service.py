@@ -13,7 +13,7 @@ from toy_engine import ToyEngine, toy_logits
 from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -21,7 +21,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, score, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

@@ -12,11 +12,11 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
-from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.logits_processing import raw_logprobs
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

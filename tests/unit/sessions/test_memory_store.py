@@ -10,10 +10,9 @@ from coordinator.decoding.generation import COMMIT_GRACE_S
 from outrider.config.coordinators import WAIT_MS_MAX
 from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
-from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, Finish, FinishReason
+from outrider.sessions.store import Counters, Finish, FinishReason, Lifetimes
 
 
 class MemoryMachine(StoreMachine):

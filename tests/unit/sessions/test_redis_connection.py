@@ -24,6 +24,7 @@ from outrider.limits import REDIS_TIMEOUT_MS
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import (
     NotReplicated,
+    SentinelUrl,
     answering,
     calling,
     check_info,
@@ -32,8 +33,7 @@ from outrider.sessions.redis_connection import (
     raise_if_replaced,
     to_our_error,
 )
-from outrider.sessions.redis_fields import decode_record, decode_tokens, encode_tokens
-from outrider.sessions.redis_sentinel import SentinelUrl
+from outrider.sessions.redis_store import decode_record, decode_tokens, encode_tokens
 
 GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "master"}
 

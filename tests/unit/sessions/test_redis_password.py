@@ -9,10 +9,10 @@ import pytest
 
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
-from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_password import (
+from outrider.sessions.redis_address import (
     SENTINEL_VARIABLE,
     VARIABLE,
+    RedisAddress,
     with_password,
     without_password,
 )

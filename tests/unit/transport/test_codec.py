@@ -47,9 +47,8 @@ from outrider.messages import (
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
-from outrider.transport import codec as convert
-from outrider.transport.description_codec import description_from_proto, description_to_proto
-from outrider.transport.stream_codecs import VERIFY
+from outrider.transport import codec
+from outrider.transport.codec import VERIFY, description_from_proto, description_to_proto
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 U32 = st.integers(0, 2**32 - 1)
@@ -164,11 +163,11 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
 @given(VERIFY_ITEMS)
 def test_verify_items_survive(item: VerifyItem) -> None:
     """In full, and with the hash standing for the parameters, which are put in again then."""
-    data = convert.verify_item_to_proto(item, None).SerializeToString()
-    assert convert.verify_item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
-    short = convert.verify_item_to_proto(item, item.head.sampling_hash)
+    data = codec.verify_item_to_proto(item, None).SerializeToString()
+    assert codec.verify_item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
+    short = codec.verify_item_to_proto(item, item.head.sampling_hash)
     without = replace(item, head=replace(item.head, sampling=None, constraint=None))
-    assert convert.verify_item_from_proto(short) == without
+    assert codec.verify_item_from_proto(short) == without
     assert VERIFY.with_head(without, item.head) == item
 
 
@@ -179,8 +178,8 @@ def test_verify_items_survive(item: VerifyItem) -> None:
 )
 def test_draft_items_survive(head: RoundHead, count: int, siblings: tuple[int, ...]) -> None:
     item = DraftItem(head, count, siblings=siblings)
-    data = convert.draft_item_to_proto(item, None).SerializeToString()
-    assert convert.draft_item_from_proto(draft_pb2.DraftItem.FromString(data)) == item
+    data = codec.draft_item_to_proto(item, None).SerializeToString()
+    assert codec.draft_item_from_proto(draft_pb2.DraftItem.FromString(data)) == item
 
 
 @given(
@@ -189,8 +188,8 @@ def test_draft_items_survive(head: RoundHead, count: int, siblings: tuple[int, .
     | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
 def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None:
-    data = convert.verify_answer_to_proto(answer).SerializeToString()
-    assert convert.verify_answer_from_proto(target_pb2.VerifyReplyItem.FromString(data)) == answer
+    data = codec.verify_answer_to_proto(answer).SerializeToString()
+    assert codec.verify_answer_from_proto(target_pb2.VerifyReplyItem.FromString(data)) == answer
 
 
 @given(
@@ -199,8 +198,8 @@ def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None
     | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
 def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None:
-    data = convert.draft_answer_to_proto(answer).SerializeToString()
-    assert convert.draft_answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
+    data = codec.draft_answer_to_proto(answer).SerializeToString()
+    assert codec.draft_answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
 
 
 @pytest.mark.parametrize(
@@ -208,11 +207,11 @@ def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None
     [(2, (SIBLINGS_MAX + 1,)), (2, (0,) * (NUM_DRAFT_TOKENS_MAX + 1)), (16, (8, 8, 1))],
 )
 def test_too_many_siblings_are_refused(num_draft_tokens: int, siblings: tuple[int, ...]) -> None:
-    message = convert.draft_item_to_proto(
+    message = codec.draft_item_to_proto(
         DraftItem(make_head((1,)), num_draft_tokens, siblings=siblings), None
     )
     with pytest.raises(BadRequest) as caught:
-        convert.draft_item_from_proto(message)
+        codec.draft_item_from_proto(message)
     assert caught.value.field == "siblings"
 
 
@@ -220,12 +219,12 @@ def test_verdicts_of_more_than_a_tree_are_refused() -> None:
     key = make_head((1,)).key
     for num, is_good in ((TREE_TOKENS_MAX, True), (TREE_TOKENS_MAX + 1, False)):
         reply = VerdictReply(key, Verdict((0.5,) * num, (1,) * (num + 1)), 0)
-        message = convert.verify_answer_to_proto(reply)
+        message = codec.verify_answer_to_proto(reply)
         if is_good:
-            assert convert.verify_answer_from_proto(message) == reply
+            assert codec.verify_answer_from_proto(message) == reply
             continue
         with pytest.raises(BadRequest, match="verdict"):
-            convert.verify_answer_from_proto(message)
+            codec.verify_answer_from_proto(message)
 
 
 def test_descriptions_survive() -> None:
@@ -251,9 +250,9 @@ def test_costs_that_make_no_sense_are_refused() -> None:
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
     """1 and 1.0 are one parameter; both ends must name it alike."""
     given_params = SamplingParams(temperature=1, min_p=0, logit_bias=((5, 2), (1, -1)))
-    message = convert.sampling_to_proto(given_params)
-    read = convert.sampling_from_proto(message)
-    assert convert.canonical_sampling(given_params).hash() == read.hash()
+    message = codec.sampling_to_proto(given_params)
+    read = codec.sampling_from_proto(message)
+    assert codec.canonical_sampling(given_params).hash() == read.hash()
 
 
 @pytest.mark.parametrize(
@@ -273,30 +272,30 @@ def test_sampling_limits_from_both_sides(
 ) -> None:
     for value in (low, high):
         message = types_pb2.SamplingParams(**{name: value})
-        assert getattr(convert.sampling_from_proto(message), name) == value
+        assert getattr(codec.sampling_from_proto(message), name) == value
     for value in outside:
         message = types_pb2.SamplingParams(**{name: value})
         with pytest.raises(BadRequest) as caught:
-            convert.sampling_from_proto(message)
+            codec.sampling_from_proto(message)
         assert caught.value.field == f"sampling.{name}"
 
 
 def test_fields_that_are_not_set_take_their_defaults() -> None:
-    assert convert.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+    assert codec.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_logit_bias_limits_from_both_sides() -> None:
     most = dict.fromkeys(range(LOGIT_BIAS_ENTRIES_MAX), 100.0)
-    read = convert.sampling_from_proto(types_pb2.SamplingParams(logit_bias=most))
+    read = codec.sampling_from_proto(types_pb2.SamplingParams(logit_bias=most))
     assert len(read.logit_bias) == LOGIT_BIAS_ENTRIES_MAX
     for bad in ({**most, 5000: 0.0}, {1: 100.1}, {1: -100.1}, {-1: 0.0}, {1: math.nan}):
         with pytest.raises(BadRequest, match="logit_bias"):
-            convert.sampling_from_proto(types_pb2.SamplingParams(logit_bias=bad))
+            codec.sampling_from_proto(types_pb2.SamplingParams(logit_bias=bad))
 
 
 def good_item() -> target_pb2.VerifyItem:
     item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b"\0\0"))
-    return convert.verify_item_to_proto(item, None)
+    return codec.verify_item_to_proto(item, None)
 
 
 ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
@@ -392,45 +391,45 @@ def test_item_limits_from_both_sides(
 ) -> None:
     """What is outside a limit is refused under its field's name; what is on it passes."""
     message = good_item()
-    convert.verify_item_from_proto(message)
+    codec.verify_item_from_proto(message)
     if good is not None:
         good(message)
-        convert.verify_item_from_proto(message)
+        codec.verify_item_from_proto(message)
     message = good_item()
     bad(message)
     with pytest.raises(BadRequest) as caught:
-        convert.verify_item_from_proto(message)
+        codec.verify_item_from_proto(message)
     assert caught.value.field == field
 
 
 def test_the_time_of_a_draft_travels_both_ways() -> None:
     item = DraftItem(make_head((1,)), 2, budget_us=25_000)
-    message = convert.draft_item_to_proto(item, None)
-    assert convert.draft_item_from_proto(message).budget_us == 25_000
+    message = codec.draft_item_to_proto(item, None)
+    assert codec.draft_item_from_proto(message).budget_us == 25_000
     message.budget_us = 1000 * DRAFT_DEADLINE_MS_MAX + 1
     with pytest.raises(BadRequest, match="budget_us"):
-        convert.draft_item_from_proto(message)
+        codec.draft_item_from_proto(message)
     wanted = VerifyItem(make_head((1,)), num_next_draft_tokens=2, next_budget_us=7)
-    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanted, None)) == wanted
+    assert codec.verify_item_from_proto(codec.verify_item_to_proto(wanted, None)) == wanted
     key = ReplyKey("0" * 32, 1, 2)
     for is_cut in (True, False):
         reply = ProposalReply(key, NOTHING_SEALED, 1, 1, out_of_time=is_cut)
-        assert convert.draft_answer_from_proto(convert.draft_answer_to_proto(reply)) == reply
+        assert codec.draft_answer_from_proto(codec.draft_answer_to_proto(reply)) == reply
         verdict = VerdictReply(key, Verdict((), (1,)), 1, next_out_of_time=is_cut)
-        assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(verdict)) == verdict
+        assert codec.verify_answer_from_proto(codec.verify_answer_to_proto(verdict)) == verdict
 
 
 def test_features_travel_with_questions_and_verdicts() -> None:
     features = Features(7, 3, bytes(range(12)))
     item = DraftItem(make_head((1,)), 2, features=features)
-    assert convert.draft_item_from_proto(convert.draft_item_to_proto(item, None)) == item
+    assert codec.draft_item_from_proto(codec.draft_item_to_proto(item, None)) == item
     wanting = VerifyItem(make_head((1,)), wants_features=True)
-    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanting, None)) == wanting
+    assert codec.verify_item_from_proto(codec.verify_item_to_proto(wanting, None)) == wanting
     key = ReplyKey("0" * 32, 1, 0)
     reply = VerdictReply(
         key, Verdict((), (1,)), 1, features=features, next_draft_ms=0.5, next_work_ms=0.25
     )
-    assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(reply)) == reply
+    assert codec.verify_answer_from_proto(codec.verify_answer_to_proto(reply)) == reply
 
 
 @pytest.mark.parametrize(
@@ -446,22 +445,22 @@ def test_features_travel_with_questions_and_verdicts() -> None:
     ],
 )
 def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
-    message = convert.draft_item_to_proto(DraftItem(make_head((1,)), 1), None)
+    message = codec.draft_item_to_proto(DraftItem(make_head((1,)), 1), None)
     message.features.width, message.features.rows = width, bytes(num_bytes)
     if field is None:
-        convert.draft_item_from_proto(message)
+        codec.draft_item_from_proto(message)
         return
     with pytest.raises(BadRequest) as caught:
-        convert.draft_item_from_proto(message)
+        codec.draft_item_from_proto(message)
     assert caught.value.field == field
 
 
 def test_too_many_draft_tokens_are_refused() -> None:
-    message = convert.draft_item_to_proto(DraftItem(make_head((1,)), NUM_DRAFT_TOKENS_MAX), None)
-    convert.draft_item_from_proto(message)
+    message = codec.draft_item_to_proto(DraftItem(make_head((1,)), NUM_DRAFT_TOKENS_MAX), None)
+    codec.draft_item_from_proto(message)
     message.num_draft_tokens += 1
     with pytest.raises(BadRequest, match="num_draft_tokens"):
-        convert.draft_item_from_proto(message)
+        codec.draft_item_from_proto(message)
 
 
 ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
@@ -486,11 +485,11 @@ ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
 def test_answers_of_a_replica_are_not_trusted(field: str, change: Callable[[Any], Any]) -> None:
     entry = PositionLogprobs(-1.0, ((1, -1.0),))
     key = make_head((1,)).key
-    message = convert.verify_answer_to_proto(
+    message = codec.verify_answer_to_proto(
         VerdictReply(key, Verdict((0.5,), (1, 2)), 3, (entry,) * 3)
     )
-    convert.verify_answer_from_proto(message)
+    codec.verify_answer_from_proto(message)
     change(message)
     with pytest.raises(BadRequest) as caught:
-        convert.verify_answer_from_proto(message)
+        codec.verify_answer_from_proto(message)
     assert caught.value.field == field

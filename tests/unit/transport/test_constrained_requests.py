@@ -9,7 +9,7 @@ import pytest
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.request import GenerateRequest
-from outrider.transport.field_codec import constraint_from_proto
+from outrider.transport.codec import constraint_from_proto
 from outrider.transport.request_codec import request_from_proto, request_to_proto
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2

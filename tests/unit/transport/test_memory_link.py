@@ -11,7 +11,7 @@ from rounds import Listener, make_head
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.messages import Refused, ReplicaDescription, VerifyAnswer, VerifyItem
-from outrider.transport.memory_link import MemoryLink
+from outrider.transport.link import MemoryLink
 
 DESCRIPTION = ReplicaDescription("m", "", "", 8, "float32", 0, (), 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from outrider.limits import FRAME_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
-from outrider.transport.send_queue import SendQueue
+from outrider.transport.stream_server import SendQueue
 from outrider.v1 import types_pb2
 
 

@@ -11,7 +11,7 @@ from rounds import make_head
 
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.messages import DraftItem, Refused, VerifyItem
-from outrider.transport import stream_codecs as codecs
+from outrider.transport import codec
 from outrider.transport.stream_server import StreamServer
 
 FIRST = VerifyItem(make_head((1, 2)))
@@ -85,7 +85,7 @@ async def test_it_ends_with_the_last_answer_that_anybody_waits_for(
 ) -> None:
     """Of each session the newest round: a replica answers the same item once, and may leave a round
     that is over."""
-    served = Served(codecs.VERIFY, *items)
+    served = Served(codec.VERIFY, *items)
     await served.asked(len(items))
     for item in answers:
         assert not served.reading.done(), "it ended before what was asked for had come"
@@ -98,7 +98,7 @@ async def test_it_ends_with_the_last_answer_that_anybody_waits_for(
 
 
 async def test_who_asks_for_guesses_alone_waits_for_nothing() -> None:
-    served = Served(codecs.DRAFT, HELD)
+    served = Served(codec.DRAFT, HELD)
     async with asyncio.timeout(5):
         await served.reading
     assert served.replica.items == [HELD]
@@ -109,7 +109,7 @@ async def test_what_it_remembers_of_rounds_is_bounded() -> None:
     waited for."""
     number = SESSIONS_PER_COORDINATOR_MAX + 2
     items = [VerifyItem(make_head((1, 2), session=session)) for session in range(number)]
-    served = Served(codecs.VERIFY, *items)
+    served = Served(codec.VERIFY, *items)
     await served.asked(number)
     for item in items[2:]:
         served.replica.answer(item)

@@ -1,13 +1,25 @@
-"""What files have to say, read again when they are others than they were."""
+"""A lock between processes that falls with its holder, so that nobody waits for a dead one."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from outrider.errors import ConfigError
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Within, no other holder of this file's lock is; the file is made, and stays. Raises
+    `BlockingIOError` where there is one and it is not waited for."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
 
 _log = logging.getLogger(__name__)
 
