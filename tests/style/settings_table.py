@@ -1,4 +1,4 @@
-"""The README's table of settings, made from `outrider.config`. Run as a module, it writes it."""
+"""The table in `docs/settings.md`, made from `outrider.config`; run as a module, it is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 from outrider.config import deployment_settings
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+SETTINGS = ROOT / "docs" / "settings.md"
 BEGIN = "<!-- settings: made by `python -m tests.style.settings_table` -->\n"
 END = "<!-- end of settings -->\n"
 
@@ -26,7 +28,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """A README with the table as it should be."""
+    """The page with the table as it should be."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -35,4 +37,4 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
+    SETTINGS.write_text(with_table(SETTINGS.read_text("utf-8")), "utf-8")

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import json_format
 
 from outrider.v1 import coordinator_pb2
-from tests.style.settings_table import README, with_table
+from tests.style.settings_table import README, SETTINGS, with_table
 
 ROOT = README.parent
 JOBS = (
@@ -22,7 +22,7 @@ DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_table_of_settings_is_what_the_configuration_says() -> None:
     """Run `python -m tests.style.settings_table` after a change."""
-    text = README.read_text("utf-8")
+    text = SETTINGS.read_text("utf-8")
     assert text == with_table(text)
 
 
@@ -39,11 +39,12 @@ def test_the_grpc_line_is_a_request() -> None:
     assert found[2] in service.methods_by_name
 
 
-def test_the_python_example_compiles() -> None:
-    """And what it imports from the client exists."""
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=lambda page: page.name)
+def test_the_python_examples_compile(page: Path) -> None:
+    """And what they import from the client exists."""
     import outrider.client
 
-    source = re.search(r"```python\n(.*?)```", README.read_text("utf-8"), re.S)
+    source = re.search(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
     assert source is not None
     for node in ast.walk(ast.parse(source[1])):
         if isinstance(node, ast.ImportFrom) and node.module == "outrider.client":
@@ -62,6 +63,11 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
     ours = rf"`((?:{folders})/[\w./]*)`"
     for path in re.findall(ours, text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    """It has at most 200 lines."""
+    assert len(README.read_text("utf-8").splitlines()) <= 200
 
 
 def test_every_make_target_is_real() -> None:

@@ -18,6 +18,9 @@ from deploy.cli.settings import deployment_config
 from tests.style.settings_table import README
 
 ROOT = README.parent
+GUIDES = [README, *(ROOT / "docs" / f"{name}.md" for name in (
+    "get-started", "serve", "scale", "drafters",
+))]  # fmt: skip
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS_DEPLOYMENT = ("status", "scale", "autoscale", "upgrade", "stop")
 MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
@@ -68,20 +71,21 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
             plan.PlanOptions.from_arguments(arguments).load_prompts()
 
 
-def test_the_readme_has_the_commands_that_a_newcomer_meets() -> None:
+def test_the_guides_have_the_commands_that_a_newcomer_meets() -> None:
     """So that the other tests read what they are about."""
-    names = {arguments.command for _, arguments in commands_of(README)}
+    names = {arguments.command for guide in GUIDES for _, arguments in commands_of(guide)}
     assert {"serve", "generate", "chat", "bench", "stop", "plan", "upgrade", "distill"} <= names
 
 
-def test_the_readmes_commands_work_in_their_order() -> None:
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
     """A deployment runs where a command needs one, and none where one is started; what is served or
     learned from has been made before, or is there."""
     runs, made = False, {path.name for path in ROOT.iterdir()} | MADE_BY_READER
-    for line, arguments in commands_of(README):
+    for line, arguments in commands_of(guide):
         if "ray job submit" in line:  # On another machine.
             continue
-        assert line.startswith(".venv/bin/outrider "), line
+        assert line.startswith("outrider "), line
         if arguments.command == "serve":
             assert not runs, line
             assert arguments.detach, line
@@ -97,16 +101,17 @@ def test_the_readmes_commands_work_in_their_order() -> None:
             assert word in made, line
         if arguments.command == "distill":
             made.add(str(arguments.out))
-    assert runs, "the calls by HTTP, gRPC and Python need a deployment"
+    assert not runs or guide == README, "a deployment that nothing stops"
 
 
-def test_what_distill_prints_is_what_the_readme_serves() -> None:
+def test_what_distill_prints_is_what_the_guide_serves() -> None:
+    guide = ROOT / "docs" / "drafters.md"
     served = {
         (getattr(arguments, "target", ""), getattr(arguments, "setting_draft_model", ""))
-        for _, arguments in commands_of(README)
+        for _, arguments in commands_of(guide)
         if arguments.command == "serve"
     }
-    made = [arguments for _, arguments in commands_of(README) if arguments.command == "distill"]
+    made = [arguments for _, arguments in commands_of(guide) if arguments.command == "distill"]
     printed = set()
     for arguments in made:
         words = shlex.split(serve_line(arguments.target, arguments.kind, arguments.out))
@@ -117,13 +122,12 @@ def test_what_distill_prints_is_what_the_readme_serves() -> None:
     assert with_drafters <= printed
 
 
-def test_programs_beside_ours_have_their_path() -> None:
-    """`buf` and `ray` are installed into `.venv/bin`, where no shell looks by itself."""
-    ours = [line for line in lines_of(README) if "curl " in line or line.startswith(".venv")]
-    assert ours
-    for line in ours:
-        word = shlex.split(line)[0]
-        assert word == "curl" or word.startswith(".venv/bin/"), line
+@pytest.mark.parametrize("guide", GUIDES[:2], ids=lambda path: path.name)
+def test_programs_are_on_the_path_before_they_are_called(guide: Path) -> None:
+    """`outrider` and `buf` are installed into `.venv/bin`, where no shell looks by itself."""
+    lines = lines_of(guide)
+    activated = lines.index("source .venv/bin/activate")
+    assert not [line for line in lines[:activated] if line.startswith(("outrider ", "buf "))]
 
 
 def test_a_program_that_no_shell_finds_is_shown_with_its_path(
