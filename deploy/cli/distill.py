@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from draft_service.training.distilling import Distilled
+    from draft_service.training.documents import Template
     from draft_service.training.measuring import Measured
-    from draft_service.training.target import Target
+    from draft_service.training.teacher import Target
     from draft_service.training.training import Point, Report
-    from draft_service.training.writing import Template
     from outrider.tokenizer import TokenizerText
 
 _TURNS: Final = ("one", "Two?")
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
     from draft_service.training.distilling import distill
-    from draft_service.training.output import check_out
+    from draft_service.training.storage import check_out
     from outrider.models.sources import cache_dir, resolve_model
 
     check_out(options.out)
@@ -214,7 +214,7 @@ def _said(found: Distilled) -> str:
 
 
 def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:
-    from draft_service.training.target import Target
+    from draft_service.training.teacher import Target
     from outrider.models.loading import load_tokenizer
     from outrider.models.sources import resolve_model
     from outrider.tokenizer import TokenizerText
@@ -237,7 +237,7 @@ def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None
 
 def _template(text: TokenizerText | None) -> Template:
     """What stands around a user's turn: what two conversations of other turns have in common."""
-    from draft_service.training.writing import Template
+    from draft_service.training.documents import Template
 
     if text is None:
         return Template((), ())

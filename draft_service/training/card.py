@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final
 
 from outrider.models.drafter_checkpoint import TrainedKind
 
+from .dataset import Start
 from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import draft_model
+from .storage import PLOT_FILE
 from .training import Point
 
-CARD_FILE: Final = "README.md"
-PLOT_FILE: Final = "loss.svg"
 _WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
 
 
@@ -37,16 +36,9 @@ class CardFacts:
 
     target: str
     target_fingerprint: str
-    start: str
-    """What the drafter began as, ..."""
-    is_trained: bool
-    """... and whether that had learned before."""
+    start: Start
+    """What the drafter began as, and what it is now."""
     kind: TrainedKind
-    shape: str
-    """What its weights are parts of, and how many, ..."""
-    num_parameters: int
-    """... without embeddings and head."""
-    draft_vocab_size: int
     covered: float
     """Part of the target's probability that the head's tokens have in held-out answers, at least;
     of 1."""
@@ -71,6 +63,7 @@ class CardFacts:
 
 def render_card(facts: CardFacts) -> str:
     """The card, in Markdown."""
+    start, learner, num_rows = facts.start, facts.start.learner, len(facts.start.token_ids)
     data = "\n".join(
         f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
         for name, source in facts.sources.items()
@@ -88,13 +81,14 @@ them{_unknown(facts)}.
 
 """
     learned, before = "first by cross-entropy, then by the likelihood that a draft is accepted", ""
-    if facts.is_trained:
+    if facts.start.is_trained:
         learned = "mostly by the likelihood that a draft is accepted, from the first step on"
         before = (
-            f"\nWhat {facts.start} had learned from before is not listed. Some of what is held out "
+            f"\nWhat {start.name} had learned from before is not listed. Some of what is held out "
             "here\nmay be among it, if another rule held texts out then.\n"
         )
     served = draft_model(facts.kind, "DIR")
+    num_parameters = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
@@ -102,9 +96,9 @@ Made by `outrider distill` for speculative decoding of the target {facts.target}
 stored here. Serve it with `outrider serve {facts.target} --draft-model {served}`.
 
 - Of the kind `{facts.kind}`.
-- {facts.num_parameters / 1e6:.1f} million parameters of its own in {facts.shape}, begun
-  as {facts.start}.
-- Of the head it has the rows for {facts.draft_vocab_size:,} tokens, to which the target gives at
+- {num_parameters / 1e6:.1f} million parameters of its own in {learner.shape}, begun
+  as {start.name}.
+- Of the head it has the rows for {num_rows:,} tokens, to which the target gives at
   least {facts.covered:.1%} of its probability in held-out answers; other tokens are never proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
 - {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included: all that
@@ -145,8 +139,8 @@ def _unknown(facts: CardFacts) -> str:
     found = ""
     if facts.has_texts:
         found += "; texts by others were not searched for them"
-    if facts.is_trained:
-        found += f";\nwhat {facts.start} had learned from before is not known here"
+    if facts.start.is_trained:
+        found += f";\nwhat {facts.start.name} had learned from before is not known here"
     return found
 
 

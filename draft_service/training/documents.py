@@ -38,6 +38,21 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Template:
+    """What surrounds a user's turn, as token ids; for a model without one, a text's beginning and
+    no turn."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    """Up to where the answer begins; empty = there are no turns."""
+
+    @property
+    def num_bare(self) -> int:
+        """Tokens of a prompt in which nobody says anything, at most."""
+        return max(1, 0 if self.after else len(self.before))
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """A text or a piece of one. Tokens from `first` on are learned; those before are only read."""
 

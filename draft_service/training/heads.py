@@ -1,15 +1,22 @@
-"""Heads on the target, as they learn: `medusa.py` says what they are.
+"""Heads that read the target's hidden states, as they learn: `medusa.py`, `eagle.py` and
+`early_exit.py` say what they are.
 
-A chain begins behind every learned token but a document's last one: the newest token is that one,
-f_0 what the target's head read to say it, and draft token i stands i places further on. Its logits
-are scored against what the target says of that place. So the tokens that a head is given are those
-of the text, as they are where a draft has been accepted so far.
+kind         a chain begins behind           and reads along it
+Medusa       every learned token but the     the text's tokens, and what the target's head read at
+             last of a document              the first place
+EAGLE        the same                        the text's tokens, and its own guesses of what the
+                                             target's head read
+early exit   every place, of one token       what the target's layer N put out there
+
+Draft token i of a chain is scored against what the target says of the place i further on. So the
+tokens that a head is given are those of the text, as they are where a draft has been accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Collection
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,40 +25,46 @@ import torch
 from torch import nn
 
 from outrider.errors import InvariantError
-from outrider.models.drafter_checkpoint import TrainedDescription
+from outrider.models.eagle import EagleHead
+from outrider.models.eagle_checkpoint import make_eagle, save_eagle
+from outrider.models.early_exit import ExitHead
+from outrider.models.early_exit_checkpoint import make_exit, save_exit
+from outrider.models.first_layers import check_exit, last_norm, norm_weight
 from outrider.models.medusa import DraftHeads
 from outrider.models.medusa_checkpoint import make_heads, save_heads
-from outrider.speculation.text_acceptance import acceptance_of_windows
+from outrider.settings import blaming
 
-from .learner import Depth, Start
-from .learning import Batch
-from .new_weights import fill_linears
+from .dataset import Batch, Depth, Learner, Start, next_tokens
 
-_INNER_WIDTHS: Final = 2
+NUM_DEPTHS: Final = 3
+"""Tokens of the chains that an EAGLE head learns from, and is measured with."""
+_CHAIN_INNER_WIDTHS: Final = 2
+_EXIT_INNER_WIDTHS: Final = 4
 """The inner width of a new head, in widths of the target."""
+_FIRST_SCALE: Final = 0.25
+"""What the target's norm is multiplied by in a new exit head: the norm was made for what the last
+layer puts out, and is far too sure of what an early one does. (Cross-entropy before any training,
+behind layer 6 of the demo target: 15.2 with 1, 8.5 with 0.5, 6.7 with 0.3, 6.5 with 0.2.)"""
+_LAYERS_FOR_EACH: Final = 5
+"""Of the target's layers one in so many stands before an exit by default."""
+_QUIET_DEVIATION: Final = 1e-3
+"""Of the weights that a change goes through: at first a drafter passes on what it is given."""
 
 
-class Heads:
-    """A `Learner` whose step drafts one token with each head."""
+class Heads(Learner):
+    """Medusa heads: a step drafts one token with each."""
 
     def __init__(self, module: DraftHeads) -> None:
-        """The heads learn; embeddings and head are the target's."""
-        module.requires_grad_(False)
-        module.heads.requires_grad_(True)
-        self.module = module
-        self.weights: dict[str, nn.Parameter] = {
-            name: weight for name, weight in module.named_parameters() if weight.requires_grad
-        }
-        self.head: torch.Tensor = module.head.weight
-        self.shape = f"{len(module.heads)} heads"
+        num_heads = len(module.heads)
+        super().__init__(
+            module, module.heads, [module.head.weight], f"{num_heads} heads", save_heads, num_heads
+        )
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft token 1, 2, .. of the chains that the documents are long enough for; those of row r
-        begin with its features and are scored against row r + 1, r + 2, .."""
-        if batch.features is None:
-            raise InvariantError("heads learn from what the target's head reads")
+        """Chains that the documents are long enough for; those of row r begin with its hidden
+        states and are scored against row r + 1, r + 2, .."""
+        features = _features(batch).to(self.head.dtype)
         following = batch.token_ids.reshape(-1)[batch.rows + 1]
-        features = batch.features.to(self.head.dtype)
         rows = torch.arange(len(features), device=features.device)
         found = []
         for depth in range(len(self.module.heads)):
@@ -64,27 +77,126 @@ class Heads:
             found.append(Depth(features, rows))
         return found
 
-    def by_position(
-        self, texts: Sequence[Sequence[npt.NDArray[np.float64]]]
-    ) -> tuple[float | None, ...]:
-        """As `Learner`."""
-        return acceptance_of_windows(texts, len(self.module.heads))
 
-    def save(
-        self, directory: Path, token_ids: torch.Tensor, description: TrainedDescription
-    ) -> None:
-        """As `Learner`."""
-        save_heads(directory, self.module, token_ids, description)
+class Eagle(Learner):
+    """An EAGLE head: a step drafts `NUM_DEPTHS` tokens."""
+
+    def __init__(self, module: EagleHead) -> None:
+        super().__init__(
+            module,
+            module.layer,
+            [module.head.weight],
+            "a layer over features",
+            save_eagle,
+            NUM_DEPTHS,
+        )
+
+    def draft(self, batch: Batch) -> list[Depth]:
+        """Chains that the documents are long enough for; those of row r begin with its pair and are
+        scored against row r + 1, r + 2, .. The first pair of a document is that of its first
+        learned token: when an answer begins, there are no hidden states of what stands before."""
+        read = _features(batch)
+        behind = batch.behind
+        documents = (nn.functional.pad(behind, (1, 0))[:-1] == 0).cumsum(0) - 1
+        firsts = (documents.diff(prepend=documents.new_tensor([-1])) > 0).nonzero()[:, 0]
+        places = torch.arange(len(behind), device=behind.device) - firsts[documents]
+        longest = int(places.max()) + 1
+        features = read.new_zeros((len(firsts), longest, read.shape[1]), dtype=self.head.dtype)
+        features[documents, places] = read.to(self.head.dtype)
+        tokens = batch.token_ids.new_zeros((len(firsts), longest + NUM_DEPTHS - 1))
+        tokens[documents, places] = batch.token_ids.reshape(-1)[batch.rows + 1]
+        found = []
+        for depth, guessed in enumerate(self.module.unroll(features, tokens, NUM_DEPTHS)):
+            [rows] = (behind > depth).nonzero(as_tuple=True)
+            if not len(rows):
+                break
+            found.append(Depth(guessed[documents[rows], places[rows]], rows + depth + 1))
+        return found
+
+
+class Exit(Learner):
+    """An early-exit head: it reads what the target's first layers put out."""
+
+    def __init__(self, module: ExitHead, num_layers: int) -> None:
+        def save(directory: Any, module: Any, token_ids: Any, description: Any) -> None:
+            save_exit(directory, module, num_layers, token_ids, description)
+
+        shape = f"a head behind the target's layer {num_layers}"
+        super().__init__(module, module, [module.head.weight], shape, save)
+
+    def draft(self, batch: Batch) -> list[Depth]:
+        return next_tokens(self.module(_features(batch).to(self.head.dtype)))
 
 
 def make_new_heads(
     target: Any, num_heads: int, token_ids: npt.NDArray[np.int64], seed: int
 ) -> Start:
     """Heads on the target's module that change next to nothing yet, for `token_ids` [N] of its
-    head. Their weights depend on the seed and on their shapes alone."""
+    head. The weights of every new head depend on the seed and on their shapes alone."""
     width = target.get_input_embeddings().weight.shape[1]
-    module = make_heads(target, num_heads, _INNER_WIDTHS * width, torch.from_numpy(token_ids))
-    fill_linears(module.heads, seed, ("down",), module.embeddings)
+    inner = _CHAIN_INNER_WIDTHS * width
+    module = make_heads(target, num_heads, inner, torch.from_numpy(token_ids))
+    _fill_linears(module.heads, seed, ("down",), module.embeddings)
     began = "heads that pass on what the target's own head reads"
-    key = f"{num_heads}, {len(token_ids)}"
-    return Start(Heads(module), token_ids, began, key, is_trained=False)
+    return _start(Heads(module), token_ids, began, f"{num_heads}, {len(token_ids)}")
+
+
+def make_new_eagle(target: Any, token_ids: npt.NDArray[np.int64], seed: int) -> Start:
+    """A head on the target's weights that changes next to nothing yet, for `token_ids` [N]."""
+    embeddings = target.get_input_embeddings().weight
+    rows = target.get_output_embeddings().weight
+    inner = _CHAIN_INNER_WIDTHS * embeddings.shape[1]
+    module = make_eagle(embeddings, rows, inner, torch.from_numpy(token_ids))
+    _fill_linears(module.layer, seed, ("join", "out", "down"), embeddings)
+    began = "a layer that passes on what the target's own head reads"
+    return _start(Eagle(module), token_ids, began, str(len(token_ids)))
+
+
+def make_new_exit(
+    target: Any, num_layers: int, token_ids: npt.NDArray[np.int64], seed: int
+) -> Start:
+    """A head behind so many of the target's layers that does what the target's own norm and head
+    would there, but less surely, for `token_ids` [N]."""
+    embeddings = target.get_input_embeddings().weight
+    width = embeddings.shape[1]
+    module = make_exit(target, _EXIT_INNER_WIDTHS * width, torch.from_numpy(token_ids))
+    module.scale = nn.Parameter(
+        (_FIRST_SCALE * norm_weight(last_norm(target), width)).to(embeddings)
+    )
+    _fill_linears(module, seed, ("mix", "down"), embeddings)
+    began = "the target's own norm and head there"
+    return _start(Exit(module, num_layers), token_ids, began, f"{num_layers}, {len(token_ids)}")
+
+
+_start = partial(Start, is_trained=False)
+
+
+def layers_before_exit(target: Any, wanted: int | None) -> int:
+    """How many of the target's layers stand before an exit; None = as many as usual. Raises
+    `SettingError` where that cannot be."""
+    num_layers = target.config.get_text_config().num_hidden_layers
+    found = max(1, round(num_layers / _LAYERS_FOR_EACH)) if wanted is None else wanted
+    with blaming("layers" if wanted is not None else "kind"):
+        check_exit(target, found)
+    return found
+
+
+def _features(batch: Batch) -> torch.Tensor:
+    if batch.features is None:
+        raise InvariantError("a head learns from the target's hidden states")
+    return batch.features
+
+
+def _fill_linears(module: nn.Module, seed: int, quiet: Collection[str], like: torch.Tensor) -> None:
+    """Gives linear layers of a module that have no values their first weights, in the form of
+    `like`: next to nothing where its own name is in `quiet`, else as the library begins such a
+    layer."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear) and linear.weight.is_meta:
+            values = torch.empty(linear.weight.shape)
+            if name.rpartition(".")[2] in quiet:
+                values.normal_(std=_QUIET_DEVIATION, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+            linear.weight = nn.Parameter(values.to(like))

@@ -13,8 +13,7 @@ import torch
 
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 
-from .learner import Learner
-from .learning import Batch, Lessons, Place, alike
+from .dataset import Batch, Dataset, Example, Learner, alike
 
 MEASURED_TEMPERATURES: Final = (0.0, 1.0)
 """Of the answers to each prompt that a drafter is to be measured with, ..."""
@@ -71,7 +70,7 @@ class Measured:
 
 
 def measure(
-    learner: Learner, lessons: Lessons, places: Sequence[Place], *, is_first_alone: bool = False
+    learner: Learner, dataset: Dataset, examples: Sequence[Example], *, is_first_alone: bool = False
 ) -> Measured:
     """Drafts along these documents. What stands before their answers is not measured: the target
     did not write it as it writes answers. Temperatures of the target's texts and of the two
@@ -79,17 +78,17 @@ def measure(
     first draft tokens; with `is_first_alone` nothing else is looked at."""
     found: dict[float | None, list[tuple[float, float, int]]] = {}
     texts: list[list[npt.NDArray[np.float64]]] = []
-    for batch_places in alike(places, _TOKENS_OF_A_PASS):
-        depths = _read(learner, lessons.batch(batch_places), is_first_alone)
-        sizes = [place.document.num_learned for place in batch_places]
+    for batch_examples in alike(examples, _TOKENS_OF_A_PASS):
+        depths = _read(learner, dataset.batch(batch_examples), is_first_alone)
+        sizes = [example.document.num_learned for example in batch_examples]
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        for place, (first, end) in zip(batch_places, pairwise(bounds), strict=True):
-            start = first + place.document.num_before_answer
+        for example, (first, end) in zip(batch_examples, pairwise(bounds), strict=True):
+            start = first + example.document.num_before_answer
             parts = [depth.between(start + number, end) for number, depth in enumerate(depths)]
             hits, overlaps = parts[0].hits, parts[0].overlaps
             sums = (float(hits.sum()), float(overlaps.sum()), len(hits))
-            found.setdefault(place.document.temperature, []).append(sums)
-            if place.document.temperature == 1.0:
+            found.setdefault(example.document.temperature, []).append(sums)
+            if example.document.temperature == 1.0:
                 texts.append([part.ratios for part in parts])
     rates = []
     for temperature in sorted(found, key=lambda t: (t is None, t or 0.0)):

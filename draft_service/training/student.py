@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
-from outrider.errors import SettingError
-from outrider.models.drafter_checkpoint import TrainedDescription
-from outrider.models.fingerprint import tensors_fingerprint
+from outrider.errors import SettingError, check
+from outrider.models.compatibility import dense_logits
 from outrider.models.first_layers import layers_of
 from outrider.models.meta_models import parameters_on_meta
-from outrider.models.student_checkpoint import load_drafter, narrow_head, save_drafter
-from outrider.settings import blaming
-from outrider.speculation.text_acceptance import conditional_acceptance
+from outrider.models.student_checkpoint import narrow_head, save_drafter
 
-from .dense_attention import use_dense_attention
-from .learner import Depth, Start
-from .learning import Batch
+from .dataset import Batch, Depth, Learner, Start, next_tokens
 
 _LAYERS_TO_COPY = 4
 """A student of fewer has the first layers and the last alone."""
@@ -50,42 +45,21 @@ def kept_layers(
     return sorted(kept)
 
 
-class Student:
-    """A `Learner` that is a small model: it reads a text as the target does, and its further draft
-    tokens come from further steps."""
+class Student(Learner):
+    """A small model: it reads a text as the target does."""
 
     def __init__(self, module: Any) -> None:
         """All of the module learns but what is the target's: embeddings and head."""
-        module.requires_grad_(True)
-        for shared in (module.get_input_embeddings(), module.get_output_embeddings()):
-            shared.weight.requires_grad_(False)
+        shared = [module.get_input_embeddings().weight, module.get_output_embeddings().weight]
+        shape = f"{module.config.get_text_config().num_hidden_layers} layers"
+        super().__init__(module, module, shared, shape, save_drafter)
         use_dense_attention(module)
-        self.module = module
-        self.weights: dict[str, nn.Parameter] = {
-            name: weight for name, weight in module.named_parameters() if weight.requires_grad
-        }
-        self.head: torch.Tensor = module.get_output_embeddings().weight
-        self.shape = f"{module.config.get_text_config().num_hidden_layers} layers"
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """The first draft token of every row; what comes behind it is that of the next row."""
         hidden = self.module.base_model(
             input_ids=batch.token_ids, use_cache=False
         ).last_hidden_state
-        wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
-        return [Depth(wanted, torch.arange(len(wanted), device=wanted.device))]
-
-    def by_position(
-        self, texts: Sequence[Sequence[npt.NDArray[np.float64]]]
-    ) -> tuple[float | None, ...]:
-        """As `Learner`."""
-        return conditional_acceptance([ratios.tolist() for [ratios] in texts])
-
-    def save(
-        self, directory: Path, token_ids: torch.Tensor, description: TrainedDescription
-    ) -> None:
-        """As `Learner`."""
-        save_drafter(directory, self.module, token_ids, description)
+        return next_tokens(hidden.reshape(-1, hidden.shape[-1])[batch.rows])
 
 
 def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Start:
@@ -124,28 +98,106 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     return Start(Student(student), token_ids, name, key, is_trained=False)
 
 
-def load_student(
-    drafter: Path,
-    target: Path,
-    *,
-    name: str,
-    target_name: str,
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
-) -> Start:
-    """A drafter of this target, both by the names that people know, to learn on. Raises
-    `SettingError` for one that was made for another, or that cannot be read."""
-    with blaming("start_from"):
-        student, info = load_drafter(
-            drafter,
-            target,
-            name=name,
-            target=target_name,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-        key = tensors_fingerprint(drafter)
-    token_ids = np.array(info.logit_token_ids, dtype=np.int64)
-    return Start(Student(student), token_ids, f"the drafter `{name}`", key, is_trained=True)
+_NUM_TEXTS: Final = 8
+_NUM_TOKENS: Final = 64
+"""Of a text, before it is written again."""
+_SCORE_MIN: Final = 0.2
+"""Part of a head's attention that must lie there."""
+
+
+def copying_layers(target: Any) -> tuple[int, int] | None:
+    """The layer with the head that most looks at the token before, and, of those behind it, the
+    one with the head that most looks at what followed an earlier occurrence; None where heads do
+    neither, as in a model that was not trained, or where the library does not tell."""
+    before, after = _scores(target)
+    pairs = [
+        (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
+        for first in range(len(before) - 1)
+    ]
+    copying = [(a, b) for a, b in pairs if before[a] >= _SCORE_MIN and after[b] >= _SCORE_MIN]
+    return max(copying, key=lambda pair: before[pair[0]], default=None)
+
+
+def _scores(target: Any) -> tuple[list[float], list[float]]:
+    """Of each layer, the largest part of a head's attention to the token before, and to the one
+    behind the earlier occurrence; means over random texts."""
+    embeddings = target.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
+    ids = torch.cat([texts, texts], dim=1).to(embeddings.device)
+    implementation = target.config._attn_implementation
+    target.set_attn_implementation("eager")  # The others do not tell what they looked at.
+    try:
+        with torch.inference_mode():
+            attentions = (
+                target.base_model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+                or ()
+            )
+    finally:
+        target.set_attn_implementation(implementation)
+    places = torch.arange(1, ids.shape[1])
+    again = torch.arange(_NUM_TOKENS, ids.shape[1])
+    before = [_most(weights, places, places - 1) for weights in attentions]
+    after = [_most(weights, again, again - _NUM_TOKENS + 1) for weights in attentions]
+    return before, after
+
+
+def _most(weights: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> float:
+    """The largest mean over texts and places, of all heads; `weights` [B, heads, T, T]."""
+    return float(weights[:, :, rows, columns].float().mean(dim=(0, 2)).max())
+
+
+NAME: Final = "outrider_dense"
+_NUM_TRIAL_TOKENS: Final = 12
+_TOLERANCE: Final = 0.05
+"""Of the norm of the logits of the trial: what rounding in half precision may change."""
+
+
+def use_dense_attention(module: Any) -> None:
+    """Lets a module on a CPU attend this way, unless that gives other logits than its own way."""
+    embeddings = module.get_input_embeddings().weight
+    if embeddings.device.type != "cpu":
+        return
+    before = module.config._attn_implementation
+    ids = [(7 * i + 1) % embeddings.shape[0] for i in range(_NUM_TRIAL_TOKENS)]
+    expected = dense_logits(module, ids).double()
+    module.set_attn_implementation(NAME)
+    with torch.inference_mode():
+        found = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
+    if not (found - expected).norm() <= _TOLERANCE * expected.norm():
+        module.set_attn_implementation(before)
+
+
+def _attend(
+    block: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Output [B, T, heads, width] of query [B, heads, T, width], key and value [B, key heads, T,
+    width]; a token looks at itself and at those before it, within its window."""
+    check(attention_mask is None, "no mask is made for this attention")
+    num_texts, num_heads, length, width = query.shape
+    num_keys = key.shape[1]
+    scaling = width**-0.5 if scaling is None else scaling
+    # Heads that share a key stand below each other: one product for all of them.
+    rows = query.reshape(num_texts, num_keys, -1, width)
+    scores = (rows @ key.transpose(2, 3)).view(num_texts, num_keys, -1, length, length)
+    weights = (scores * scaling + _mask(length, sliding_window, query.dtype)).softmax(dim=-1)
+    output = weights.view(num_texts, num_keys, -1, length) @ value
+    return output.view(num_texts, num_heads, length, -1).transpose(1, 2), None
+
+
+def _mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[T, T]: -inf where a token must not look, else 0."""
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (back < 0) if window is None else (back < 0) | (back >= window)
+    return torch.zeros(length, length, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+AttentionInterface.register(NAME, _attend)
+# No mask function has this name: then the library makes no mask at all.

@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .learner import Learner
-from .learning import Batch, Lessons, Place
-from .losses import overlap_loss
+from .dataset import Batch, Dataset, Example, Learner, TeacherRows
 from .measuring import measure
 from .storage import Stopwatch
 
@@ -109,7 +107,7 @@ class Trainer:
     def __init__(
         self,
         learner: Learner,
-        lessons: Lessons,
+        dataset: Dataset,
         directory: Path,
         seed: int,
         budget: Budget,
@@ -118,7 +116,7 @@ class Trainer:
         """`is_trained`: the learner has learned before."""
         self.learner = learner
         self._is_trained = is_trained
-        self._lessons = lessons
+        self._dataset = dataset
         self._seed = seed
         self._budget = budget
         directory.mkdir(parents=True, exist_ok=True)
@@ -152,7 +150,7 @@ class Trainer:
         self._loss_steps = 0
         if self._path.exists():
             self._resume()
-        self._running = _first_tokens(lessons.held_out, _RUNNING_TOKENS)
+        self._running = _first_tokens(dataset.held_out, _RUNNING_TOKENS)
 
     @property
     def part(self) -> float:
@@ -183,16 +181,16 @@ class Trainer:
                 if self._is_between_steps and self._num_saved < self.num_steps:
                     self._save()
 
-    def _batches(self) -> Iterator[list[Place]]:
+    def _batches(self) -> Iterator[list[Example]]:
         while True:
-            batches = self._lessons.epoch(self._seed, self._epoch, self._batch_tokens)
+            batches = self._dataset.epoch(self._seed, self._epoch, self._batch_tokens)
             yield from batches[self._done_of_epoch :]
             self._epoch += 1
             self._done_of_epoch = 0
             self._batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
-    def _step(self, places: list[Place]) -> None:
-        batch = self._lessons.batch(places)
+    def _step(self, examples: list[Example]) -> None:
+        batch = self._dataset.batch(examples)
         part = self.part
         loss = self._loss(batch, likelihood_share(part, self._is_trained))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -224,7 +222,7 @@ class Trainer:
         return total / weights
 
     def _measure(self) -> None:
-        measured = measure(self.learner, self._lessons, self._running, is_first_alone=True)
+        measured = measure(self.learner, self._dataset, self._running, is_first_alone=True)
         loss = self._loss_sum / max(self._loss_steps, 1)
         point = Point(
             step=self.num_steps,
@@ -286,12 +284,76 @@ class Trainer:
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
 
 
-def _first_tokens(places: list[Place], num_tokens: int) -> list[Place]:
+def _first_tokens(examples: list[Example], num_tokens: int) -> list[Example]:
     """The first of these documents that have so many learned tokens together."""
-    found: list[Place] = []
-    for place in places:
-        found.append(place)
-        num_tokens -= place.document.num_learned
+    found: list[Example] = []
+    for example in examples:
+        found.append(example)
+        num_tokens -= example.document.num_learned
         if num_tokens <= 0:
             break
     return found
+
+
+ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
+"""Rows of logits that are made at once."""
+_LEAST_OVERLAP: Final = 1e-3
+"""A below it counts as this in the gradient of -log A."""
+
+
+def overlap_loss(
+    hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, likelihood_share: float
+) -> torch.Tensor:
+    """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
+    [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
+    arguments = (hidden, head, teacher, likelihood_share)
+    loss: torch.Tensor = _OverlapLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _OverlapLoss(torch.autograd.Function):
+    """Makes the gradient on the way forward, where the logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        teacher: TeacherRows,
+        share: float,
+    ) -> torch.Tensor:
+        num_rows = len(hidden)
+        size = ROWS_OF_A_BLOCK["cpu" if hidden.device.type == "cpu" else "cuda"]
+        by_hidden = torch.empty_like(hidden)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, num_rows, size):
+            rows = slice(start, min(start + size, num_rows))
+            q = (hidden[rows] @ head.t()).float()
+            part = TeacherRows(teacher.columns[rows], teacher.mass[rows])
+            total += _differentiate(q, part, share)
+            torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=by_hidden[rows])
+        ctx.save_for_backward(by_hidden)
+        return total / num_rows
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        [by_hidden] = ctx.saved_tensors
+        return by_hidden * slopes[0].to(by_hidden), None, None, None
+
+
+def _differentiate(logits: torch.Tensor, teacher: TeacherRows, share: float) -> torch.Tensor:
+    """The loss, summed over all rows of `logits` [R, N], float32, which become its gradient."""
+    top = logits.amax(dim=1, keepdim=True)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(dim=1, keepdim=True)
+    p, columns = teacher.mass, teacher.columns
+    listed = weights.gather(1, columns) / total
+    overlaps = torch.minimum(p, listed).sum(dim=1, keepdim=True)
+    entropy = -(p * listed.clamp(min=torch.finfo(torch.float32).tiny).log()).sum(dim=1)
+    likelihood = overlaps.clamp(min=_LEAST_OVERLAP)
+    loss = (1 - share) * entropy - share * likelihood.log()[:, 0]
+    short = torch.where(listed < p, listed, 0.0) / likelihood
+    scale = (1 - share) * p.sum(dim=1, keepdim=True) + share * short.sum(dim=1, keepdim=True)
+    weights.mul_(scale / total)
+    weights.scatter_add_(1, columns, -((1 - share) * p + share * short))
+    return loss.sum()

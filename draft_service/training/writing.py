@@ -16,7 +16,7 @@ from outrider.limits import PAGE_SIZE
 from outrider.speculation.random_streams import RoundNoise, choice_seed
 from outrider.speculation.sampling_params import Rule
 
-from .documents import BEGINNING, HELD_OUT_EVERY, Document, conversation
+from .documents import BEGINNING, HELD_OUT_EVERY, Document, Template, conversation
 from .storage import Spent
 
 TEMPERATURES: Final = (0.0, 0.7, 1.0)
@@ -31,21 +31,6 @@ _FEW: Final = 3 * HELD_OUT_EVERY
 far as they came, if that is as far as `BEGINNING`: of so many texts one is held out in 95 of 100
 cases."""
 _FILE: Final = "conversations.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """What surrounds a user's turn, as token ids; for a model without one, a text's beginning and
-    no turn."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    """Up to where the answer begins; empty = there are no turns."""
-
-    @property
-    def num_bare(self) -> int:
-        """Tokens of a prompt in which nobody says anything, at most."""
-        return max(1, 0 if self.after else len(self.before))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 
-from draft_service.training.dense_attention import NAME, use_dense_attention
+from draft_service.training.student import NAME, use_dense_attention
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"])

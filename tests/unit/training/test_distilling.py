@@ -20,20 +20,18 @@ from models import save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draft_service.training import answering, teacher, training
+from draft_service.training import distilling, teacher, training
 from draft_service.training.distilling import Distilled, distill
-from draft_service.training.documents import is_kept_back
+from draft_service.training.documents import Template, is_kept_back
 from draft_service.training.options import DistillOptions
 from draft_service.training.storage import Stopwatch
-from draft_service.training.target import Target
-from draft_service.training.teacher import TeacherCache
+from draft_service.training.teacher import Target, TeacherCache
 from draft_service.training.training import (
     Point,
     batch_tokens,
     learning_rate,
     likelihood_share,
 )
-from draft_service.training.writing import Template
 from outrider.errors import ConfigError, SettingError
 from outrider.models.medusa_checkpoint import load_heads
 from outrider.models.student_checkpoint import load_drafter
@@ -184,8 +182,8 @@ from pathlib import Path
 from draft_service.training import teacher, training
 from draft_service.training.distilling import distill
 from draft_service.training.options import DistillOptions
-from draft_service.training.target import Target
-from draft_service.training.writing import Template
+from draft_service.training.teacher import Target
+from draft_service.training.documents import Template
 
 wishes, target, out, cache, stage, part = sys.argv[1:]
 torch.set_num_threads(1)
@@ -315,7 +313,7 @@ def test_both_sources_are_read_in_one_share_of_the_time(
     with pytest.raises(SettingError, match="too few"):
         run(target, tmp_path, steps=None, tokens=500, minutes=10.0, corpus=tmp_path / "corpus")
     (written, first), (given, second) = asked
-    share = answering.READING_SHARE + answering.WRITING_SHARE / 2 * (given / 300_000)
+    share = distilling.READING_SHARE + distilling.WRITING_SHARE / 2 * (given / 300_000)
     assert first == pytest.approx(share * 600 * written / (written + given))
     assert second == pytest.approx(share * 600 - used * first)
 
@@ -455,7 +453,7 @@ def test_answers_that_nothing_can_be_drafted_for_are_not_measured(
     lengths = [len(json.loads(line)["answer"]) for line in file.read_text().splitlines()]
     assert found.num_tokens == sum(length - 1 for length in lengths)
     assert len(found.by_position) == 3
-    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 1)
+    monkeypatch.setattr(distilling, "MEASURED_TOKENS_MAX", 1)
     with pytest.raises(SettingError, match="too short to measure") as bad:
         run(target, tmp_path, measure=prompts, **HEADS)
     assert bad.value.key == "measure"

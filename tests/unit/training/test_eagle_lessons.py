@@ -11,16 +11,14 @@ import torch
 from models import save_tiny_model, tiny_config, tiny_module
 
 from draft_service.training import distilling
-from draft_service.training.courses import course_of
+from draft_service.training.dataset import Batch, Dataset
 from draft_service.training.distilling import distill
-from draft_service.training.documents import HELD_OUT_EVERY, Document
-from draft_service.training.eagle import NUM_DEPTHS, Eagle, make_new_eagle
-from draft_service.training.learning import Batch, Lessons
+from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
+from draft_service.training.heads import NUM_DEPTHS, Eagle, make_new_eagle
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
-from draft_service.training.target import Target
-from draft_service.training.teacher import Features, TeacherCache
-from draft_service.training.writing import Template
+from draft_service.training.recipes import recipe_for
+from draft_service.training.teacher import Features, Target, TeacherCache
 from outrider.errors import SettingError
 from outrider.models.eagle_checkpoint import load_eagle
 
@@ -34,7 +32,7 @@ def module() -> Any:
 
 
 @pytest.fixture(scope="module")
-def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+def dataset(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Of documents some of which are too short for the later draft tokens."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
@@ -45,7 +43,7 @@ def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
     features = Features.of(module)
     cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB, features)
     cache.fill(module, 1e9, lambda part: None)
-    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 
 
 def loud(module: Any, seed: int = 0) -> Eagle:
@@ -58,12 +56,12 @@ def loud(module: Any, seed: int = 0) -> Eagle:
 
 
 def test_features_tokens_and_answers_of_a_chain_belong_together(
-    module: Any, lessons: Lessons
+    module: Any, dataset: Dataset
 ) -> None:
     """Each document by itself: its pairs begin with its first learned token, and each draft token
     is scored against what the target says of the place that it would stand at."""
-    eagle, places = loud(module), lessons.learned[:7]
-    batch = lessons.batch(places)
+    eagle, places = loud(module), dataset.learned[:7]
+    batch = dataset.batch(places)
     depths = eagle.draft(batch)
     assert len(depths) == NUM_DEPTHS
     hidden: list[list[torch.Tensor]] = [[] for _ in depths]
@@ -93,9 +91,9 @@ def test_features_tokens_and_answers_of_a_chain_belong_together(
 
 
 def test_a_new_head_passes_on_what_it_is_given_and_depends_on_the_seed(
-    module: Any, lessons: Lessons
+    module: Any, dataset: Dataset
 ) -> None:
-    batch = lessons.batch(lessons.learned[:7])
+    batch = dataset.batch(dataset.learned[:7])
     first, same, other = (make_new_eagle(module, TOKEN_IDS, seed).learner for seed in (1, 1, 2))
     assert batch.features is not None
     for number, depth in enumerate(first.draft(batch), start=1):
@@ -126,10 +124,10 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
         with torch.inference_mode():
             return [depth.hidden @ learner.head.t() for depth in learner.draft(batch)]
 
-    def watched(learner: Any, lessons: Lessons, places: Any) -> Measured:
-        batch = lessons.batch(places)
+    def watched(learner: Any, dataset: Dataset, places: Any) -> Measured:
+        batch = dataset.batch(places)
         seen.append((batch, logits(learner, batch)))
-        return measure(learner, lessons, places)
+        return measure(learner, dataset, places)
 
     monkeypatch.setattr(distilling, "measure", watched)
     options = DistillOptions(
@@ -143,7 +141,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     for ours, theirs in zip(logits(Eagle(loaded.module), batch), expected, strict=True):
         assert torch.equal(ours, theirs)
     again = DistillOptions(out=tmp_path / "more", kind="eagle", start_from=tmp_path / "out")
-    drafter = course_of(again, target, target.load()[0]).drafter
+    drafter = recipe_for(again, target, target.load()[0]).drafter
     assert drafter is not None
     for name, weight in drafter.learner.weights.items():
         assert torch.equal(weight, dict(loaded.module.named_parameters())[name])

@@ -13,17 +13,15 @@ from models import save_tiny_model, tiny_config, tiny_module
 from safetensors.torch import load_file
 
 from draft_service.training import distilling, training
-from draft_service.training.courses import course_of
+from draft_service.training.dataset import Batch, Dataset
 from draft_service.training.distilling import Distilled, distill
-from draft_service.training.documents import HELD_OUT_EVERY, Document
-from draft_service.training.exits import Exit, layers_before_exit, make_new_exit
-from draft_service.training.learning import Batch, Lessons
+from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
+from draft_service.training.heads import Exit, layers_before_exit, make_new_exit
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
-from draft_service.training.target import Target
-from draft_service.training.teacher import Features, TeacherCache
+from draft_service.training.recipes import recipe_for
+from draft_service.training.teacher import Features, Target, TeacherCache
 from draft_service.training.training import Point
-from draft_service.training.writing import Template
 from outrider.errors import SettingError
 from outrider.models.early_exit_checkpoint import load_exit
 
@@ -80,13 +78,13 @@ def test_it_reads_what_a_layer_puts_out_and_answers_for_the_token_behind(
     cache = TeacherCache(tmp_path, documents, VOCAB, Features.of(module, layer))
     cache.fill(module, 1e9, lambda part: None)
     assert list(module.model.layers) == layers
-    lessons = Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
-    batch = lessons.batch(lessons.learned)
+    dataset = Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    batch = dataset.batch(dataset.learned)
     learner: Any = make_new_exit(module, layer, TOKEN_IDS, 0).learner
     torch.nn.init.normal_(learner.module.down.weight, std=0.3)
     [depth] = learner.draft(batch)
     hidden, p = [], []
-    for place in lessons.learned:
+    for place in dataset.learned:
         document = place.document
         ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
         with torch.inference_mode():
@@ -135,7 +133,7 @@ def test_a_target_without_a_list_of_layers_is_refused(target: Target) -> None:
     module = tiny_module(tiny_config("gpt2", VOCAB))
     options = DistillOptions(out=Path(), kind="early-exit")
     with pytest.raises(SettingError, match="kind: a GPT2LMHeadModel has no"):
-        course_of(options, target, module)
+        recipe_for(options, target, module)
 
 
 def test_it_learns_and_comes_with_its_card(target: Target, made: tuple[Path, list[Point]]) -> None:
@@ -186,10 +184,10 @@ def test_what_is_stored_is_what_was_measured(
             [depth] = learner.draft(batch)
             return depth.hidden @ learner.head.t()
 
-    def watched(learner: Any, lessons: Lessons, places: Any) -> Measured:
-        batch = lessons.batch(places)
+    def watched(learner: Any, dataset: Dataset, places: Any) -> Measured:
+        batch = dataset.batch(places)
         seen.append((batch, logits(learner, batch)))
-        return measure(learner, lessons, places)
+        return measure(learner, dataset, places)
 
     monkeypatch.setattr(distilling, "measure", watched)
     run(target, tmp_path, steps=5, tokens=40 * HELD_OUT_EVERY)

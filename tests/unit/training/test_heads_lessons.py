@@ -13,17 +13,15 @@ import torch
 from models import save_tiny_model, tiny_config, tiny_module
 
 from draft_service.training import distilling, training
-from draft_service.training.courses import course_of
+from draft_service.training.dataset import Batch, Dataset, Example
 from draft_service.training.distilling import distill
-from draft_service.training.documents import HELD_OUT_EVERY, Document
+from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
 from draft_service.training.heads import Heads, make_new_heads
-from draft_service.training.learning import Batch, Lessons, Place
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
-from draft_service.training.target import Target
-from draft_service.training.teacher import Features, TeacherCache
+from draft_service.training.recipes import recipe_for
+from draft_service.training.teacher import Features, Target, TeacherCache
 from draft_service.training.training import Budget, Trainer
-from draft_service.training.writing import Template
 from outrider.models.medusa_checkpoint import load_heads
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
@@ -39,7 +37,7 @@ def module() -> Any:
 
 
 @pytest.fixture(scope="module")
-def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+def dataset(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Of documents some of which are too short for the later heads."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
@@ -50,7 +48,7 @@ def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
     features = Features.of(module)
     cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB, features)
     cache.fill(module, 1e9, lambda part: None)
-    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 
 
 def loud_heads(module: Any, seed: int = 0) -> Heads:
@@ -72,7 +70,7 @@ class Drafted:
     written: int
 
 
-def chains(module: Any, heads: Heads, place: Place) -> list[list[Drafted]]:
+def chains(module: Any, heads: Heads, place: Example) -> list[list[Drafted]]:
     """Of one document, chain by chain, from the target's module itself."""
     document = place.document
     ids = torch.from_numpy(document.token_ids.astype(np.int64))
@@ -97,13 +95,13 @@ def columns_of(token_id: int) -> int:
 
 
 def test_features_tokens_and_answers_of_a_chain_belong_together(
-    module: Any, lessons: Lessons
+    module: Any, dataset: Dataset
 ) -> None:
     """Against the definition: f_0 from before the newest token, each head the token behind it, each
     scored against what the target says of the place that its token would stand at."""
     heads = loud_heads(module)
-    places = lessons.learned[:7]
-    batch = lessons.batch(places)
+    places = dataset.learned[:7]
+    batch = dataset.batch(places)
     depths = heads.draft(batch)
     assert len(depths) == NUM_HEADS
     for number, depth in enumerate(depths):
@@ -126,15 +124,15 @@ def test_features_tokens_and_answers_of_a_chain_belong_together(
 
 
 def test_what_is_measured_of_heads_is_what_serving_would_find(
-    module: Any, lessons: Lessons
+    module: Any, dataset: Dataset
 ) -> None:
     """With q as it goes on the wire; chains count whose first draft token is the answer's."""
     heads = loud_heads(module)
-    measured = measure(heads, lessons, lessons.held_out)
+    measured = measure(heads, dataset, dataset.held_out)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
     overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
     reached, accepted = np.zeros(NUM_HEADS), np.zeros(NUM_HEADS)
-    for place in lessons.held_out:
+    for place in dataset.held_out:
         document = place.document
         assert document.temperature is not None
         for newest, chain in enumerate(chains(module, heads, place), start=document.first):
@@ -163,9 +161,9 @@ def test_what_is_measured_of_heads_is_what_serving_would_find(
 
 
 def test_new_heads_pass_on_what_they_are_given_and_depend_on_the_seed(
-    module: Any, lessons: Lessons
+    module: Any, dataset: Dataset
 ) -> None:
-    batch = lessons.batch(lessons.learned[:7])
+    batch = dataset.batch(dataset.learned[:7])
     first, same, other = (
         make_new_heads(module, NUM_HEADS, TOKEN_IDS, seed).learner for seed in (1, 1, 2)
     )
@@ -183,7 +181,7 @@ def test_new_heads_pass_on_what_they_are_given_and_depend_on_the_seed(
 
 
 def test_later_draft_tokens_count_less(
-    module: Any, lessons: Lessons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each 0.8 of the one before it, of a whole of 1."""
     losses = iter([1.0, 10.0, 100.0])
@@ -192,7 +190,7 @@ def test_later_draft_tokens_count_less(
         return hidden.sum() * 0 + next(losses)
 
     monkeypatch.setattr(training, "overlap_loss", loss)
-    trainer = Trainer(loud_heads(module), lessons, tmp_path, 0, Budget(1, 0.0), is_trained=False)
+    trainer = Trainer(loud_heads(module), dataset, tmp_path, 0, Budget(1, 0.0), is_trained=False)
     trainer.run(lambda part, point: None)
     expected = (1.0 + 0.8 * 10.0 + 0.64 * 100.0) / (1 + 0.8 + 0.64)
     assert trainer.points[-1].loss == pytest.approx(expected)
@@ -205,7 +203,7 @@ def test_a_document_without_a_chain_is_not_learned_from(module: Any) -> None:
     found = {}
     for kind in ("student", "medusa"):
         options = DistillOptions(out=Path(), kind=kind, layers=1 if kind == "student" else None)
-        found[kind] = course_of(options, target, module).long_enough(documents)
+        found[kind] = recipe_for(options, target, module).long_enough(documents)
     assert found == {"student": documents, "medusa": [documents[1], documents[3]]}
 
 
@@ -222,10 +220,10 @@ def test_what_is_stored_is_what_was_measured(
         with torch.inference_mode():
             return [depth.hidden @ learner.head.t() for depth in learner.draft(batch)]
 
-    def watched(learner: Any, lessons: Lessons, places: Any) -> Measured:
-        batch = lessons.batch(places)
+    def watched(learner: Any, dataset: Dataset, places: Any) -> Measured:
+        batch = dataset.batch(places)
         seen.append((batch, logits(learner, batch)))
-        return measure(learner, lessons, places)
+        return measure(learner, dataset, places)
 
     monkeypatch.setattr(distilling, "measure", watched)
     options = DistillOptions(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 
+from draft_service.training.dataset import Dataset
 from draft_service.training.documents import (
     BEGINNING,
     HELD_OUT_EVERY,
@@ -24,7 +25,6 @@ from draft_service.training.documents import (
     shuffled,
     split_of,
 )
-from draft_service.training.learning import Lessons
 from draft_service.training.measuring import measure
 from draft_service.training.student import make_student
 from draft_service.training.teacher import TeacherCache
@@ -217,7 +217,7 @@ def module() -> Any:
 
 
 @pytest.fixture
-def lessons(module: Any, tmp_path: Path) -> Lessons:
+def dataset(module: Any, tmp_path: Path) -> Dataset:
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 6 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
     documents = [
@@ -227,26 +227,26 @@ def lessons(module: Any, tmp_path: Path) -> Lessons:
     documents[HELD_OUT_EVERY] = Document(ids[HELD_OUT_EVERY], 1, 3, 1.0, True)
     cache = TeacherCache(tmp_path, documents, VOCAB)
     cache.fill(module, 1e9, lambda part: None)
-    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 
 
-def test_an_epoch_is_every_learned_document_once(lessons: Lessons) -> None:
+def test_an_epoch_is_every_learned_document_once(dataset: Dataset) -> None:
     """In batches within their size, in an order that seed and number give; none held out."""
-    batches = lessons.epoch(1, 0, 60)
+    batches = dataset.epoch(1, 0, 60)
     indices = [place.index for batch in batches for place in batch]
     assert sorted(indices) == [i for i in range(3 * HELD_OUT_EVERY) if i % HELD_OUT_EVERY]
     for batch in batches:
         assert max(len(place.document.token_ids) for place in batch) * len(batch) <= 60
-    assert lessons.epoch(1, 0, 60) == batches
-    assert lessons.epoch(1, 1, 60) != batches
-    assert lessons.epoch(2, 0, 60) != batches
+    assert dataset.epoch(1, 0, 60) == batches
+    assert dataset.epoch(1, 1, 60) != batches
+    assert dataset.epoch(2, 0, 60) != batches
 
 
-def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons) -> None:
+def test_a_batch_has_the_targets_answers_by_column(module: Any, dataset: Dataset) -> None:
     """Of every learned place: p of the tokens that the head has, and the column of the token there
     and of the likeliest, -1 where it has none."""
-    places = lessons.learned[:5]
-    batch = lessons.batch(places)
+    places = dataset.learned[:5]
+    batch = dataset.batch(places)
     p = torch.zeros(len(batch.rows), len(TOKEN_IDS))
     p.scatter_add_(1, batch.teacher.columns, batch.teacher.mass)
     row = 0
@@ -264,16 +264,16 @@ def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons
     assert row == len(batch.rows)
 
 
-def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lessons) -> None:
+def test_what_is_measured_is_what_serving_would_find(module: Any, dataset: Dataset) -> None:
     """Against the definition, with q as it goes on the wire, text by text; answers alone, which the
     target wrote at the temperature that is stated."""
     learner: Any = make_student(module, [1], TOKEN_IDS).learner
     student = learner.module
-    measured = measure(learner, lessons, lessons.held_out)
+    measured = measure(learner, dataset, dataset.held_out)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
     overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
     texts = []
-    for place in lessons.held_out:
+    for place in dataset.held_out:
         document = place.document
         ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
         p = module(ids).logits[0].double().softmax(1)

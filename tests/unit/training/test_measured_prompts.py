@@ -13,12 +13,12 @@ import pytest
 import torch
 from models import save_tiny_model
 
-from draft_service.training import answering, distilling, teacher
+from draft_service.training import distilling, teacher
 from draft_service.training.distilling import Distilled, distill
+from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
-from draft_service.training.target import Target
+from draft_service.training.teacher import Target
 from draft_service.training.training import Point
-from draft_service.training.writing import Template
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
@@ -117,7 +117,7 @@ def test_long_prompts_are_refused_before_anything_is_run(
 def pages(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     """So many for the target that writes."""
     page_bytes = 2 * 2 * 2 * 8 * 4 * PAGE_SIZE  # layers, keys and values, heads, width, float32
-    monkeypatch.setattr(answering, "memory_budget", lambda *given: num * page_bytes)
+    monkeypatch.setattr(distilling, "memory_budget", lambda *given: num * page_bytes)
 
 
 def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
@@ -133,7 +133,7 @@ def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
         return forward(engine, steps)
 
     monkeypatch.setattr(PagedEngine, "forward", watched)
-    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 11)
+    monkeypatch.setattr(distilling, "MEASURED_TOKENS_MAX", 11)
     monkeypatch.setattr(teacher, "_POOL", 4)
     pages(monkeypatch, 8)
     stages = Heard()
@@ -175,9 +175,9 @@ def test_measuring_counts_and_takes_nothing_from_the_time_to_train(
     budgets: list[float] = []
     trainer = distilling.Trainer
 
-    def watched(student: Any, lessons: Any, place: Path, seed: int, budget: Any, *rest: Any) -> Any:
+    def watched(student: Any, dataset: Any, place: Path, seed: int, budget: Any, *rest: Any) -> Any:
         budgets.append(budget.seconds)
-        return trainer(student, lessons, place, seed, budget, *rest)
+        return trainer(student, dataset, place, seed, budget, *rest)
 
     monkeypatch.setattr(distilling, "Trainer", watched)
     found = run(target, tmp_path, measure=(ASKED,), minutes=10.0)

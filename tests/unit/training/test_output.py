@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_service.training.output import check_out, filled
+from draft_service.training.storage import check_out, filled
 from outrider.errors import SettingError
 
 

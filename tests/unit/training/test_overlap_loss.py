@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_service.training import losses
-from draft_service.training.losses import TeacherRows, overlap_loss
+from draft_service.training import training
+from draft_service.training.dataset import TeacherRows
+from draft_service.training.training import overlap_loss
 
 ROWS, WIDTH, COLUMNS, LISTED = 7, 6, 20, 5
 
@@ -39,7 +40,7 @@ def test_loss_and_gradient_are_as_defined(
     share: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one block of rows and in several."""
-    monkeypatch.setitem(losses.ROWS_OF_A_BLOCK, "cpu", block)
+    monkeypatch.setitem(training.ROWS_OF_A_BLOCK, "cpu", block)
     generator = torch.Generator().manual_seed(1)
     teacher = teacher_rows()
     found = []

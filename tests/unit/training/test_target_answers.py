@@ -13,8 +13,14 @@ from models import tiny_config, tiny_module
 from draft_service.training import teacher
 from draft_service.training.documents import Document
 from draft_service.training.student import kept_layers, make_student
-from draft_service.training.teacher import Features, TeacherCache, check_head, largest
-from draft_service.training.vocabulary import covered_share, likeliest_tokens
+from draft_service.training.teacher import (
+    Features,
+    TeacherCache,
+    check_head,
+    covered_share,
+    largest,
+    likeliest_tokens,
+)
 from outrider.errors import ConfigError, SettingError
 
 VOCAB = 160

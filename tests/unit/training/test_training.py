@@ -14,8 +14,8 @@ from models import tiny_config, tiny_module
 from safetensors import safe_open
 
 from draft_service.training import training
+from draft_service.training.dataset import Dataset
 from draft_service.training.documents import HELD_OUT_EVERY, Document
-from draft_service.training.learning import Lessons
 from draft_service.training.student import make_student
 from draft_service.training.teacher import TeacherCache
 from draft_service.training.training import Budget, Trainer
@@ -33,25 +33,25 @@ def module() -> Any:
 
 
 @pytest.fixture(scope="module")
-def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+def dataset(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     random = np.random.default_rng(0)
     rows = [random.integers(0, VOCAB, 12).astype(np.int32) for _ in range(2 * HELD_OUT_EVERY)]
     documents = [Document(row, 1, 1, None, i % HELD_OUT_EVERY == 0) for i, row in enumerate(rows)]
     cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB)
     cache.fill(module, 1e9, lambda part: None)
-    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 
 
 @pytest.fixture
 def trainer(
-    module: Any, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+    module: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Path, Budget], Trainer]:
     """Makes one, of small batches."""
     monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 400)
 
     def make(place: Path, budget: Budget) -> Trainer:
         learner = make_student(module, [1], TOKEN_IDS).learner
-        return Trainer(learner, lessons, place, 0, budget, is_trained=False)
+        return Trainer(learner, dataset, place, 0, budget, is_trained=False)
 
     return make
 

@@ -12,8 +12,8 @@ import torch
 from toy_engine import ToyEngine
 
 from draft_service.training import writing
-from draft_service.training.documents import BEGINNING
-from draft_service.training.writing import TEMPERATURES, Template, Wanted, WrittenCorpus, draw
+from draft_service.training.documents import BEGINNING, Template
+from draft_service.training.writing import TEMPERATURES, Wanted, WrittenCorpus, draw
 
 TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
 VOCAB = 12
