@@ -14,9 +14,9 @@ from outrider.drafters.drafter import Drafter, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep, ShallowEngine
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
-from outrider.models.eagle_checkpoint import LoadedEagle
-from outrider.models.early_exit_checkpoint import LoadedExit
-from outrider.models.medusa_checkpoint import LoadedHeads
+from outrider.models.eagle import LoadedEagle
+from outrider.models.early_exit import LoadedExit
+from outrider.models.medusa import LoadedHeads
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.logits_processing import target_probabilities

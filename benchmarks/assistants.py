@@ -17,7 +17,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
 from outrider.models.drafter_checkpoint import is_trained_drafter
 from outrider.models.loading import load_model
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.student import load_drafter
 
 
 class WidenedHead(nn.Module):

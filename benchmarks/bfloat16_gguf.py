@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.models.gguf import cached_path, made_once
+from outrider.models.sources import cached_path, made_once
 
 _ROTATIONS: Final = "rope_"
 """Begins the names of tensors that are no weights and stay as they are."""

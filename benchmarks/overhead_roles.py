@@ -168,7 +168,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     config = TargetConfig(**setup["config"])
     num_threads = config.num_threads or cores_for("target")
     use_threads(num_threads)
-    from outrider.engine.thread_binding import start_workers
+    from outrider.engine.threads import start_workers
     from outrider.replica.host import ReplicaHost
     from target_service.service import TargetService
     from target_service.servicer import TargetServicer

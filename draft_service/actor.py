@@ -57,7 +57,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
 def _build(
     engine: Engine | None, config: DraftConfig, observer: StepObserver | None
 ) -> DraftService:
-    from outrider.engine.thread_binding import start_workers
+    from outrider.engine.threads import start_workers
     from outrider.replica.scheduler import ThreadExecutor
 
     from .service import DraftService
@@ -83,7 +83,7 @@ def _build_eagle(
     config: DraftConfig, lookup: LookupDrafter | None, observer: StepObserver | None
 ) -> DraftService:
     from outrider.drafters.ngram import NgramConfig, NgramDrafter
-    from outrider.engine.thread_binding import start_workers
+    from outrider.engine.threads import start_workers
     from outrider.replica.scheduler import ThreadExecutor
 
     from .eagle_drafter import EagleDrafter

@@ -13,8 +13,7 @@ from typing import Final
 import torch
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
-from outrider.engine.multi_step import Chain, ChainEngine
+from outrider.engine.interface import Chain, ChainEngine, Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw

@@ -47,7 +47,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
-    from outrider.engine.thread_binding import start_workers
+    from outrider.engine.threads import start_workers
     from outrider.replica.scheduler import ThreadExecutor
 
     from .service import TargetService

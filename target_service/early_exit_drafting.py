@@ -13,7 +13,7 @@ from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws
 from outrider.engine.interface import Engine, SequenceStep, ShallowEngine
 from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 from target_service.self_drafting import NextRound

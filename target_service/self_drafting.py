@@ -11,7 +11,7 @@ import torch
 
 from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.models.medusa_checkpoint import LoadedHeads
+from outrider.models.medusa import LoadedHeads
 from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 

@@ -27,13 +27,12 @@ from transformers import (
 )
 
 from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind
-from outrider.models.eagle_checkpoint import LoadedEagle, make_eagle, save_eagle
-from outrider.models.early_exit_checkpoint import LoadedExit, make_exit, save_exit
+from outrider.models.eagle import LoadedEagle, make_eagle, save_eagle
+from outrider.models.early_exit import LoadedExit, make_exit, save_exit
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.medusa_checkpoint import LoadedHeads, make_heads, save_heads
-from outrider.models.packed_linear import PackedLinear, can_pack
-from outrider.models.student_checkpoint import save_drafter
-from outrider.models.widened_linear import WidenedLinear
+from outrider.models.linear_layers import PackedLinear, WidenedLinear, can_pack
+from outrider.models.medusa import LoadedHeads, make_heads, save_heads
+from outrider.models.student import save_drafter
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4

@@ -13,9 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.engine.batch import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
+from outrider.engine.batch import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, SPLIT_SLOTS, tree_of
 from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import KV_CACHE_BYTES_DEFAULT

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.engine.cuda.backend import DeviceBackend, find_acceleration
-from outrider.engine.cuda.cuda_graphs import Recording, StepRequest
+from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_acceleration
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
 from outrider.kv_cache.storage import KeysAndValues
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep, prefixes
 from outrider.errors import BadRequest, check
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.slot_rules import prefixes
 
 PAGE_SIZE = 4
 

@@ -200,7 +200,7 @@ def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:
 
 def _check_ranks(key: str, size: int, name: str, directory: Path, trust: bool) -> None:
     if size > 1:
-        from outrider.engine.tensor_parallel.shard_loading import check_shares
+        from outrider.engine.tensor_parallel.sharding import check_shares
 
         check_shares(directory, size, key=key, name=name, trust_remote_code=trust)
 

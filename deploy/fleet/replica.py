@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final, Self
 
 from outrider.engine.tensor_parallel.rank_process import Seat
-from outrider.engine.tensor_parallel.rendezvous import Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
 from outrider.registry.membership import Engagement
 from outrider.registry.registry import ROLES, Role

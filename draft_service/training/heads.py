@@ -25,13 +25,16 @@ import torch
 from torch import nn
 
 from outrider.errors import InvariantError
-from outrider.models.eagle import EagleHead
-from outrider.models.eagle_checkpoint import make_eagle, save_eagle
-from outrider.models.early_exit import ExitHead
-from outrider.models.early_exit_checkpoint import make_exit, save_exit
-from outrider.models.first_layers import check_exit, last_norm, norm_weight
-from outrider.models.medusa import DraftHeads
-from outrider.models.medusa_checkpoint import make_heads, save_heads
+from outrider.models.eagle import EagleHead, make_eagle, save_eagle
+from outrider.models.early_exit import (
+    ExitHead,
+    check_exit,
+    last_norm,
+    make_exit,
+    norm_weight,
+    save_exit,
+)
+from outrider.models.medusa import DraftHeads, make_heads, save_heads
 from outrider.settings import blaming
 
 from .dataset import Batch, Depth, Learner, Start, next_tokens

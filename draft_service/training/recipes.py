@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.models.drafter_checkpoint import TrainedKind
-from outrider.models.eagle_checkpoint import load_eagle_on
-from outrider.models.early_exit_checkpoint import load_exit
+from outrider.models.eagle import load_eagle_on
+from outrider.models.early_exit import load_exit
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.medusa_checkpoint import load_heads
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.medusa import load_heads
+from outrider.models.student import load_drafter
 from outrider.settings import blaming
 
 from .dataset import Learner, Start

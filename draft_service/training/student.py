@@ -15,9 +15,9 @@ from transformers import AttentionInterface
 
 from outrider.errors import SettingError, check
 from outrider.models.compatibility import dense_logits
-from outrider.models.first_layers import layers_of
-from outrider.models.meta_models import parameters_on_meta
-from outrider.models.student_checkpoint import narrow_head, save_drafter
+from outrider.models.early_exit import layers_of
+from outrider.models.loading import parameters_on_meta
+from outrider.models.student import narrow_head, save_drafter
 
 from .dataset import Batch, Depth, Learner, Start, next_tokens
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, InvariantError, check
-from outrider.models.first_layers import watched_layer
+from outrider.models.early_exit import watched_layer
 from outrider.models.loading import load_model
 
 from .documents import Document, Encode, Template

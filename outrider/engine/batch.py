@@ -21,8 +21,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.fixed_shapes import SEGMENT_TOKENS_MIN, SPLIT_SLOTS, padded_rows
 from outrider.engine.interface import SequenceStep
+
+SPLIT_SLOTS: Final = 128
+"""Of a sequence: a split begins at each multiple of it."""
+STEP_ROWS_MIN: Final = 8
+"""Of a step: a multiple of it has no elements left over where vectors end, for any usual width."""
+FIXED_SEGMENT_TOKENS_MIN: Final = 4
+"""Of a segment, which has a row for each query head of a key head: products of fewer rows in
+float32 and float64 have kernels of their own."""
+_ROWS_STEP: Final = 64
+"""Up to it sizes double, from it on they are its multiples."""
+
+
+def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
+    """The size that so many rows are padded to; 0 for none."""
+    if num_rows >= _ROWS_STEP:
+        return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
+    return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
+
 
 _SEGMENT_TOKENS_MAX: Final = 128
 _SEGMENT_TOKENS_MIN: Final = 16
@@ -146,7 +163,7 @@ class _View:
     def num_tokens(self, segment: _Segment) -> int:
         """Tokens, with what pads them."""
         num = segment.num_tokens
-        return num if self.spare_row is None else padded_rows(num, SEGMENT_TOKENS_MIN)
+        return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,16 @@ import numpy.typing as npt
 import torch
 
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import (
+    FoundPrefix,
+    ModelInfo,
+    PageCounts,
+    SequenceStep,
+    check_steps,
+    prefixes,
+)
 from outrider.errors import check
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.slot_rules import check_steps, prefixes
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)

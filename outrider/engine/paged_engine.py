@@ -3,7 +3,7 @@ step in one forward pass, their keys and values in shared pages.
 
     BlockPool  decides which page is whose                                block_pool.py
     KVCache    has the tensors                                            storage.py
-    Steps      turns steps into index tensors and calls the module        gathered_steps.py
+    Steps      turns steps into index tensors and calls the module        gathered_attention.py
                or calls fused CPU kernels in its place                    cpu/fused_steps.py
                or, on a CUDA device, into tables and recordings of them   cuda/cuda_runner.py
 """
@@ -20,27 +20,30 @@ from typing import Any, Final
 
 import numpy.typing as npt
 import torch
+from torch import nn
 
-from outrider.engine.adaptive_threads import ContendedThreads
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
-from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps
+from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
 from outrider.engine.cpu.kernels import Kernels
-from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_runner import TabledSteps
-from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
-from outrider.engine.hidden_states import watch_head
-from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
-from outrider.engine.multi_step import Chain, Draws
+from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
+from outrider.engine.interface import (
+    Chain,
+    Draws,
+    FoundPrefix,
+    ModelInfo,
+    PageCounts,
+    SequenceStep,
+    check_steps,
+)
+from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, check
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.slot_rules import check_steps
 from outrider.kv_cache.storage import KVCache, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
-from outrider.models.aligned_activation import align_activations
-from outrider.models.batch_invariant_linear import block_rows
 from outrider.models.compatibility import (
     CROWD_SLOTS,
     TRIAL_SEQUENCES,
@@ -52,10 +55,10 @@ from outrider.models.compatibility import (
     dependent_at,
     trial_tokens,
 )
-from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.models.early_exit import LoadedExit, first_layers, watched_layer
 from outrider.models.fingerprint import numerics_fingerprint
-from outrider.models.first_layers import first_layers, watched_layer
-from outrider.models.medusa_checkpoint import LoadedHeads
+from outrider.models.linear_layers import align_activations, block_rows
+from outrider.models.medusa import LoadedHeads
 
 WIDE_STEP_ROWS: Final = 16
 """Steps of fewer tokens are timed against each other, to notice that other processes use the
@@ -544,3 +547,32 @@ class PagedEngine:
     def _wanted(self, rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Of what the head read or made the rows that were asked for."""
         return rows if self._selects_logits else rows.index_select(0, logit_rows)
+
+
+class HeadInputs(nn.Module):
+    """A head, and what it was called with last."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head = head
+        self.rows: torch.Tensor | None = None
+        """[..., D], in the model's dtype; None before the first call."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the head makes of rows [..., D]."""
+        self.rows = rows
+        logits: torch.Tensor = self.head(rows)
+        return logits
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The head's own [V, D]."""
+        weight: Any = self.head.weight
+        return weight  # type: ignore[no-any-return]
+
+
+def watch_head(module: Any) -> HeadInputs:
+    """Puts a watch on the head of a causal language model, and returns it."""
+    watched = HeadInputs(module.get_output_embeddings()).eval()
+    module.set_output_embeddings(watched)
+    return watched

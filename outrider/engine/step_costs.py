@@ -1,12 +1,15 @@
-"""How long an engine's step takes, as far as was measured."""
+"""How long an engine's steps take, and its measurement before the engine is used."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Final
 
+from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import check
 
 
@@ -56,3 +59,169 @@ class StepCosts:
         after = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
         (r0, r1), (s0, s1) = self.rows[after - 1 : after + 1], self.seconds[after - 1 : after + 1]
         return max(0.0, s0 + (s1 - s0) * (rows - r0) / (r1 - r0))
+
+
+MEASURED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MEASURED_SESSIONS: Final = 8
+MEASURED_CONTEXT: Final = 256
+"""Slots of each of those sessions ..."""
+SHORT_CONTEXT: Final = 16
+"""... and so few that they cost nothing, while all else is done that is done for a context. The
+sessions make the difference stand out: on two cores a slot of the demo target costs 2 us, and a
+step 16 ms."""
+CONTEXT_ROWS: Final = 64
+"""Rows that are measured over a context, beside one alone."""
+CONTEXTS_SHARE: Final = 0.3
+"""Of the time for all: sessions that have no context after that get none."""
+TRIES: Final = 3
+"""Of each measurement; the quickest counts, as whatever else runs only makes it slower ..."""
+TRIES_SHARE: Final = 0.05
+"""... but none is begun when a measurement has taken this share of the time for all."""
+MANY_ROWS: Final = 64
+_TOKEN_ID: Final = 0
+
+
+def measure_step_costs(
+    engine: Engine,
+    max_rows: int,
+    max_sessions: int,
+    clock: Callable[[], float],
+    limit_s: float = 3.0,
+) -> StepCosts:
+    """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that nobody
+    uses yet, on the thread that its steps will run on, and leaves no sequence behind. `clock` gives
+    seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An engine
+    that states its time is believed."""
+    _Bench(engine, clock, math.inf).time(1)  # The first step of all warms up: it does not count.
+    bench = _Bench(engine, clock, limit_s)
+    fitting = min(max_rows, engine.info.max_model_len)
+    rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
+    few = [num for num in rows if num <= MANY_ROWS]
+    costs = bench.rows(few)
+    context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
+    if context > SHORT_CONTEXT:
+        costs = bench.contexts(costs, min(MEASURED_SESSIONS, max_sessions), context)
+    # What takes longest comes last, where it may be left out.
+    return bench.rows(rows[len(few) :], costs)
+
+
+class _Bench:
+    """Steps of sequences that nobody wants."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], limit_s: float) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._until = clock() + limit_s
+        self._contexts_s = limit_s * CONTEXTS_SHARE
+        self._try_s = limit_s * TRIES_SHARE
+        self._first_is_slow = False
+        """On a device a step's first run of its shape compiles and records what the next ones
+        use."""
+
+    def rows(self, counts: Sequence[int], known: StepCosts | None = None) -> StepCosts:
+        """What is known, and the times of so many rows of one session, ascending, as far as they
+        can be measured. A time that is longer than that of more rows is taken for disturbed."""
+        rows = list(known.rows) if known else []
+        seconds = list(known.seconds) if known else []
+        for num in counts:
+            took = self.time(num)
+            if took is None:
+                break
+            rows.append(num)
+            seconds.append(took)
+        least = tuple(reversed(list(accumulate(reversed(seconds), min))))
+        if known is None:
+            return StepCosts(tuple(rows), least)
+        return replace(known, rows=tuple(rows), seconds=least)
+
+    def time(self, num_tokens: int) -> float | None:
+        """The least time, s, of a step of so many tokens of one session without a context; None
+        where time or pages are up."""
+        step = _step(_name(0), num_tokens, 1)
+        if self._clock() >= self._until or not self._engine.can_hold([step]):
+            return None
+        try:
+            return self._least([step], 0)
+        finally:
+            self._release([_name(0)])
+
+    def contexts(self, known: StepCosts, num_sessions: int, context: int) -> StepCosts:
+        """What is known, and what sessions and the slots of their contexts cost: of so many, or of
+        fewer where time or pages are up."""
+        names = self._begin(num_sessions, context)
+        if not names:
+            return known
+        try:
+            steps = [_step(name, 1, 1) for name in names]
+            long = self._least(steps, context)
+            many = self._least([_step(names[0], CONTEXT_ROWS, 1)], context)
+            self._take_back(names, SHORT_CONTEXT)
+            short = self._least(steps, SHORT_CONTEXT)
+        finally:
+            self._release(names)
+        num = len(names)
+        slot_s = max(0.0, long - short) / (num * (context - SHORT_CONTEXT))
+        beyond = long - num * context * slot_s - known.step_seconds(num)
+        rows_slot_s = (many - known.step_seconds(CONTEXT_ROWS)) / context
+        return replace(
+            known,
+            session_s=max(0.0, beyond) / (num - 1) if num > 1 else 0.0,
+            slot_s=slot_s,
+            row_slot_s=max(0.0, rows_slot_s - slot_s) / (CONTEXT_ROWS - 1),
+        )
+
+    def _begin(self, num_sessions: int, context: int) -> list[str]:
+        """Sessions that hold so many slots each, and have room for what is measured next."""
+        names = [_name(index) for index in range(num_sessions)]
+        while names and not self._engine.can_hold(
+            [_step(name, context + CONTEXT_ROWS, 0) for name in names]
+        ):
+            names.pop()
+        if self._clock() >= self._until:
+            return []
+        enough = self._clock() + self._contexts_s
+        for index, name in enumerate(names, start=1):
+            self._seconds([_step(name, context, 0)])
+            if self._clock() >= enough:
+                return names[:index]
+        return names
+
+    def _least(self, steps: Sequence[SequenceStep], length: int) -> float:
+        """The least time, s, of such a step of sequences that hold so many slots each."""
+        names = [step.sequence_id for step in steps]
+        if self._first_is_slow:
+            self._seconds(steps)
+            self._take_back(names, length)
+        best = math.inf
+        enough = self._clock() + self._try_s
+        for _ in range(TRIES):
+            best = min(best, self._seconds(steps))
+            self._take_back(names, length)
+            if self._clock() >= enough:
+                break
+        return best
+
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._engine.release(name)
+
+    def _take_back(self, names: Sequence[str], length: int) -> None:
+        for name in names:
+            self._engine.keep(name, length)
+
+    def _seconds(self, steps: Sequence[SequenceStep]) -> float:
+        self._engine.take_step_seconds()
+        start = self._clock()
+        for logits in self._engine.forward(steps):
+            logits[-1:].sum().item()  # Waits for a device that computes behind our back.
+            self._first_is_slow = logits.device.type != "cpu"
+        elapsed = self._clock() - start
+        return self._engine.take_step_seconds() or elapsed
+
+
+def _name(index: int) -> str:
+    return f"cost-{index}"
+
+
+def _step(name: str, num_tokens: int, num_logits: int) -> SequenceStep:
+    return SequenceStep(name, (_TOKEN_ID,) * num_tokens, num_logits)

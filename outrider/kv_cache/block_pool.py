@@ -19,12 +19,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
 from outrider.errors import InvariantError, check
 from outrider.kv_cache.free_pages import FreePages, require_pages
-from outrider.kv_cache.paged_sequence import PagedSequence, require_whole
-from outrider.kv_cache.prefix_cache import Digest, Prefix, PrefixIndex, chain_digest
-from outrider.kv_cache.slot_rules import check_kept
+from outrider.kv_cache.prefix_cache import (
+    Digest,
+    PagedSequence,
+    Prefix,
+    PrefixIndex,
+    chain_digest,
+    require_whole,
+)
 
 Copy = tuple[int, int]
 """(from, to)."""

@@ -38,14 +38,14 @@ class TrainedKind(StrEnum):
     """What a drafter of a directory is."""
 
     STUDENT = "student"
-    """A small model of the target's architecture (`student_checkpoint.py`)."""
+    """A small model of the target's architecture (`student.py`)."""
     MEDUSA = "medusa"
-    """Heads on the target (`medusa_checkpoint.py`)."""
+    """Heads on the target (`medusa.py`)."""
     EARLY_EXIT = "early-exit"
-    """A head behind the target's first layers (`early_exit_checkpoint.py`)."""
+    """A head behind the target's first layers (`early_exit.py`)."""
     EAGLE = "eagle"
     """A head apart from the target, which reads what the target's own head read
-    (`eagle_checkpoint.py`)."""
+    (`eagle.py`)."""
 
 
 def allowed_kinds() -> str:

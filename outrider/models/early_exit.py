@@ -14,10 +14,115 @@ leaves them as they are and trains what reads them.
 
 from __future__ import annotations
 
-from typing import Final
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
+
+from outrider.errors import ConfigError
+from outrider.models.drafter_checkpoint import (
+    TOKEN_IDS,
+    TrainedDescription,
+    TrainedKind,
+    check_target,
+    check_vocabulary,
+    checked_token_ids,
+    put_weights,
+    save_files,
+    stored_weights,
+)
+from outrider.models.loading import LOADING_ERRORS, read_weights
+
+
+def layers_of(module: Any) -> nn.ModuleList:
+    """The decoder's layers. Raises `ConfigError` for an architecture that keeps them elsewhere."""
+    layers = getattr(module.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ConfigError(f"a {type(module).__name__} has no list of layers")
+    return layers
+
+
+def last_norm(module: Any) -> nn.Module:
+    """What stands between the decoder's last layer and the head. Raises `ConfigError` where that
+    is not called as in Llama, Qwen and Gemma."""
+    norm = getattr(module.base_model, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ConfigError(f"a {type(module).__name__} has no norm behind its layers")
+    return norm
+
+
+def norm_weight(norm: nn.Module, width: int) -> torch.Tensor:
+    """[D]: what a norm, of the root mean square or of the deviation, multiplies by; found by asking
+    it, as families store it in their own ways."""
+    like = next(norm.parameters(), torch.empty(0))
+    ones = torch.ones(width, dtype=like.dtype, device=like.device)
+    ones[1::2] = -1
+    with torch.no_grad():
+        weight: torch.Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
+    return weight
+
+
+def check_exit(module: Any, num_layers: int) -> None:
+    """Raises `ConfigError` for a model that cannot be left behind so many of its layers."""
+    last_norm(module)
+    most = len(layers_of(module)) - 1
+    if not 1 <= num_layers <= most:
+        raise ConfigError(
+            f"it cannot be left behind {num_layers} of its {most + 1} layers; 1 to {most} are "
+            "possible"
+        )
+
+
+def first_layers(module: Any, num_layers: int) -> Any:
+    """The base of a causal language model with its first layers alone, and nothing behind them:
+    `last_hidden_state` is what layer `num_layers` puts out. Its layers and embeddings are the
+    model's. Raises `ConfigError` as `check_exit`."""
+    check_exit(module, num_layers)
+    base = module.base_model
+    shallow = copy.copy(base)
+    shallow.__dict__["_modules"] = dict(base._modules)
+    shallow.layers = nn.ModuleList(list(layers_of(module))[:num_layers])
+    shallow.norm = nn.Identity()
+    return shallow.eval()
+
+
+class _Watched(nn.Module):
+    """A layer, and what it put out last."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.output: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """A base model may ask its layers what kind they are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        found = self.layer(*arguments, **options)
+        self.output = found[0] if isinstance(found, tuple) else found
+        return found
+
+
+@contextmanager
+def watched_layer(module: Any, num_layers: int) -> Iterator[_Watched]:
+    """Within, the `output` [..., D] of the model's layer `num_layers`, counted from 1, is kept."""
+    layers = layers_of(module)
+    watched = _Watched(layers[num_layers - 1]).eval()
+    layers[num_layers - 1] = watched
+    try:
+        yield watched
+    finally:
+        layers[num_layers - 1] = watched.layer
+
 
 _EPS: Final = 1e-6
 """Under the root of the mean square."""
@@ -50,3 +155,74 @@ class ExitHead(nn.Module):
         """[R, N'], float32, of h [R, D]."""
         logits: torch.Tensor = self.head(self(hidden))
         return logits.float()
+
+
+_NUM_LAYERS: Final = "num_layers"
+_DOWN: Final = "down.weight"
+_HEAD: Final = "head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExit:
+    """An exit head on a target."""
+
+    module: ExitHead
+    token_ids: tuple[int, ...]
+    """[N], ascending: of its logits."""
+    num_layers: int
+    """Of the target, that stand before it."""
+
+
+def make_exit(target: Any, inner: int, token_ids: torch.Tensor) -> ExitHead:
+    """An exit head without values, with the rows of the target's head for `token_ids` [N]."""
+    weight = target.get_output_embeddings().weight.detach()
+    rows = weight[token_ids.to(weight.device)]
+    return ExitHead(inner, nn.Parameter(rows, requires_grad=False))
+
+
+def load_exit(
+    path: Path, target: Any, *, name: str, target_directory: Path, target_name: str
+) -> LoadedExit:
+    """The exit head in `path` on the module of the target in `target_directory`, of its dtype and
+    on its device. Raises `ConfigError`, also for a target that it was not made for."""
+    description = check_target(path, name, TrainedKind.EARLY_EXIT, target_directory, target_name)
+    try:
+        tensors = read_weights(path)
+        check_vocabulary(description, name, len(target.get_output_embeddings().weight))
+        token_ids = checked_token_ids(tensors, description)
+        down, layers = tensors.get(_DOWN), tensors.get(_NUM_LAYERS)
+        if down is None or down.dim() != 2:
+            raise ConfigError(f"drafter {name}: its files hold no exit head")
+        if layers is None or [*layers.shape] != [1] or layers.dtype != torch.int32:
+            raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is missing, or no whole number")
+        num_layers = int(layers)
+        try:
+            check_exit(target, num_layers)
+        except ConfigError as error:
+            raise ConfigError(f"drafter {name}: of the target {target_name}: {error}") from error
+        module = make_exit(target, down.shape[1], token_ids)
+        put_weights(module, _stored_names(module), tensors, module.head.weight, name)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+    return LoadedExit(module.requires_grad_(False).eval(), tuple(token_ids.tolist()), num_layers)
+
+
+def save_exit(
+    directory: Path,
+    module: ExitHead,
+    num_layers: int,
+    token_ids: torch.Tensor,
+    description: TrainedDescription,
+) -> None:
+    """Writes the description and what is not the target's of an exit head behind `num_layers`
+    layers, whose logits are of `token_ids` [N]."""
+    tensors = {
+        TOKEN_IDS: token_ids.to(torch.int32),
+        _NUM_LAYERS: torch.tensor([num_layers], dtype=torch.int32),
+        **stored_weights(module, _stored_names(module)),
+    }
+    save_files(directory, tensors, description)
+
+
+def _stored_names(module: ExitHead) -> list[str]:
+    return [name for name, _ in module.named_parameters() if name != _HEAD]

@@ -8,11 +8,12 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _BLOCK_BYTES: Final = 4096
 _BLOCKS_PER_FILE: Final = 64
@@ -31,6 +32,8 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
     """Of the versions of torch, transformers and this project, whose noise may change, the
     instructions and caches of the processor or the model of the device, and of what else logits
     depend on beside the weights."""
+    import torch
+
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_name(device)
     else:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
@@ -20,6 +23,52 @@ from outrider.models.fingerprint import (
     weights_fingerprint,
 )
 from outrider.models.sources import check_weights, resolve_model
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The open file of every stored tensor."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        found = {}
+        for file in weight_files(path):
+            handle = stack.enter_context(safe_open(str(file), framework="pt"))
+            found.update(dict.fromkeys(handle.keys(), handle))
+        yield found
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Every stored tensor."""
+    with open_weights(path) as files:
+        return {key: file.get_tensor(key) for key, file in files.items()}
+
+
+def weight_files(path: Path) -> list[Path]:
+    """As the library picks them: some repositories hold the same weights twice."""
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if (path / _INDEX).is_file():
+        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        return [path / file for file in sorted(set(index["weight_map"].values()))]
+    return sorted(path.glob("*.safetensors"))
+
+
+def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
+    """The stored name of each tensor by the one that it has in the model, whose tensors' names are
+    the keys of `wanted`: the library knows how they were named in earlier versions."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [
+        found for found in get_model_conversion_mapping(module) if isinstance(found, WeightRenaming)
+    ]
+    prefix = module.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, wanted)[0]: name for name in stored}
+
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -249,3 +298,64 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return tuple(sorted(i for i in found if i >= 0))
+
+
+def empty_model(
+    path: Path, name: str, dtype: str, attn_implementation: str, trust_remote_code: bool
+) -> Any:
+    """A model whose parameters have no values yet, while its other tensors (rotations, scales),
+    which are in no file, have."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        with parameters_on_meta():
+            module = AutoModelForCausalLM.from_config(
+                config,
+                dtype=_resolve_stored_dtype(config, dtype, path),
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+        if (path / "generation_config.json").is_file():
+            module.generation_config = GenerationConfig.from_pretrained(str(path))
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model {name}: its configuration has a quantization_config, which no model that "
+            "several ranks share, nor a drafter that was made for a target, may have"
+        )
+    return module
+
+
+def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
+    """`auto` is what the configuration states, else what the first stored tensor has."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    stated = getattr(config.get_text_config(), "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    with open_weights(path) as files:
+        first = next(iter(files))
+        found: torch.dtype = files[first].get_tensor(first).dtype
+        return found
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within, every new parameter loses its values as soon as a module registers it, so that the
+    memory it was given has never been written to."""
+
+    def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    # Its annotation says that a hook returns nothing; its documentation, what it may return.
+    hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -27,7 +27,7 @@ from outrider.settings import blaming
 from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
-    from outrider.engine.tensor_parallel.rendezvous import Rendezvous
+    from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.lease import Lease
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports

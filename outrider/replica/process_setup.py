@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
-    from outrider.models.eagle_checkpoint import LoadedEagle
-    from outrider.models.early_exit_checkpoint import LoadedExit
-    from outrider.models.medusa_checkpoint import LoadedHeads
+    from outrider.models.eagle import LoadedEagle
+    from outrider.models.early_exit import LoadedExit
+    from outrider.models.medusa import LoadedHeads
 
 T = TypeVar("T")
 STANDARD_ERROR: Final = "-"
@@ -47,7 +47,7 @@ and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 12
 108."""
 LOADING_NICENESS: Final = 10
 """Of the thread that loads a model and of its helpers: less than a step's helpers (`NICENESS` in
-`outrider/engine/thread_binding.py`), which share cores with it where a replica is added to a
+`outrider/engine/threads.py`), which share cores with it where a replica is added to a
 machine."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
@@ -261,9 +261,9 @@ def _load(
     ranks: Ranks | None,
 ) -> tuple[torch.nn.Module, ModelInfo]:
     """The model, or one rank's share of it, and what is known of it."""
-    from outrider.engine.tensor_parallel.shard_loading import load_shard
+    from outrider.engine.tensor_parallel.sharding import load_shard
     from outrider.models.loading import load_model
-    from outrider.models.student_checkpoint import load_drafter
+    from outrider.models.student import load_drafter
 
     path = Path(config.directory)
     options: dict[str, Any] = {
@@ -300,7 +300,7 @@ def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> Loade
     step does not show."""
     if not isinstance(config, TargetConfig) or config.heads_kind != "medusa":
         return None
-    from outrider.models.medusa_checkpoint import load_heads
+    from outrider.models.medusa import load_heads
 
     with blaming("draft_model"):
         return load_heads(Path(config.heads_directory), module, **_whose(config))
@@ -310,7 +310,7 @@ def _exit_head(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> L
     """The head behind such a target's first layers."""
     if not isinstance(config, TargetConfig) or config.heads_kind != "early-exit":
         return None
-    from outrider.models.early_exit_checkpoint import load_exit
+    from outrider.models.early_exit import load_exit
 
     with blaming("draft_model"):
         return load_exit(Path(config.heads_directory), module, **_whose(config))
@@ -333,7 +333,7 @@ def _bits(config: TargetConfig | DraftConfig) -> int | None:
 def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
     """The head that goes on from a target's features, and what it is. Blocks; raises
     `ConfigError`."""
-    from outrider.models.eagle_checkpoint import load_eagle
+    from outrider.models.eagle import load_eagle
     from outrider.models.module_replacement import speed_up
 
     with blaming("draft_model"):
@@ -399,7 +399,7 @@ def step_costs(
 ) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
     that nobody uses yet. Blocks for some seconds."""
-    from outrider.engine.step_cost_measurement import measure_step_costs
+    from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(
         engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter

@@ -21,8 +21,8 @@ from rank_processes import JOIN_S, follow_model, processes
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import Leadership
-from outrider.engine.tensor_parallel.socket_allreduce import SUM_BYTES_MAX
 from outrider.errors import BadRequest, ConfigError, EngineLost
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model

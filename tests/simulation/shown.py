@@ -13,12 +13,10 @@ from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import SequenceStep
+from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
-from outrider.kv_cache.slot_rules import check_steps
-from outrider.models.eagle import EagleHead
-from outrider.models.eagle_checkpoint import LoadedEagle
-from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.models.eagle import EagleHead, LoadedEagle
+from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
 from target_service.early_exit_drafting import ExitDrafter

@@ -21,18 +21,17 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.engine.attention import AttentionLayer
-from outrider.engine.cpu.fused_linear import FusedLinear
-from outrider.engine.cpu.kernels import Kernels, LayerParts
+from outrider.engine.cpu.kernels import FusedLinear, Kernels, LayerParts
 from outrider.errors import OutriderError
 from outrider.kv_cache.storage import BlockedKeysAndValues
-from outrider.models.first_layers import layers_of
-from outrider.models.llama_blocks import (
+from outrider.models.early_exit import layers_of
+from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
+from outrider.models.module_replacement import (
     DirectLayer,
     FusedAttention,
     FusedMLP,
     NativeRMSNorm,
 )
-from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
 _POSITIONS_AT_ONCE: Final = 4096
 _CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})

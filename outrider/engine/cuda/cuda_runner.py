@@ -19,21 +19,20 @@ import torch
 
 from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import HeldSequence
-from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.cuda.cuda_graphs import Recordings
-from outrider.engine.cuda.multi_step_tables import at_depth, chain_words
+from outrider.engine.cuda.backend import DeviceBackend, Recordings
 from outrider.engine.cuda.page_tables import (
     TableSize,
     TableStep,
     ancestors_of,
+    at_depth,
+    chain_words,
     exact_size,
     page_words,
     sizes_of_one_row,
     table_words,
 )
-from outrider.engine.gathered_steps import Forward
-from outrider.engine.interface import SequenceStep
-from outrider.engine.multi_step import Draws
+from outrider.engine.gathered_attention import Forward
+from outrider.engine.interface import Draws, SequenceStep
 
 RECORDED_ROWS_MAX: Final = 128
 """Of a step: a longer one takes its time in its kernels, not in starting them."""

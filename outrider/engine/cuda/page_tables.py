@@ -201,3 +201,47 @@ def _filled(parts: Sequence[_Ints], size: int) -> _Ints:
     row = np.concatenate(parts)
     check(len(row) <= size, f"{len(row)} words in a table of {size}")
     return np.pad(row, (0, size - len(row)))
+
+
+def at_depth(
+    sequences: Sequence[HeldSequence], counts: Sequence[int], depth: int, spare_page: int
+) -> list[HeldSequence]:
+    """The step at a depth >= 1 of chains that draw `counts` tokens; its token ids are not known."""
+    resting = resting_row(spare_page, num_logits=1)
+    return [
+        HeldSequence(
+            SequenceStep(held.step.sequence_id, (0,), 1),
+            held.length + len(held.step.token_ids) + depth - 1,
+            held.pages,
+        )
+        if depth < count
+        else resting
+        for held, count in zip(sequences, counts, strict=True)
+    ]
+
+
+def chain_words(
+    sequences: Sequence[HeldSequence],
+    counts: Sequence[int],
+    sizes: Sequence[TableSize],
+    page_size: int,
+    spare_page: int,
+) -> tuple[list[_Ints], _Ints]:
+    """The tables of each depth, of these sizes, and the pages."""
+    pages, tables = page_words([*sequences, resting_row(spare_page)])
+    *own, spare = tables
+    resting = resting_row(spare_page)
+
+    def padded(step: Sequence[HeldSequence], where: Sequence[int], size: TableSize) -> _Ints:
+        missing = size.num_rows - sum(len(held.step.token_ids) for held in step)
+        rows = [*step, *[resting] * missing]
+        return table_words(rows, [*where, *[spare] * missing], size, page_size)
+
+    words = [padded(sequences, own, sizes[0])]
+    for depth, size in enumerate(sizes[1:], start=1):
+        step = at_depth(sequences, counts, depth, spare_page)
+        where = [
+            spare if depth >= count else table for table, count in zip(own, counts, strict=True)
+        ]
+        words.append(padded(step, where, size))
+    return words, pages

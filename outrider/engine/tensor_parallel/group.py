@@ -2,7 +2,7 @@
 
 Sums and gathers go through `torch.distributed`, with a timeout: NCCL where every rank has a GPU of
 its own, Gloo on CPUs and where ranks share a GPU, which NCCL refuses. On one machine, small sums
-take a shorter way than Gloo (`socket_allreduce.py`). What is to be done goes as frames from the
+take a shorter way than Gloo (`group.py`). What is to be done goes as frames from the
 leader to its followers (`rank_rpc.py`).
 """
 
@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
-from outrider.engine.tensor_parallel.rendezvous import (
+from outrider.engine.tensor_parallel.rank_rpc import (
     LOOPBACK,
+    FrameReceiver,
+    FrameSender,
     OpenRendezvous,
     Rendezvous,
     accept,
     connect,
     listen,
-)
-from outrider.engine.tensor_parallel.socket_allreduce import (
-    SUM_BYTES_MAX,
-    SocketAllReduce,
-    added_up,
+    tune,
 )
 from outrider.errors import Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
@@ -242,3 +241,83 @@ def _loopback_interface() -> str:
 
 def _lost(error: RuntimeError) -> Unavailable:
     return Unavailable(f"a rank of the model is gone or does not answer: {error}")
+
+
+SUM_BYTES_MAX: Final = 64 * 2**10
+"""Of a tensor that is summed here. A rank may be a sum ahead of another, so that twice as much
+must fit between them without anybody reading."""
+_BUFFER_BYTES: Final = 4 * SUM_BYTES_MAX
+
+
+def added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of two tensors or more, from the first to the last. `sum` over a dimension takes some
+    elements in another order, which ones depends on how many there are."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+class SocketAllReduce:
+    """The connections of one rank to all others."""
+
+    def __init__(
+        self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
+    ) -> None:
+        """`connections` by rank; each call on one may take `timeout_s`."""
+        self._rank = rank
+        self._connections = dict(sorted(connections.items()))
+        for connection in self._connections.values():
+            _tune(connection, timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's tensor, of at most `SUM_BYTES_MAX` bytes, in the order of the
+        ranks and therefore bit-equal on all. Raises `Unavailable` where a rank is gone or silent
+        beyond the timeout."""
+        parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
+        parts[self._rank] = tensor
+        stored = parts.view(-1).view(torch.uint8).numpy().data
+        views = [stored[i : i + tensor.nbytes] for i in range(0, len(stored), tensor.nbytes)]
+        for rank, connection in self._connections.items():
+            try:
+                connection.sendall(views[self._rank])
+            except OSError as error:
+                raise _rank_lost(rank, error) from error
+        for rank, connection in self._connections.items():
+            _receive_into(connection, views[rank], rank)
+        return added_up(parts.unbind())
+
+    def close(self) -> None:
+        """The others' sums fail from here on."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _receive_into(connection: socket.socket, view: memoryview[int], rank: int) -> None:
+    received = 0
+    while received < len(view):
+        try:
+            num_bytes = connection.recv_into(view[received:])
+        except OSError as error:
+            raise _rank_lost(rank, error) from error
+        if num_bytes == 0:
+            raise _rank_lost(rank, "it has ended")
+        received += num_bytes
+
+
+def _tune(connection: socket.socket, timeout_s: float) -> None:
+    """The kernel keeps the time: Python's own timeouts ask it once more before every call."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds, rest = divmod(timeout_s, 1.0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        wait = struct.pack("ll", int(seconds), int(rest * 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, option, wait)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+
+def _rank_lost(rank: int, reason: object) -> Unavailable:
+    return Unavailable(f"rank {rank} of the model is gone or does not answer: {reason}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, OpenRendezvous, Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
     Place,
@@ -71,7 +71,7 @@ class Leadership:
         """The engine of the shared model, once all ranks have loaded. Blocks; raises `ConfigError`,
         and `Unavailable` where a rank is gone or not there in time."""
         from outrider.engine.tensor_parallel.group import lead
-        from outrider.engine.tensor_parallel.leader import ParallelEngine
+        from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
         from outrider.models.loading import resolve_device
 
         device = resolve_device(config.device)
@@ -183,8 +183,8 @@ class RankHost:
         return engine
 
     async def _follow(self, engine: Engine) -> None:
-        from outrider.engine.tensor_parallel.follower import follow
-        from outrider.engine.thread_binding import start_workers
+        from outrider.engine.tensor_parallel.parallel_engine import follow
+        from outrider.engine.threads import start_workers
 
         def run() -> None:
             if self._frames is not None:

@@ -6,20 +6,117 @@ ends of a block nothing changes; only its ends speak to the other ranks.
 
 from __future__ import annotations
 
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from outrider.engine.tensor_parallel.plan import (
-    COLWISE,
-    COLWISE_GATHERED,
-    ROWWISE_SPLIT,
-    Plan,
-    sharded_linears,
+from outrider.engine.interface import ModelInfo
+from outrider.errors import ConfigError, SettingError, check
+from outrider.models.loading import (
+    LOADING_ERRORS,
+    describe,
+    empty_model,
+    open_weights,
+    resolve_device,
+    set_threads,
+    stored_names,
 )
-from outrider.errors import check
+from outrider.models.sources import check_weights
+
+COLWISE: Final = "colwise"
+ROWWISE: Final = "rowwise"
+COLWISE_GATHERED: Final = "colwise_gather_output"
+ROWWISE_SPLIT: Final = "rowwise_split_input"
+_WITHOUT_EFFECT: Final = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})
+"""What needs nothing here: gradients, and the embedding, which is shared out anyway."""
+_STYLES: Final = _WITHOUT_EFFECT | {COLWISE, ROWWISE, COLWISE_GATHERED, ROWWISE_SPLIT}
+_LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+_ATTENTION: Final = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
+
+
+class Plan:
+    """The styles of a model's modules."""
+
+    def __init__(self, styles: Mapping[str, str]) -> None:
+        """`styles` by a module's path, with `*` for the numbers of layers."""
+        self._styles = styles
+
+    def style(self, path: str) -> str | None:
+        """The style of the module at `path`; None for one that every rank holds whole."""
+        found = self._styles.get(_LAYER_NUMBER.sub(".*", path))
+        return None if found in _WITHOUT_EFFECT else found
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether a rank runs only its share of the attention heads."""
+        return any(
+            style == COLWISE and _ATTENTION.search(path) for path, style in self._styles.items()
+        )
+
+
+def plan_of(module: Any, name: str, key: str) -> Plan:
+    """The plan that the library has for a model. Raises `SettingError` about the setting `key` for
+    a model without one, and for one whose plan has a style that is not known here."""
+    styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
+    kind = type(module).__name__
+    if not any(style in (COLWISE, COLWISE_GATHERED) for style in styles.values()):
+        raise SettingError(key, f"model {name} ({kind}) has no plan to be shared out by; use 1")
+    unknown = sorted(set(styles.values()) - _STYLES)
+    if unknown:
+        reason = f"its plan asks for {unknown[0]}, which is not known here"
+        raise SettingError(key, f"model {name} ({kind}) cannot be shared out: {reason}; use 1")
+    return Plan(styles)
+
+
+def check_size(module: Any, plan: Plan, size: int, name: str, key: str) -> None:
+    """Raises `SettingError` naming the sizes that do, unless `size` ranks get equal shares of
+    everything that the plan shares out."""
+    widths = dict(_widths(module, plan))
+    greatest = math.gcd(*widths.values())
+    if greatest % size == 0:
+        return
+    allowed = [n for n in range(1, greatest + 1) if greatest % n == 0]
+    wrong = next(f"{width} {what}" for what, width in widths.items() if width % size)
+    raise SettingError(
+        key,
+        f"{size} given; model {name} has {wrong}, which it does not divide; "
+        f"{', '.join(map(str, allowed))} {'does' if len(allowed) == 1 else 'do'}",
+    )
+
+
+def _widths(module: Any, plan: Plan) -> Iterator[tuple[str, int]]:
+    """What is shared out in equal parts, each kind once, the heads first."""
+    config = module.config.get_text_config()
+    if plan.splits_heads:
+        for attribute, what in (
+            ("num_attention_heads", "attention heads"),
+            ("num_key_value_heads", "key-value heads"),
+        ):
+            found = getattr(config, attribute, None)
+            # Some models have a number for each layer.
+            for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
+                yield what, heads
+    for path, linear in sharded_linears(module, plan):
+        columns = plan.style(path) in (ROWWISE, ROWWISE_SPLIT)
+        width = linear.in_features if columns else linear.out_features
+        yield f"{'inputs' if columns else 'outputs'} of {path.rpartition('.')[2]}", width
+
+
+def sharded_linears(module: Any, plan: Plan) -> list[tuple[str, torch.nn.Linear]]:
+    """Path and module of all that have a style, but for the head."""
+    head = module.get_output_embeddings()
+    return [
+        (path, found)
+        for path, found in module.named_modules()
+        if isinstance(found, torch.nn.Linear) and found is not head and plan.style(path) is not None
+    ]
 
 
 class Ranks(Protocol):
@@ -230,3 +327,102 @@ def _empty(*shape: int, like: torch.Tensor) -> nn.Parameter:
 def _replace(module: nn.Module, path: str, replacement: nn.Module) -> None:
     parent, _, attribute = path.rpartition(".")
     setattr(module.get_submodule(parent), attribute, replacement)
+
+
+_log = logging.getLogger(__name__)
+
+
+def load_shard(
+    path: Path,
+    ranks: Ranks,
+    *,
+    key: str,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    attn_implementation: str = "sdpa",
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, ModelInfo]:
+    """This rank's share of the model in `path`, in evaluation mode on its device, and what the
+    whole model is; otherwise as `load_model`. `key` is the setting that the number of ranks comes
+    from. Raises `ConfigError`."""
+    name = name or str(path)
+    check_weights(path, name)
+    where = resolve_device(device)
+    set_threads(num_threads)
+    module = empty_model(path, name, dtype, attn_implementation, trust_remote_code)
+    plan = plan_of(module, name, key)
+    check_size(module, plan, ranks.size, name, key)
+    info = describe(
+        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+    _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
+    slots = shard(module, plan, ranks)
+    try:
+        _fill(module, slots, path, name)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
+    return module.requires_grad_(False).to(where).eval(), info
+
+
+def check_shares(
+    path: Path, size: int, *, key: str, name: str, trust_remote_code: bool = False
+) -> None:
+    """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
+    `path`. Reads its configuration alone."""
+    module = empty_model(path, name, "float32", "sdpa", trust_remote_code)
+    check_size(module, plan_of(module, name, key), size, name, key)
+
+
+def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None:
+    """Gives every slot its values. One read for all names of one tensor."""
+    shared: dict[int, list[str]] = {}
+    for key, slot in slots.items():
+        shared.setdefault(id(slot.tensor), []).append(key)
+    with open_weights(path) as files:
+        named = stored_names(module, slots, files)
+        for keys in shared.values():
+            slot = slots[keys[0]]
+            stored = next((named[key] for key in keys if key in named), None)
+            if stored is None:
+                if slot.tensor.is_meta:
+                    raise ConfigError(f"model {name}: its files lack the weights {keys[0]}")
+                continue  # a buffer that the model makes itself
+            values = _read(files[stored], stored, slot)
+            if values is None:
+                raise ConfigError(f"model {name}: {stored} does not fit its configuration")
+            for key in keys:
+                _put(slots[key], values)
+
+
+def _put(slot: Slot, values: nn.Parameter) -> None:
+    is_parameter = isinstance(slot.tensor, nn.Parameter)
+    setattr(slot.owner, slot.attribute, values if is_parameter else values.data)
+
+
+def _read(file: Any, stored: str, slot: Slot) -> nn.Parameter | None:
+    """The part of a stored tensor that belongs into a slot, in its dtype; None where the stored
+    one has another shape than the model's."""
+    share, view = slot.share, file.get_slice(stored)
+    expected, shape = [*slot.tensor.shape], view.get_shape()
+    if share is not None:
+        expected[share.dim] = share.width
+    if shape != expected:
+        return None
+    if share is None:
+        values: torch.Tensor = file.get_tensor(stored)
+    else:
+        index = (slice(None),) * share.dim + (slice(share.start, share.stop),)
+        values = _padded(view[index], share)
+    return nn.Parameter(values.to(slot.tensor.dtype).contiguous(), requires_grad=False)
+
+
+def _padded(values: torch.Tensor, share: Share) -> torch.Tensor:
+    missing = share.size - values.shape[share.dim]
+    if missing == 0:
+        return values
+    shape = [*values.shape]
+    shape[share.dim] = missing
+    return torch.cat([values, values.new_zeros(shape)], dim=share.dim)

@@ -24,7 +24,7 @@ from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.student import load_drafter
 from outrider.request import GenerateRequest
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from benchmarks.assistants import WidenedHead, load_assistant, widened
 from benchmarks.reference_process import LibraryDecoder
 from outrider.errors import ConfigError, InvariantError
 from outrider.models.loading import load_model
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.student import load_drafter
 
 VOCAB_SIZE = 32
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from benchmarks.bfloat16_gguf import bfloat16_gguf
-from outrider.models.gguf import converted
+from outrider.models.sources import converted
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 QUERIES, KEYS = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")

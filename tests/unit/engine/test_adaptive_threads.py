@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.engine.adaptive_threads import RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
+from outrider.engine.threads import RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 
 
 @pytest.fixture(autouse=True)

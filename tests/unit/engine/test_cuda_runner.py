@@ -13,10 +13,9 @@ from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
 
-from outrider.engine.cuda import cuda_graphs as recordings
+from outrider.engine.cuda import backend as recordings
 from outrider.engine.cuda import cuda_runner as tabled_steps
-from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.cuda.cuda_graphs import Recording, StepRequest
+from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest
 from outrider.engine.cuda.cuda_runner import recorded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine

@@ -16,13 +16,12 @@ from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
 from outrider.engine import batch as ragged
-from outrider.engine.fixed_shapes import padded_rows
+from outrider.engine.batch import padded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
-from outrider.models.aligned_activation import AlignedActivation
-from outrider.models.batch_invariant_linear import block_rows
 from outrider.models.compatibility import check_independent
+from outrider.models.linear_layers import AlignedActivation, block_rows
 from outrider.models.module_replacement import speed_up
 
 LENGTH = 150

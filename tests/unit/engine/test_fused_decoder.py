@@ -13,10 +13,9 @@ from transformers.activations import ACT2FN
 
 from outrider.engine.attention import find_layers
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation, fused_decoder
-from outrider.engine.cpu.fused_steps import SpanLimits
+from outrider.engine.cpu.fused_steps import SpanLimits, find_span_limits
 from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
 from outrider.engine.cpu.pace import load_pace
-from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues
 from outrider.models.module_replacement import speed_up

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine import batch as ragged
-from outrider.engine import gathered_attention, split_attention
-from outrider.engine.batch import HeldSequence, StepPlan, plan_step
-from outrider.engine.fixed_shapes import padded_rows
-from outrider.engine.gathered_attention import attend
+from outrider.engine import gathered_attention
+from outrider.engine.batch import HeldSequence, StepPlan, padded_rows, plan_step
+from outrider.engine.gathered_attention import attend, attend_in_splits
 from outrider.engine.interface import SequenceStep
-from outrider.engine.split_attention import attend_in_splits
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 CPU = torch.device("cpu")
@@ -179,7 +177,7 @@ def test_so_it_does_in_fixed_shapes(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged, "SPLIT_SLOTS", 4)
-        patch.setattr(split_attention, "SPLIT_SLOTS", 4)
+        patch.setattr(gathered_attention, "SPLIT_SLOTS", 4)
         plan = compare(sequences, page_size, window, softcap, fixed_shapes=True)
     num_tokens = sum(len(held.step.token_ids) for held in sequences)
     num_rows = sum(held.step.num_logits for held in sequences)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.cuda import cuda_graphs as recordings
-from outrider.engine.cuda.cuda_graphs import GraphRecorder
+from outrider.engine.cuda import backend as recordings
+from outrider.engine.cuda.backend import GraphRecorder
 
 CPU = torch.device("cpu")
 CACHED = 1_000

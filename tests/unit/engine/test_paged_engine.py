@@ -13,9 +13,9 @@ import torch
 from models import MAX_MODEL_LEN, tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
-from outrider.engine.adaptive_threads import SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import WIDE_STEP_ROWS
+from outrider.engine.threads import SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 from outrider.errors import BadRequest, InvariantError, OutOfPages, SettingError
 
 FAMILIES = (

@@ -219,7 +219,7 @@ def test_layers_that_put_out_something_else_alone_are_refused(
     made = tiny_exit(module, HEAD_IDS)
 
     def unlike(module: Any, num_layers: int) -> Any:
-        from outrider.models.first_layers import first_layers
+        from outrider.models.early_exit import first_layers
 
         shallow = first_layers(module, num_layers)
         shallow.norm = module.model.norm

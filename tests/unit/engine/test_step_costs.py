@@ -12,8 +12,7 @@ import torch
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.engine.step_cost_measurement import measure_step_costs
-from outrider.engine.step_costs import StepCosts
+from outrider.engine.step_costs import StepCosts, measure_step_costs
 from outrider.errors import InvariantError
 
 COSTS = StepCosts((1, 4, 8), (1.0, 1.6, 4.0), session_s=0.5, slot_s=0.01, row_slot_s=0.001)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from outrider.engine.thread_binding import NICENESS, start_workers
+from outrider.engine.threads import NICENESS, start_workers
 from outrider.replica.scheduler import ThreadExecutor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
@@ -25,7 +25,7 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
         "from outrider.replica.scheduler import ThreadExecutor\n"
-        "from outrider.engine.thread_binding import start_workers\n"
+        "from outrider.engine.threads import start_workers\n"
         "import asyncio\n"
         "found = []\n"
         "executor = ThreadExecutor('step', lambda: 0.0, lambda: found.extend(start_workers()))\n"

@@ -18,6 +18,7 @@ if not ON_CUDA:
 pytest.importorskip("triton", reason="the compiler of the attention kernel is not installed")
 
 from outrider.engine.batch import HeldSequence, plan_step  # noqa: E402
+from outrider.engine.cuda.backend import attend_tables  # noqa: E402
 from outrider.engine.cuda.page_tables import (  # noqa: E402
     TableStep,
     ancestors_of,
@@ -25,7 +26,6 @@ from outrider.engine.cuda.page_tables import (  # noqa: E402
     page_words,
     table_words,
 )
-from outrider.engine.cuda.triton_attention import attend_tables  # noqa: E402
 from outrider.engine.gathered_attention import attend  # noqa: E402
 from outrider.engine.interface import SequenceStep  # noqa: E402
 from outrider.kv_cache.storage import KeysAndValues, LayerShape  # noqa: E402

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from outrider.errors import ConfigError
 from outrider.limits import FEATURES_MAX
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
-from outrider.models.eagle import EagleHead
-from outrider.models.eagle_checkpoint import LoadedEagle, load_eagle
+from outrider.models.eagle import EagleHead, LoadedEagle, load_eagle
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 

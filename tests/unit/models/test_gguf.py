@@ -10,9 +10,8 @@ from tiny_gguf import save_tiny_gguf
 from transformers.utils import logging as transformers_logging
 
 from outrider.errors import ConfigError
-from outrider.models import gguf as gguf_conversion
-from outrider.models.gguf import converted
-from outrider.models.sources import resolve_model
+from outrider.models import sources as gguf_conversion
+from outrider.models.sources import converted, resolve_model
 
 
 def test_a_file_that_is_no_gguf_leaves_nothing_behind(

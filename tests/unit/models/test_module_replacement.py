@@ -24,14 +24,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from outrider.errors import InvariantError
-from outrider.models.llama_blocks import (
+from outrider.models.linear_layers import PackedLinear
+from outrider.models.module_replacement import (
     DirectLayer,
     FusedAttention,
     FusedMLP,
     NativeRMSNorm,
+    speed_up,
 )
-from outrider.models.module_replacement import speed_up
-from outrider.models.packed_linear import PackedLinear
 
 VOCAB = 32
 SHORT, LONG = torch.bfloat16, torch.float64

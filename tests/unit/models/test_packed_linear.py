@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.models.packed_linear import PackedLinear, can_pack
+from outrider.models.linear_layers import PackedLinear, can_pack
 
 ROW_COUNTS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 100, 256, 512)
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

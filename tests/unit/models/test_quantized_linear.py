@@ -8,9 +8,9 @@ from models import quick_linear, tiny_config, tiny_module, twin
 from torch import nn
 
 from outrider.errors import ConfigError
-from outrider.models import quantized_linear
+from outrider.models import linear_layers
+from outrider.models.linear_layers import Int4Linear, Int8Linear, quantized
 from outrider.models.module_replacement import speed_up
-from outrider.models.quantized_linear import Int4Linear, Int8Linear, quantized
 
 KINDS = {8: Int8Linear, 4: Int4Linear}
 
@@ -69,11 +69,11 @@ def test_a_shape_that_a_kernel_does_not_take_is_left_alone() -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one that takes another level for the offset. Whether it can is asked once a shape."""
     weight = weight_of(32, 96, torch.bfloat16)
-    monkeypatch.setattr(quantized_linear, "_CENTRE", 7)
+    monkeypatch.setattr(linear_layers, "_CENTRE", 7)
     assert quantized(weight, None, 4) is None
     monkeypatch.undo()
     assert quantized(weight, None, 4) is None
-    quantized_linear._has_kernel.cache_clear()
+    linear_layers._has_kernel.cache_clear()
     assert quantized(weight, None, 4) is not None
 
 

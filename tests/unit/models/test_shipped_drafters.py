@@ -13,7 +13,7 @@ from outrider.drafters.names import SHIPPED
 from outrider.models.drafter_checkpoint import is_trained_drafter, read_description
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.sources import check_name, resolve_model
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.student import load_drafter
 
 BYTES_MAX = 24 * 2**20
 ROOT = Path(__file__).parents[3]

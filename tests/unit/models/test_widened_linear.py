@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.models import linear_layers
 from outrider.models import module_replacement as swaps
-from outrider.models import widened_linear
-from outrider.models.widened_linear import WidenedLinear, must_widen
+from outrider.models.linear_layers import WidenedLinear, must_widen
 
 ROW_COUNTS = (0, 1, 3, 4, 5, 64)
 SUM_TOLERANCE = 1e-6
@@ -28,7 +28,7 @@ def test_any_number_of_rows(
     bias: bool, block_weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many rows are multiplied in float32, by blocks of any size, and rounded once."""
-    monkeypatch.setattr(widened_linear, "_BLOCK_WEIGHTS", block_weights)
+    monkeypatch.setattr(linear_layers, "_BLOCK_WEIGHTS", block_weights)
     layer = random_layer(bias=bias)
     widened = WidenedLinear(layer.weight, layer.bias)
     wide = [None if t is None else t.double() for t in (layer.weight, layer.bias)]

@@ -21,12 +21,12 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.rank_process import RankHost, Seat, engine_of_a_replica
-from outrider.engine.tensor_parallel.rendezvous import Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
-from outrider.models import quantized_linear
+from outrider.models import linear_layers
 from outrider.replica.host import MeteredService, Traffic
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
@@ -223,7 +223,7 @@ def test_a_rounded_draft_is_near_its_target_and_not_it(
         [logits[name]] = engine.forward([step])
     exact, rounded = logits.values()
     assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
-    monkeypatch.setattr(quantized_linear, "_has_kernel", lambda *_: False)
+    monkeypatch.setattr(linear_layers, "_has_kernel", lambda *_: False)
     with pytest.raises(SettingError, match="rounded to 4 bits") as bad:
         build_engine(DraftConfig(model="quantized:4", directory=directory), "draft", 1)
     assert bad.value.key == "draft_model"

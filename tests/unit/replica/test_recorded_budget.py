@@ -11,8 +11,7 @@ from recorded_work import CountingRecorder, attend_by_tables
 
 from outrider.config import TargetConfig
 from outrider.engine.cuda import backend as acceleration
-from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.cuda.cuda_graphs import RECORDED_BYTES_MAX
+from outrider.engine.cuda.backend import RECORDED_BYTES_MAX, DeviceBackend
 from outrider.kv_cache import storage as kv_cache
 from outrider.replica.process_setup import build_engine
 

@@ -21,7 +21,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
 from outrider.limits import FEATURES_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
-from outrider.models.eagle_checkpoint import LoadedEagle
+from outrider.models.eagle import LoadedEagle
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits

@@ -13,7 +13,7 @@ from rounds import make_head
 from outrider.clock import run_virtually
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.step_cost_measurement import measure_step_costs
+from outrider.engine.step_costs import measure_step_costs
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.transport.link import MemoryLink

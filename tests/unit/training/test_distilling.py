@@ -33,8 +33,8 @@ from draft_service.training.training import (
     likelihood_share,
 )
 from outrider.errors import ConfigError, SettingError
-from outrider.models.medusa_checkpoint import load_heads
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.medusa import load_heads
+from outrider.models.student import load_drafter
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}

@@ -20,7 +20,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.recipes import recipe_for
 from draft_service.training.teacher import Features, Target, TeacherCache
 from outrider.errors import SettingError
-from outrider.models.eagle_checkpoint import load_eagle
+from outrider.models.eagle import load_eagle
 
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])

@@ -23,7 +23,7 @@ from draft_service.training.recipes import recipe_for
 from draft_service.training.teacher import Features, Target, TeacherCache
 from draft_service.training.training import Point
 from outrider.errors import SettingError
-from outrider.models.early_exit_checkpoint import load_exit
+from outrider.models.early_exit import load_exit
 
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])

@@ -22,7 +22,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.recipes import recipe_for
 from draft_service.training.teacher import Features, Target, TeacherCache
 from draft_service.training.training import Budget, Trainer
-from outrider.models.medusa_checkpoint import load_heads
+from outrider.models.medusa import load_heads
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
 

@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
-from outrider.engine.tensor_parallel.follower import follow
-from outrider.engine.tensor_parallel.leader import ParallelEngine
-from outrider.engine.tensor_parallel.rank_calls import CallWriter, replay
+from outrider.engine.tensor_parallel.parallel_engine import (
+    CallWriter,
+    ParallelEngine,
+    follow,
+    replay,
+)
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
 from outrider.errors import (
     BadRequest,

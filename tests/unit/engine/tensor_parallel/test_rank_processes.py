@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
 from outrider.engine.tensor_parallel.group import _store, join, lead
-from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, OpenRendezvous, Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.errors import Unavailable
 
 CPU = torch.device("cpu")

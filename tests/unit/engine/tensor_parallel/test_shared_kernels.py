@@ -17,7 +17,7 @@ from outrider.config import TargetConfig
 from outrider.engine.cuda import backend as acceleration
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import SequenceStep
-from outrider.engine.tensor_parallel import shard_loading
+from outrider.engine.tensor_parallel import sharding
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
 
@@ -52,8 +52,8 @@ def _built(
     config = TargetConfig(directory=str(path), device="cpu", num_threads=1)
     ranks = thread_ranks.thread_ranks(2)
     # The library loads one model at a time in a process.
-    shares = [shard_loading.load_shard(path, rank, key="size", name="tiny") for rank in ranks]
-    monkeypatch.setattr(shard_loading, "load_shard", lambda _, rank, **__: shares[rank.rank])
+    shares = [sharding.load_shard(path, rank, key="size", name="tiny") for rank in ranks]
+    monkeypatch.setattr(sharding, "load_shard", lambda _, rank, **__: shares[rank.rank])
 
     def build(rank: int) -> tuple[Any, torch.Tensor]:
         _HERE.rank = rank

@@ -15,8 +15,13 @@ from thread_ranks import on_each, thread_ranks
 from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
 from outrider.config import TargetConfig
-from outrider.engine.tensor_parallel.shard_loading import check_shares, load_shard
-from outrider.engine.tensor_parallel.sharding import VocabularyEmbedding, VocabularyHead, least
+from outrider.engine.tensor_parallel.sharding import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    check_shares,
+    least,
+    load_shard,
+)
 from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine

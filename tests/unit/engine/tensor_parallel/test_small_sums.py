@@ -11,7 +11,7 @@ import pytest
 import torch
 from thread_ranks import on_each
 
-from outrider.engine.tensor_parallel.socket_allreduce import (
+from outrider.engine.tensor_parallel.group import (
     SUM_BYTES_MAX,
     SocketAllReduce,
     added_up,

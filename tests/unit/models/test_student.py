@@ -20,7 +20,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE, as_stored
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.student_checkpoint import load_drafter
+from outrider.models.student import load_drafter
 from outrider.replica.process_setup import build_engine
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)

@@ -34,12 +34,14 @@ from outrider.models.fingerprint import tokenizer_table
 from outrider.models.loading import (
     LOADING_ERRORS,
     describe,
+    empty_model,
     load_tokenizer,
+    open_weights,
+    read_weights,
     resolve_device,
     set_threads,
+    stored_names,
 )
-from outrider.models.meta_models import empty_model
-from outrider.models.weight_files import open_weights, read_weights, stored_names
 
 
 def load_drafter(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import WEIGHTS_FILE
-from outrider.models.early_exit_checkpoint import LoadedExit, load_exit
+from outrider.models.early_exit import LoadedExit, load_exit
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 

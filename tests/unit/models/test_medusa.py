@@ -19,7 +19,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
 from outrider.models.loading import load_model
-from outrider.models.medusa_checkpoint import LoadedHeads, load_heads
+from outrider.models.medusa import LoadedHeads, load_heads
 from outrider.models.module_replacement import speed_up
 
 HEAD_IDS = (1, 4, 5, 9, 20)

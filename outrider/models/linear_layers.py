@@ -1,0 +1,350 @@
+"""Linear layers and activations that replace the library's on a CPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import activation
+from transformers.activations import ACT2CLS
+
+from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
+
+_PACKED_FOR_ROWS: Final = 16
+"""Rows that the layout is chosen for. Those for 5..64 are the same and within 2 % of the best for
+1..256 rows; the one for 1 row costs float32 up to twice the time at more."""
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU: [..., in] -> [..., out], of the weight's dtype.
+
+    The first call with a new number of rows takes up to 0.7 ms longer, in which oneDNN prepares
+    its kernel; it remembers 1,024 of them a process.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Copies `weight` [out, in] into the layout; it must be one that `can_pack`."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Not parameters: those are looked up at each use, which costs as much as a small operator.
+        operators = torch.ops.mkldnn
+        dense = weight.detach().contiguous()
+        self._packed: torch.Tensor = operators._reorder_linear_weight(dense, _PACKED_FOR_ROWS)
+        self._bias = None if bias is None else bias.detach()
+        self._product = operators._linear_pointwise.default
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
+        output: torch.Tensor = self._product(rows, self._packed, self._bias, "none", [], "")
+        return output
+
+    __call__ = forward
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dense copy of the weight [out, in], bit for bit the one that was packed; for the few
+        models that read more of a layer than its result."""
+        return self._packed.to_dense()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [out], if there is one."""
+        return self._bias
+
+    def extra_repr(self) -> str:
+        """What `print` shows between the brackets."""
+        return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}"
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether this machine's oneDNN has a layout for a weight of that device and dtype."""
+    if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return multiplies_bfloat16()
+    return weight.dtype == torch.float32 and _has_onednn()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's oneDNN has products of bfloat16."""
+    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+_ROWS_MIN: Final = 4
+"""Rows from which on the weight is widened."""
+_BLOCK_WEIGHTS: Final = 2**20
+"""Weights that are widened at once, as far as one output's are fewer."""
+
+
+class WidenedLinear(nn.Module):
+    """`nn.Linear` in bfloat16 for inference: [..., in] -> [..., out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Shares `weight` [out, in], unless its rows are not one after another, and `bias` [out];
+        the weight must be one that `must_widen`."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Not parameters: those are looked up at each use, which costs as much as a small operator.
+        self.weight = weight.detach().contiguous()
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
+        if rows.numel() < _ROWS_MIN * self.in_features:
+            return nn.functional.linear(rows, self.weight, self.bias)
+        wide = rows.float()
+        blocks = torch.split(self.weight, max(1, _BLOCK_WEIGHTS // self.in_features))
+        output = torch.cat([nn.functional.linear(wide, block.float()) for block in blocks], -1)
+        return (output if self.bias is None else output + self.bias).to(rows.dtype)
+
+    __call__ = forward
+
+    def extra_repr(self) -> str:
+        """What `print` shows between the brackets."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def must_widen(weight: torch.Tensor) -> bool:
+    """Whether a weight is in bfloat16 on a CPU that has no products of it."""
+    return (
+        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
+    )
+
+
+_GROUP: Final = 32
+"""Weights of a row that share a scale and an offset at 4 bits."""
+_LEVELS: Final = 15
+"""Steps between the least and the greatest weight of a group."""
+_CENTRE: Final = 8
+"""The level that the kernel takes for its offset."""
+_INNER_TILES: Final = 2
+"""Of the packed layout; the CPU's kernel takes any."""
+_WIDE_ROWS: Final = 32
+"""Rows from which widening a weight of 8 bits, and a plain product, is the quicker way."""
+
+
+class QuantizedLinear(nn.Module, ABC):
+    """`nn.Linear` for inference with a rounded weight: [..., in] -> [..., out], of the rows' dtype.
+
+    It has no gradient and takes no hooks: to call it is to call its `forward`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
+        product = self._product(rows.reshape(-1, self.in_features))
+        if self._bias is not None:
+            product = product + self._bias
+        return product.view(*rows.shape[:-1], self.out_features)
+
+    __call__ = forward
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight [out, in]."""
+        return self._widened()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [out], if there is one."""
+        return self._bias
+
+    @abstractmethod
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows [N, in]: [N, out]."""
+
+    @abstractmethod
+    def _widened(self) -> torch.Tensor:
+        """The rounded weight [out, in]."""
+
+
+class Int8Linear(QuantizedLinear):
+    """Weights of 8 bits, one scale for each row of the weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        exact = weight.detach().float()
+        scales = (exact.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
+        self._levels: torch.Tensor = (exact / scales[:, None]).round().to(torch.int8)
+        self._scales = scales.to(weight.dtype)
+        self._kernel = torch.ops.aten._weight_int8pack_mm.default
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) < _WIDE_ROWS:
+            narrow: torch.Tensor = self._kernel(rows, self._levels, self._scales)
+            return narrow
+        return functional.linear(rows, self._widened())
+
+    def _widened(self) -> torch.Tensor:
+        return self._levels.to(self._scales.dtype) * self._scales[:, None]
+
+
+class Int4Linear(QuantizedLinear):
+    """Weights of 4 bits, a scale and an offset for each group of a row. On CPU."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """The width of `weight` must be a multiple of the group."""
+        super().__init__(weight, bias)
+        groups = weight.detach().float().reshape(self.out_features, -1, _GROUP)
+        least, greatest = groups.amin(2), groups.amax(2)
+        tiny = torch.finfo(weight.dtype).tiny
+        scales = ((greatest - least) / _LEVELS).clamp_min(tiny).to(weight.dtype).float()
+        levels = ((groups - least[:, :, None]) / scales[:, :, None]).round().clamp(0, _LEVELS)
+        offsets = (least + _CENTRE * scales).to(weight.dtype)
+        self._packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            levels.flatten(1).to(torch.int32), _INNER_TILES
+        )
+        # [groups of a row, out, 2]
+        table = torch.stack((scales.to(weight.dtype), offsets), -1).transpose(0, 1)
+        self._scales_and_offsets = table.contiguous()
+        self._kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self._kernel(rows, self._packed, _GROUP, self._scales_and_offsets)
+        return product
+
+    def _widened(self) -> torch.Tensor:
+        identity = torch.eye(self.in_features, dtype=self._scales_and_offsets.dtype)
+        return self._product(identity).t()
+
+
+_KINDS: Final[dict[int, type[QuantizedLinear]]] = {8: Int8Linear, 4: Int4Linear}
+
+
+def quantized(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> nn.Module | None:
+    """A layer with `weight` [out, in] rounded to 8 or 4 bits; None where this machine has no kernel
+    that does what it is to do for a weight of that device, dtype and shape."""
+    if not _has_kernel(bits, *weight.shape, weight.dtype, weight.device):
+        return None
+    return _KINDS[bits](weight, bias)
+
+
+@cache
+def _has_kernel(
+    bits: int, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Asked once for each shape, of a random weight: whether a layer's weight is the given one but
+    for half a step of rounding, the widest that there is in each row; and few rows and many give
+    what that weight gives in twice the width."""
+    wide_dtype = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+    generator = torch.Generator().manual_seed(num_out)
+    weight = torch.randn(num_out, num_in, generator=generator).to(device, dtype)
+    few = probe_rows(num_in, weight)
+    many = few.expand(_WIDE_ROWS // few.shape[1], -1, -1)
+    try:
+        layer = _KINDS[bits](weight, None)
+        rounded, wide = layer.weight.to(wide_dtype), weight.to(wide_dtype)
+        half_steps = wide.abs().amax(1, keepdim=True) * (
+            1 / (2**bits - 2) + 4 * torch.finfo(dtype).eps
+        )
+        exact = (few.to(wide_dtype) @ rounded.t()).to(dtype)
+        return (
+            bool(((rounded - wide).abs() <= half_steps).all())
+            and agree(layer(few), exact)
+            and agree(layer(many), exact.expand(len(many), -1, -1))
+        )
+    except PROBE_ERRORS:
+        return False
+
+
+_BLOCK_ROWS: Final = {nn.Linear: 32, PackedLinear: 32, WidenedLinear: 32, QuantizedLinear: 16}
+"""The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them.
+Rounded weights are widened from 32 rows on."""
+
+
+class BlockedLinear(nn.Module):
+    """A linear layer, [..., in] to [..., out], in products of at most a block of rows."""
+
+    def __init__(self, linear: Any, block_rows: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self._block_rows = block_rows
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each row."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        if len(flat) <= self._block_rows:
+            output: torch.Tensor = self.linear(rows)
+            return output
+        blocks = [self.linear(block) for block in torch.split(flat, self._block_rows)]
+        return torch.cat(blocks).view(*rows.shape[:-1], -1)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own [out, in], for the few models that read more of it than its result."""
+        weight: torch.Tensor = self.linear.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The layer's own [out], if there is one."""
+        bias: torch.Tensor | None = self.linear.bias
+        return bias
+
+
+def block_rows(module: nn.Module) -> None:
+    """Every linear layer of a model takes its rows in blocks from now on."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            for kind, num_rows in _BLOCK_ROWS.items():
+                if isinstance(child, kind):
+                    setattr(parent, name, BlockedLinear(child, num_rows))
+
+
+_ACTIVATION_ELEMENTS: Final = 2**14
+"""Elements that one thread does alone: torch shares GELU out beyond so many, others beyond twice
+as many."""
+_LANES: Final = 64
+"""Elements that a vectorised loop takes at a time, or a multiple of them."""
+_ELEMENT_WISE: Final = (
+    *(entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()),
+    *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+)
+
+
+class AlignedActivation(nn.Module):
+    """An element-wise function, [...] to [...], in whole vectors on one thread a piece."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Of each element."""
+        flat = inputs.reshape(-1)
+        num = flat.numel()
+        if num % _LANES:
+            flat = functional.pad(flat, (0, -num % _LANES))
+        pieces = [self.function(piece) for piece in torch.split(flat, _ACTIVATION_ELEMENTS)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole[:num].view(inputs.shape)
+
+
+def align_activations(module: nn.Module) -> None:
+    """Aligns every activation of a model that is a module of its own and has no parameters."""
+    for parent in list(module.modules()):
+        if isinstance(parent, AlignedActivation):
+            continue
+        for name, child in list(parent.named_children()):
+            if _is_element_wise(child):
+                setattr(parent, name, AlignedActivation(child))
+
+
+def _is_element_wise(child: Any) -> bool:
+    over_axes = (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.GLU)
+    return (
+        isinstance(child, _ELEMENT_WISE)
+        and not isinstance(child, over_axes)
+        and not any(True for _ in child.parameters())
+    )
