@@ -1,25 +1,37 @@
 """Settings: typed values with a name, a unit, bounds, and four places they may come from.
 
-A configuration is a frozen dataclass whose fields are made by `setting`; a field made otherwise is
-not for users. Layers are merged by `merge`: defaults < YAML file < `OUTRIDER_*` environment < flag.
+A configuration is a pydantic dataclass (`CHECKED`). Its fields are settings, unless they are
+`Internal`. Layers are merged by `merge`: defaults < YAML file < `OUTRIDER_*` environment <
+flag. Each layer is checked by itself, so that an error names what set the bad value.
 """
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from outrider.errors import ConfigError, InvariantError, SettingError, check, did_you_mean
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from outrider.errors import ConfigError, SettingError, did_you_mean
 
 Value = str | int | float | bool | None
 Config = TypeVar("Config")
+T = TypeVar("T")
+
+CHECKED: Final = ConfigDict(
+    strict=True, extra="forbid", use_attribute_docstrings=True,
+    validate_by_name=True, validate_by_alias=False,
+)  # fmt: skip
+"""Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
+Internal = Annotated[T, Field(exclude=True)]
+"""A field that is no setting: whoever starts the service fills it in."""
 
 ENVIRONMENT_PREFIX: Final = "OUTRIDER_"
 NOT_SETTINGS: Final = (
@@ -30,44 +42,22 @@ NOT_SETTINGS: Final = (
 those who call one have."""
 CONFIG_FILE_BYTES_MAX: Final = 2**20
 
-_METADATA: Final = "setting"
 _KIND_NAMES: Final = {
     str: "a string",
     int: "a whole number",
     float: "a number",
     bool: "true or false",
 }
-_TRUE: Final = ("true", "1", "yes", "on")
-_FALSE: Final = ("false", "0", "no", "off")
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    doc: str
-    key: str
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]
-    secret: bool
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """One setting as the command line, the environment and the documentation see it."""
 
     key: str
     """Its name in a YAML file; the flag and the variable are made from it."""
-    kind: type
-    """`str`, `int`, `float` or `bool`."""
-    optional: bool
-    """Whether None (in YAML: null) is a value."""
-    default: Value
+    field: FieldInfo
     doc: str
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]
-    secret: bool = False
-    """Whether its value is shown to nobody, in errors neither."""
 
     @property
     def flag(self) -> str:
@@ -78,6 +68,51 @@ class Setting:
     def variable(self) -> str:
         """Its environment variable."""
         return ENVIRONMENT_PREFIX + self.key.upper()
+
+    @property
+    def default(self) -> Value:
+        """Its value where nothing sets it."""
+        default: Value = self.field.default
+        return default
+
+    @property
+    def secret(self) -> bool:
+        """Whether its value is shown to nobody, in errors neither."""
+        return not self.field.repr
+
+    @property
+    def optional(self) -> bool:
+        """Whether None (in YAML: null) is a value."""
+        return isinstance(self.field.annotation, types.UnionType)
+
+    @property
+    def kind(self) -> type:
+        """`str`, `int`, `float` or `bool`."""
+        if self.choices:
+            return str
+        one: Any = self.field.annotation
+        found: type = typing.get_args(one)[0] if self.optional else one
+        return found
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only values, where there are few."""
+        found = self.field.annotation
+        return typing.get_args(found) if typing.get_origin(found) is Literal else ()
+
+    @property
+    def minimum(self) -> float | None:
+        """The least value."""
+        return self._bound("ge")
+
+    @property
+    def maximum(self) -> float | None:
+        """The greatest value."""
+        return self._bound("le")
+
+    def _bound(self, name: str) -> float | None:
+        found = (getattr(one, name, None) for one in self.field.metadata)
+        return next((one for one in found if one is not None), None)
 
     @property
     def allowed(self) -> str:
@@ -91,121 +126,37 @@ class Setting:
             words += f", at least {self.minimum}"
         return words
 
+    @cached_property
+    def adapter(self) -> TypeAdapter[Value]:
+        """Checks its values, and describes them as a JSON schema."""
+        checked: Any = Annotated[self.field.annotation, Field(), *self.field.metadata]
+        return TypeAdapter(checked)
+
     def parse(self, raw: object, source: str) -> Value:
         """The value that `raw` (text, or what YAML made of it) stands for. Raises `ConfigError`
         naming `source` where it is not one or lies outside the bounds."""
-        value = self._convert(raw, isinstance(raw, str))
-        if value is None and not (raw is None and self.optional):
-            raise ConfigError(f"{source}: {self._shown(raw)} is wrong; it must be {self.allowed}")
-        self.verify(value, source)
-        return value
-
-    def _convert(self, raw: object, is_text: bool) -> Value:
-        if self.kind is str:
-            return raw if isinstance(raw, str) else None
-        if self.kind is bool:
-            return _boolean(raw)
-        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
-            return None
         try:
-            if self.kind is int:
-                return int(raw) if is_text or isinstance(raw, int) else None
-            return float(raw)
-        except ValueError:
-            return None
-
-    def verify(self, value: object, source: str) -> None:
-        """Raises `ConfigError` naming `source` where `value` lies outside the bounds."""
-        if value is None and self.optional:
-            return
-        good = isinstance(value, (int, float) if self.kind is float else self.kind)
-        if good and isinstance(value, (int, float)) and not isinstance(value, bool):
-            good = math.isfinite(value)
-            good = good and (self.minimum is None or value >= self.minimum)
-            good = good and (self.maximum is None or value <= self.maximum)
-        if good and self.choices:
-            good = value in self.choices
-        if not good:
-            hint = did_you_mean(str(value), self.choices) if self.choices else ""
-            shown = self._shown(value)
-            raise ConfigError(f"{source}: {shown} is wrong; it must be {self.allowed}{hint}")
-
-    def _shown(self, value: object) -> str:
-        return "what it is set to" if self.secret else repr(value)
+            return self.adapter.validate_python(raw, strict=not isinstance(raw, str))
+        except ValidationError:
+            shown = "what it is set to" if self.secret else repr(raw)
+            hint = did_you_mean(str(raw), self.choices) if self.choices else ""
+            raise ConfigError(
+                f"{source}: {shown} is wrong; it must be {self.allowed}{hint}"
+            ) from None
 
 
-def _boolean(raw: object) -> bool | None:
-    if isinstance(raw, bool):
-        return raw
-    if isinstance(raw, str) and raw.lower() in _TRUE + _FALSE:
-        return raw.lower() in _TRUE
-    return None
-
-
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    key: str = "",
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] = (),
-    secret: bool = False,
-) -> Any:
-    """A dataclass field that users may set. `doc` says what it is, with its unit; `key` is its
-    name where that is not the field's; a `secret` is kept out of the configuration's `repr`."""
-    bounds = _Bounds(doc, key, minimum, maximum, choices, secret)
-    return field(default=default, repr=not secret, metadata={_METADATA: bounds})
-
-
-def settings_of(config: type) -> Mapping[str, Setting]:
-    """The settings of a configuration dataclass by field name."""
-    return _settings_of(config)
-
-
-@cache
-def _settings_of(config: type) -> Mapping[str, Setting]:
-    """Once for each: to read types that are written as text takes long."""
-    hints = typing.get_type_hints(config)
-    found = {}
-    for item in fields(config):
-        bounds = item.metadata.get(_METADATA)
-        if bounds is None:
-            continue
-        if item.default is MISSING:
-            raise InvariantError(f"setting {item.name} has no default")
-        kinds = [hints[item.name]]
-        if isinstance(hints[item.name], types.UnionType):
-            kinds = [kind for kind in typing.get_args(hints[item.name]) if kind is not type(None)]
-        check(len(kinds) == 1 and kinds[0] in _KIND_NAMES, f"setting {item.name} has no kind")
-        found[item.name] = Setting(
-            key=bounds.key or item.name,
-            kind=kinds[0],
-            optional=kinds[0] is not hints[item.name],
-            default=item.default,
-            doc=bounds.doc,
-            minimum=bounds.minimum,
-            maximum=bounds.maximum,
-            choices=bounds.choices,
-            secret=bounds.secret,
-        )
-    return types.MappingProxyType(found)
-
-
-def settings_by_key(*configs: type) -> dict[str, Setting]:
-    """The settings of several configurations by key, in order; one key is one setting."""
-    merged: dict[str, Setting] = {}
-    for config in configs:
-        for found in settings_of(config).values():
-            known = merged.setdefault(found.key, found)
-            check(known == found, f"setting {found.key} is defined twice, differently")
-    return merged
-
-
-def verify_settings(config: object) -> None:
-    """Raises `ConfigError` naming the first field of `config` outside its bounds."""
-    for name, found in settings_of(type(config)).items():
-        found.verify(getattr(config, name), found.key)
+def settings_of(config: Any) -> Mapping[str, Setting]:
+    """The settings of a configuration by field name."""
+    docs: dict[str, str] = {}
+    for kind in reversed(type.mro(config)):
+        for name, one in getattr(kind, "__pydantic_fields__", {}).items():
+            docs[name] = one.description or docs.get(name, "")
+    fields: Mapping[str, FieldInfo] = config.__pydantic_fields__
+    return {
+        name: Setting(one.alias or name, one, " ".join(docs[name].split()))
+        for name, one in fields.items()
+        if not one.exclude
+    }
 
 
 def check_range(key: str, value: float | None, lowest: float, highest: float) -> None:

@@ -6,28 +6,33 @@ Fields that no `setting` makes are filled in by whoever starts the service.
 
 from __future__ import annotations
 
-from outrider.config.autoscaling import LEAST, AutoscaleConfig
 from outrider.config.coordinators import CoordinatorConfig
 from outrider.config.deployments import (
+    LEAST,
     WAIT_S_MAX,
+    AutoscaleConfig,
     DeploymentConfig,
     configuration,
     deployment_settings,
     load_config,
 )
-from outrider.config.drafts import DraftConfig
 from outrider.config.models import (
     DTYPES,
     EMULATED,
-    LOOPBACK,
-    PORT_MAX,
     TRANSFORMERS,
+    DraftConfig,
     ModelServerConfig,
-    ServerConfig,
     TargetConfig,
-    is_loopback,
 )
-from outrider.config.security import PATHS, FrontConfig, unlocked
+from outrider.config.servers import (
+    LOOPBACK,
+    PATHS,
+    PORT_MAX,
+    FrontConfig,
+    ServerConfig,
+    is_loopback,
+    unlocked,
+)
 
 __all__ = [
     "DTYPES",

@@ -4,75 +4,109 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from outrider.config.autoscaling import AutoscaleConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from outrider.autoscaling import Policy, parse_bounds
 from outrider.config.coordinators import CoordinatorConfig
-from outrider.config.drafts import DraftConfig
-from outrider.config.models import EMULATED, LOOPBACK, TargetConfig
+from outrider.config.models import EMULATED, DraftConfig, TargetConfig
+from outrider.config.servers import LOOPBACK
 from outrider.drafters.names import AUTO, LookupKind
 from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
-from outrider.settings import (
-    Setting,
-    Value,
-    build,
-    merge,
-    setting,
-    settings_by_key,
-    settings_of,
-    verify_settings,
-)
+from outrider.registry.registry import Role
+from outrider.settings import CHECKED, Internal, Setting, Value, build, merge, settings_of
 
 WAIT_S_MAX: Final = 86_400
 _NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
+LEAST: Final[dict[Role, int]] = {"coordinator": 1, "target": 1, "draft": 0}
+"""Replicas without which a role cannot do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class AutoscaleConfig:
+    """Bounds and thresholds, see `Policy`."""
+
+    autoscale_targets: str = ""
+    """As many targets as the load wants, between LEAST:MOST; empty = as many as was said."""
+    autoscale_drafts: str = ""
+    """The same for drafts."""
+    autoscale_coordinators: str = ""
+    """The same for coordinators."""
+    autoscale_queue_steps: Annotated[float, Field(ge=0.1, le=1000)] = 1.5
+    """More targets where items wait longer for a step than so many steps last."""
+    autoscale_draft_waits: Annotated[float, Field(ge=0.01, le=1)] = 0.25
+    """More drafts where a larger share of the rounds waits for a draft's turn."""
+    autoscale_sessions: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """More coordinators where each runs more sessions."""
+    autoscale_cooldown_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 15.0
+    """Between two changes of a role's number, s."""
+    autoscale_calm_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 120.0
+    """One fewer once that would have been enough for so long, s."""
+
+    def __post_init__(self) -> None:
+        self.policy  # noqa: B018 (raises)
+
+    @property
+    def policy(self) -> Policy:
+        """What the settings come to. Raises `SettingError`."""
+        bounds = {}
+        for role in LEAST:
+            key = f"autoscale_{role}s"
+            if text := getattr(self, key):
+                try:
+                    bounds[role] = parse_bounds(text, LEAST[role], REPLICAS_MAX)
+                except ValueError as error:
+                    raise SettingError(key, f"{text!r} is wrong; {error}") from None
+        return Policy(
+            bounds=bounds,
+            target_queue_steps=self.autoscale_queue_steps,
+            draft_waits=self.autoscale_draft_waits,
+            coordinator_sessions=self.autoscale_sessions,
+            cooldown_s=self.autoscale_cooldown_s,
+            calm_s=self.autoscale_calm_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DeploymentConfig:
     """Coordinators, targets and drafts, and how they are started."""
 
-    target: TargetConfig = field(default_factory=TargetConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
-    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
-    num_targets: int = setting(
-        1, "Target replicas at first; `outrider scale` changes how many there are.",
-        minimum=1, maximum=REPLICAS_MAX,
-    )  # fmt: skip
-    num_drafts: int = setting(
-        1, "Draft replicas at first; none where the target drafts for itself, or a look-up alone.",
-        minimum=0, maximum=REPLICAS_MAX,
-    )  # fmt: skip
-    num_coordinators: int = setting(
-        1, "Coordinators at first. On one machine each next one has the next port.",
-        minimum=1, maximum=REPLICAS_MAX,
-    )  # fmt: skip
-    target_resources: str = setting(
-        "", "Ray resources that each rank of a target asks for beside CPUs and GPUs, as "
-        "NAME=AMOUNT with commas between several: where it may be placed."
-    )  # fmt: skip
-    draft_resources: str = setting("", "The same for a draft.")
-    coordinator_resources: str = setting("", "The same for a coordinator.")
-    address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
-    deployment_name: str = setting(
-        "", "Name of the deployment. On a cluster elsewhere one of this name that runs there is "
-        "taken over, and upgraded to what is asked for now. Empty = another one each time."
-    )  # fmt: skip
-    startup_timeout_s: float = setting(
-        20.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
-    )
-    model_timeout_s: float = setting(
-        900.0, "Wait for the models to load, s.", minimum=0.1, maximum=WAIT_S_MAX
-    )
-    stop_timeout_s: float = setting(
-        10.0, "Wait for running requests to end when stopping, s.", minimum=0, maximum=WAIT_S_MAX
-    )
+    target: Internal[TargetConfig] = Field(default_factory=lambda: TargetConfig())
+    draft: Internal[DraftConfig] = Field(default_factory=lambda: DraftConfig())
+    coordinator: Internal[CoordinatorConfig] = Field(default_factory=lambda: CoordinatorConfig())
+    autoscale: Internal[AutoscaleConfig] = Field(default_factory=lambda: AutoscaleConfig())
+    num_targets: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    """Target replicas at first; `outrider scale` changes how many there are."""
+    num_drafts: Annotated[int, Field(ge=0, le=REPLICAS_MAX)] = 1
+    """Draft replicas at first; none where the target drafts for itself, or a look-up alone."""
+    num_coordinators: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    """Coordinators at first. On one machine each next one has the next port."""
+    target_resources: str = ""
+    """Ray resources that each rank of a target asks for beside CPUs and GPUs, as NAME=AMOUNT with
+    commas between several: where it may be placed."""
+    draft_resources: str = ""
+    """The same for a draft."""
+    coordinator_resources: str = ""
+    """The same for a coordinator."""
+    address: str = ""
+    """Ray cluster to start the actors on; empty = a local one."""
+    deployment_name: str = ""
+    """Name of the deployment. On a cluster elsewhere one of this name that runs there is taken
+    over, and upgraded to what is asked for now. Empty = another one each time."""
+    startup_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 20.0
+    """Wait for Ray to find a place for every actor, s."""
+    model_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 900.0
+    """Wait for the models to load, s."""
+    stop_timeout_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 10.0
+    """Wait for running requests to end when stopping, s."""
 
     def __post_init__(self) -> None:
-        verify_settings(self)
         if not _NAME.fullmatch(self.deployment_name):
             raise SettingError(
                 "deployment_name",
@@ -122,11 +156,13 @@ class DeploymentConfig:
         return self.coordinator.served_model_name or self.target_name
 
 
+@cache
 def deployment_settings() -> dict[str, Setting]:
     """Every setting of a deployment by key, in the order of the documentation."""
-    return settings_by_key(
-        TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig, AutoscaleConfig
-    )
+    found: dict[str, Setting] = {}
+    for config in (TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig, AutoscaleConfig):
+        found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
+    return found
 
 
 def load_config(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.config import deployment_settings
-from outrider.settings import Setting
 
 CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "outrider"
 SCHEMA: Final = CHART / "values.schema.json"
@@ -48,7 +47,6 @@ CHART_KEYS: Final = {
     "tensor_parallel_size",
 }
 """Settings that have values of their own in the chart, or come from a Secret."""
-_KINDS: Final = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def settings_schema() -> dict[str, Any]:
@@ -57,23 +55,11 @@ def settings_schema() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            key: _schema(setting)
+            key: setting.adapter.json_schema()
             for key, setting in deployment_settings().items()
             if key not in CHART_KEYS
         },
     }
-
-
-def _schema(setting: Setting) -> dict[str, Any]:
-    kind = _KINDS[setting.kind]
-    found: dict[str, Any] = {"type": [kind, "null"] if setting.optional else kind}
-    if setting.choices:
-        found["enum"] = list(setting.choices)
-    if setting.minimum is not None:
-        found["minimum"] = setting.minimum
-    if setting.maximum is not None:
-        found["maximum"] = setting.maximum
-    return found
 
 
 def with_settings(text: str) -> str:
