@@ -58,7 +58,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates, and prints the text or one JSON object."""
-    from outrider.client.results import check_sendable
+    from outrider.client.client import check_sendable
     from outrider.speculation.sampling_params import check_sampling
 
     # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of

@@ -23,18 +23,15 @@ its session.
 
 from __future__ import annotations
 
-from outrider.client.client import AsyncClient, Client
-from outrider.client.failover import ResumingTransport
-from outrider.client.grpc_transport import GrpcTransport
-from outrider.client.in_process import CoordinatorApi, InProcessTransport
-from outrider.client.results import (
+from outrider.client.client import Client, SyncClient
+from outrider.client.in_process import InProcessTransport
+from outrider.client.transport import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
     SessionView,
     Transport,
 )
-from outrider.client.sync_client import SyncClient
 from outrider.grammar.constraint import Constraint
 from outrider.request import (
     ChatMessage,
@@ -53,22 +50,18 @@ from outrider.transport.channel import Trust
 from outrider.transport.tls import caller_trust
 
 __all__ = [
-    "AsyncClient",
     "ChatMessage",
     "Client",
     "Completion",
     "CompletionBuilder",
     "Constraint",
-    "CoordinatorApi",
     "CoordinatorDescription",
     "Event",
     "Finished",
     "GenerateRequest",
-    "GrpcTransport",
     "InProcessTransport",
     "Metrics",
     "ResumeRequest",
-    "ResumingTransport",
     "RoundReport",
     "Rule",
     "SamplingParams",

@@ -1,37 +1,42 @@
-"""The client for an event loop."""
+"""The client for an event loop, and the one for programs without."""
 
 from __future__ import annotations
 
-import secrets
+import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Final, Self, TypeVar, cast
 
-from outrider.client.failover import RESUME_TIMEOUT_S, Found, ResumingTransport, Server
-from outrider.client.grpc_transport import GrpcTransport
-from outrider.client.results import (
-    CALL_TIMEOUT_S,
-    RESUMED_TIMEOUT_S,
+from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
+from outrider.client.grpc_transport import BlockingGrpcTransport, GrpcTransport, key_metadata
+from outrider.client.transport import (
+    GENERATE_SLACK_S,
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
     SessionView,
     Transport,
-    check_sendable,
-    check_timeout,
-    generate_timeout_s,
 )
-from outrider.request import Event, GenerateRequest, ResumeRequest
+from outrider.errors import BadRequest, InvariantError
+from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
+from outrider.request import ChatMessage, Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
+
+T = TypeVar("T")
+CALL_TIMEOUT_S: Final = 10.0
+"""Of a call that does no generation."""
+RESUMED_TIMEOUT_S: Final = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
+"""Of the call that resumes a generation, whose deadline only the coordinator knows."""
+_INT32: Final = (-(2**31), 2**31 - 1)
 
 
 class Client:
-    """One way to a coordinator, or to several of a deployment, which are asked in turn; where one
-    does not answer the next one is. Any number of calls at a time, on one event loop. A generation
-    whose stream breaks goes on by itself, at another coordinator if there is one, without a token
-    lost or told twice.
+    """Connects to a coordinator, or to several of a deployment, which are called in turn; where one
+    does not answer the next one is called. Any number of calls at a time, on one event loop. A
+    generation whose stream breaks is resumed, at another coordinator if there is one, without a
+    token lost or repeated.
 
     `timeout_s` bounds a call that does no generation, in seconds; a generation's bound is its
     `deadline_ms`, or the default one, and some seconds for its last event."""
@@ -44,21 +49,21 @@ class Client:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`server` is HOST:PORT, or several with commas between them; or a function that says so,
-        which is asked again where one of them does not answer, so that coordinators which have
-        come since are known, and which may return an empty text while there is none; or a
-        transport, which the client then owns and closes, and which has its own key. Nothing is
-        sent before the first call. `api_key` is shown with each call; without TLS, which `trust`
-        says (`caller_trust`), whoever is on the way can read it. A broken stream is tried to be
-        resumed for `resume_timeout_s` seconds, and a request that cannot be served now is asked
-        for again as long; so is any other call while no coordinator that a function names
-        answers; 0 = not at all."""
+        """`server` is HOST:PORT, or several with commas between them; or a function that returns
+        such a text, which is called again where a coordinator does not answer, so that new ones
+        are found, and which may return an empty text while there is none; or a transport, which
+        the client then owns and closes, and which has its own key. Nothing is sent before the
+        first call. `api_key` is sent with each call; without TLS (`trust`, see `caller_trust`) it
+        can be read on the way. A broken stream is resumed, and a request that cannot be served now
+        is sent again, for up to `resume_timeout_s` seconds; so is any other call while none of the
+        coordinators that a function names answers; 0 = no retries."""
         if isinstance(server, str) or callable(server):
-            found = Found[Transport](
-                server, lambda one: GrpcTransport(one, trust, api_key=api_key), time.monotonic
-            )
-            first = secrets.randbelow(max(1, len(found.each)))
-            server = ResumingTransport(found, resume_timeout_s, first)
+            key_metadata(api_key)
+
+            def connect(address: str) -> Transport:
+                return GrpcTransport(address, trust, api_key=api_key)
+
+            server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
         self._transport = server
 
     async def __aenter__(self) -> Self:
@@ -87,8 +92,8 @@ class Client:
         if its last event does not come. A stream that breaks is resumed, or ends with
         `StreamBroken`; then `resume` may be tried later."""
         check_sendable(request)
-        events = self._transport.generate(request, generate_timeout_s(request))
-        async with aclosing(events):
+        timeout_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
+        async with aclosing(self._transport.generate(request, timeout_s)) as events:
             async for event in events:
                 yield event
 
@@ -101,8 +106,8 @@ class Client:
         now; a stream of it that still runs ends with `StaleEpoch`.
         Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
         as long as another coordinator may still have the session (some two seconds)."""
-        events = self._transport.resume(ResumeRequest(session_id, num_tokens), timeout_s)
-        async with aclosing(events):
+        request = ResumeRequest(session_id, num_tokens)
+        async with aclosing(self._transport.resume(request, timeout_s)) as events:
             async for event in events:
                 yield event
 
@@ -132,5 +137,154 @@ class Client:
         return await self._transport.healthy(check_timeout(timeout_s))
 
 
-AsyncClient = Client
-"""The other name of `Client`, where it stands beside `SyncClient`."""
+class SyncClient:
+    """`Client`, but each call waits for its answer. Any number of threads may share one.
+
+    It runs the coroutines of a `Client` whose transport blocks in place of suspending. So there is
+    no event loop behind it: it may be used inside a program that runs one, and an interrupt
+    (Ctrl-C) leaves a call at once."""
+
+    def __init__(
+        self,
+        address: Server,
+        *,
+        api_key: str = "",
+        trust: Trust = PLAIN,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+    ) -> None:
+        """`address` is HOST:PORT, or several with commas between them, or a function that says so;
+        the rest as of `Client`. Nothing is sent before the first call."""
+        key_metadata(api_key)
+
+        def connect(address: str) -> Transport:
+            return BlockingGrpcTransport(address, trust, api_key=api_key)
+
+        async def sleep(seconds: float) -> None:
+            time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
+
+        pool = EndpointPool(address, connect)
+        self._client = Client(ResumingTransport(pool, resume_timeout_s, sleep=sleep))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of each coordinator that is known."""
+        return self._client.address
+
+    def close(self) -> None:
+        """Cancels what runs and closes the channels; calls then raise `Unavailable`."""
+        _run(self._client.close())
+
+    def generate(self, request: GenerateRequest) -> Generator[Event]:
+        """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
+        over it) cancels the session."""
+        return _iterate(self._client.generate(request))
+
+    def resume(
+        self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
+    ) -> Generator[Event]:
+        """See `Client.resume`."""
+        return _iterate(self._client.resume(session_id, num_tokens, timeout_s))
+
+    def complete(self, request: GenerateRequest) -> Completion:
+        """See `Client.complete`."""
+        return _run(self._client.complete(request))
+
+    def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """See `Client.cancel`."""
+        _run(self._client.cancel(session_id, timeout_s))
+
+    def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
+        """See `Client.get_session`."""
+        return _run(self._client.get_session(session_id, timeout_s))
+
+    def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
+        """See `Client.describe`."""
+        return _run(self._client.describe(timeout_s))
+
+    def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """See `Client.healthy`."""
+        return _run(self._client.healthy(timeout_s))
+
+
+def _run(call: Awaitable[T]) -> T:
+    """Awaits what never suspends, as what it awaits blocks instead."""
+    try:
+        call.__await__().send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    raise InvariantError("a blocking call has suspended")
+
+
+def _iterate(events: AsyncGenerator[T]) -> Generator[T]:
+    try:
+        while True:
+            try:
+                event = _run(events.__anext__())
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        _run(events.aclose())
+
+
+def check_timeout(timeout_s: float) -> float:
+    """The timeout itself. Raises `BadRequest` unless it is a positive number of seconds."""
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
+    return timeout_s
+
+
+def check_sendable(request: GenerateRequest) -> None:
+    """Raises `BadRequest` for what no message holds, and so cannot even be sent to be refused. All
+    other limits are the coordinator's to check."""
+    if not isinstance(request.prompt, str) and len({type(part) for part in request.prompt}) > 1:
+        raise BadRequest("prompt", "mixes kinds; give text, chat messages or token ids")
+    for name, text in _texts(request):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(name, f"is not Unicode text: {error.reason}") from None
+    for name, value, lowest, highest in _integers(request):
+        if not lowest <= value <= highest:
+            raise BadRequest(name, f"{value} is wrong; it must be from {lowest} to {highest}")
+
+
+def _texts(request: GenerateRequest) -> Iterator[tuple[str, str]]:
+    yield "model", request.model
+    if isinstance(request.prompt, str):
+        yield "text", request.prompt
+    else:
+        for index, turn in enumerate(request.prompt):
+            if isinstance(turn, ChatMessage):
+                yield f"chat.messages[{index}].role", turn.role
+                yield f"chat.messages[{index}].content", turn.content
+    for index, text in enumerate(request.stop):
+        yield f"stop[{index}]", text
+
+
+def _integers(request: GenerateRequest) -> Iterator[tuple[str, int, int, int]]:
+    for name in (
+        "max_tokens", "num_draft_tokens", "deadline_ms", "logprobs", "draft_deadline_ms"
+    ):  # fmt: skip
+        value: int | None = getattr(request, name)
+        if value is not None:
+            yield name, value, *_INT32
+    if request.seed is not None:
+        yield "seed", request.seed, 0, SEED_MAX
+    yield "sampling.top_k", request.sampling.top_k, *_INT32
+    for token_id, _ in request.sampling.logit_bias:
+        yield "sampling.logit_bias", token_id, *_INT32
+    for index, part in enumerate(request.prompt):
+        if isinstance(part, int):
+            yield f"token_ids.ids[{index}]", part, *_INT32

@@ -1,10 +1,12 @@
-"""Calls several coordinators, and goes on with a generation whose stream has broken."""
+"""Calls the coordinators of a deployment in turn, and resumes a generation whose stream breaks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,324 +15,74 @@ from random import random as any_random
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
-from outrider.client.results import (
+from outrider.client.transport import (
     GENERATE_SLACK_S,
     CoordinatorDescription,
     SessionView,
     Transport,
-    addresses_of,
 )
-from outrider.errors import InvariantError, StreamBroken, Unavailable
+from outrider.errors import BadRequest, InvariantError, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+Server: TypeAlias = str | Callable[[], str]
+"""HOST:PORT, or several with commas between them, or a function that returns such a text. It is
+called in the thread, or on the event loop, of the caller, and so must not take long."""
 RESUME_TIMEOUT_S: Final = 15.0
 """How long a broken stream is tried to be resumed, by default, or a request to be begun that the
 coordinators cannot serve now: they, or what they need, may be started anew."""
+LOOK_S: Final = 0.5
+"""The function is not called again sooner."""
+GONE_MAX: Final = 16
+"""Connections that are kept to coordinators which are named no more: calls may still run there."""
+AVOIDED_S: Final = 5.0
+"""For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
+how long."""
 _WAIT_S: Final = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 
 
-class ResumingTransport:
-    """A `Transport` over others, each to a coordinator of the same deployment. Calls go to one that
-    answers. A stream that breaks goes on at the next: `Started` is told once, and each token."""
-
-    def __init__(
-        self,
-        transports: Sequence[Transport] | Found[Transport],
-        resume_timeout_s: float = RESUME_TIMEOUT_S,
-        first: int = 0,
-        random: Callable[[], float] = any_random,
-    ) -> None:
-        """Owns and closes `transports`; the first call asks the one at `first`. 0 seconds: a
-        generation whose stream breaks is not resumed, and one that cannot begin now not asked for
-        again. `random` is for `backoff`."""
-        self._found = transports if isinstance(transports, Found) else None
-        each = transports.each if isinstance(transports, Found) else transports
-        self._resume_timeout_s = resume_timeout_s
-        self._random = random
-        self._turns = Turns(each, _loop_time, first)
-
-    @property
-    def address(self) -> str:
-        """Of all coordinators, with commas between them."""
-        return ",".join(transport.address for transport in self._turns.each)
-
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
-        return self._events(self._told(), request, timeout_s)
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
-        return self._events(self._told(request), None, timeout_s)
-
-    def _told(self, begun: ResumeRequest | None = None) -> Told:
-        may_change = self._found is not None and self._found.may_change
-        return Told(len(self._turns.each), self._resume_timeout_s, begun, may_change, self._random)
-
-    async def _events(
-        self, told: Told, request: GenerateRequest | None, timeout_s: float
-    ) -> AsyncGenerator[Event]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        current: Transport | None = None
-        while True:
-            left_s = max(0.001, deadline - loop.time())
-            rest = told.rest(left_s)
-            try:
-                current = current or self._turns.begin()
-                if rest is not None:
-                    stream = current.resume(rest, left_s)
-                elif request is not None:
-                    stream = current.generate(request, left_s)
-                else:
-                    raise InvariantError("a stream of nothing")
-                async with aclosing(stream) as events:
-                    async for event in events:
-                        if told.note(event):
-                            yield event
-                return
-            except Unavailable as error:
-                if await self._knows_others(error):
-                    told.asks_all(len(self._turns.each))
-                wait_s = told.wait_after(error, loop.time(), deadline)
-                if told.moves_on:
-                    current = self._turns.after(current, avoided_s(error, begins=rest is None))
-            await asyncio.sleep(wait_s)
-
-    async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """See `Transport.cancel`; of the coordinator that has the session."""
-        await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
-
-    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        """See `Transport.get_session`."""
-        return await self._first(
-            lambda transport: transport.get_session(session_id, timeout_s), timeout_s
+def addresses_of(server: object) -> list[str]:
+    """Each HOST:PORT of those with commas between them. Raises `BadRequest` where one is empty, or
+    it is no text."""
+    each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
+    if not all(each):
+        raise BadRequest(
+            "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"
         )
-
-    async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        """See `Transport.describe`, of one that answers."""
-        return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
-
-    async def healthy(self, timeout_s: float) -> bool:
-        """Whether one of the coordinators says that it can serve."""
-        for transport in self._turns.each:
-            if await transport.healthy(timeout_s):
-                return True
-        return False
-
-    async def close(self) -> None:
-        """See `Transport.close`."""
-        for transport in self._turns.each if self._found is None else self._found.all:
-            await transport.close()
-
-    async def _first(self, call: Callable[[Transport], Awaitable[T]], timeout_s: float) -> T:
-        """The answer of the first coordinator that gives one; that it cannot now is none, but the
-        last coordinator's. Where a function names the coordinators and none of them answers, they
-        are asked again until the time is over."""
-        loop = asyncio.get_running_loop()
-        current: Transport | None = None
-        asked = Asked(len(self._turns.each), min(timeout_s, self._resume_timeout_s), loop.time())
-        while True:
-            try:
-                current = current or self._turns.begin()
-                return await call(current)
-            except Unavailable as error:
-                if await self._knows_others(error):
-                    asked.num_left = len(self._turns.each) + 1
-                may_change = self._found is not None and self._found.may_change
-                wait_s = asked.wait_after(error, loop.time(), len(self._turns.each), may_change)
-                current = self._turns.after(current, avoided_s(error, begins=False))
-            await asyncio.sleep(wait_s)
-
-    async def _knows_others(self, error: Unavailable) -> bool:
-        """Whether there are other coordinators by now, where one did not answer."""
-        if self._found is None or not isinstance(error, StreamBroken):
-            return False
-        gone = self._found.renew()
-        if gone is None:
-            return False
-        self._turns.renew(self._found.each)
-        for transport in gone:
-            await transport.close()
-        return True
+    return each
 
 
-def avoided_s(error: Unavailable, *, begins: bool) -> float:
-    """How long other calls should not begin at the coordinator that this came of: of one that
-    `begins` the answer tells; of others it is about their session."""
-    if isinstance(error, StreamBroken):
-        return AVOIDED_S
-    return error.retry_after_ms / 1e3 if begins else 0.0
-
-
-class Asked:
-    """How a call that is no generation goes from one coordinator to the next."""
-
-    def __init__(self, num_coordinators: int, timeout_s: float, now: float) -> None:
-        """`now` is the start of the call, s."""
-        self.num_left = num_coordinators
-        """Coordinators still to ask, the one that was asked last among them."""
-        self._until = now + timeout_s
-        self._num_waits = 0
-
-    def wait_after(
-        self, error: Unavailable, now: float, num_coordinators: int, may_change: bool
-    ) -> float:
-        """Seconds until the next coordinator is asked. Raises the error where all have been asked,
-        unless none answered, there may be others by now, and time is left."""
-        self.num_left -= 1
-        if self.num_left > 0:
-            return 0.0
-        wait_s = backoff(*_WAIT_S, self._num_waits, any_random)
-        if not (may_change and isinstance(error, StreamBroken)) or now + wait_s >= self._until:
-            raise error
-        self._num_waits += 1
-        self.num_left = num_coordinators
-        return wait_s
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
-class Told:
-    """What the caller of a generation has heard, and what is done when its stream breaks."""
+class EndpointPool(Generic[T]):
+    """One connection to each coordinator that is named. Calls begin at each in turn, so that all
+    have a share of a client's sessions. Any number of threads may share it."""
 
     def __init__(
         self,
-        num_coordinators: int,
-        resume_timeout_s: float,
-        begun: ResumeRequest | None = None,
-        may_change: bool = False,
-        random: Callable[[], float] = any_random,
+        server: Server,
+        connect: Callable[[str], T],
+        clock: Callable[[], float] = time.monotonic,
+        first: int | None = None,
     ) -> None:
-        """`begun` is what was heard before, of a stream that is resumed; with `may_change` other
-        coordinators may come to be known; `random` is for `backoff`."""
-        self._num_coordinators = self._tries_left = num_coordinators
-        self._may_change = may_change
-        self._may_begin = False
-        """Whether one of them has answered, since all were asked, when it may be asked again."""
-        self._resume_timeout_s = resume_timeout_s
-        self._heard = begun
-        self._is_started = False
-        self._tried_until: float | None = None
-        self._random = random
-        self._num_waits = 0
-        self._num_failures = 0
-        """Since the last token."""
-        self._waits = False
-        """Whether the coordinator that was asked last is asked once more, when it says."""
-        self.moves_on = True
-        """Whether the next coordinator is to be asked."""
-
-    def rest(self, left_s: float) -> ResumeRequest | None:
-        """Asks for what is missing, to be there in so many seconds; None before anything came, when
-        all is."""
-        if self._heard is None or not self._is_started:
-            return self._heard
-        left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
-        return replace(self._heard, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
-
-    def note(self, event: Event) -> bool:
-        """An event has come; returns whether the caller is to hear it: not a second `Started`."""
-        if isinstance(event, Started):
-            is_first, self._is_started = not self._is_started, True
-            self._heard = self._heard or ResumeRequest(
-                event.session_id, 0, 0, tokens_digest=EMPTY_DIGEST
-            )
-            return is_first
-        if isinstance(event, Tokens) and self._heard is not None:
-            if event.token_ids:  # Of these alone there can be only so many.
-                self._tried_until, self._num_waits, self._num_failures = None, 0, 0
-                self._waits = False
-            characters, digest = self._heard.num_characters, self._heard.tokens_digest
-            if digest is not None:
-                digest = reduce(extend_digest, event.token_ids, digest)
-            self._heard = replace(
-                self._heard,
-                num_tokens=event.first_index + len(event.token_ids),
-                num_characters=None if characters is None else characters + len(event.text_delta),
-                tokens_digest=digest,
-            )
-        return True
-
-    def asks_all(self, num_coordinators: int) -> None:
-        """There are so many now, others than before, and all are asked after the one that has just
-        not answered."""
-        self._num_coordinators, self._tries_left = num_coordinators, num_coordinators + 1
-
-    def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
-        """How long to wait until a coordinator is asked again: the next one, if this `moves_on`.
-        The same one is asked once more where a stream broke, as it has the session, and maybe only
-        the connection is gone; and where another one has answered that it cannot go on with the
-        session now, when it says, for nobody could sooner. Times in s of one clock. Raises the
-        error where that is of no use: all have been asked to begin, none has answered, and there
-        will be no others; or a stream has ended with an answer, or they have been asked for long
-        enough."""
-        answered = not isinstance(error, StreamBroken)
-        self._num_failures += 1
-        is_once_more = not answered and self._num_failures == 1
-        self._waits = answered and self._num_failures > 2 and not self._waits
-        self.moves_on = self._heard is None or not (is_once_more or self._waits)
-        if self._heard is None:
-            if self._tried_until is None:
-                self._tried_until = now + self._resume_timeout_s
-            self._tries_left -= 1
-            self._may_begin |= answered
-            if self._tries_left > 0:
-                return 0.0
-            if not (self._may_begin or self._may_change):
-                raise error
-            self._tries_left, self._may_begin = self._num_coordinators, False
-        if self._tried_until is None:
-            if answered and self._heard is not None:
-                raise error
-            self._tried_until = now + self._resume_timeout_s
-        wait_s = error.retry_after_ms / 1e3
-        if is_once_more:
-            wait_s = 0.0
-        elif not answered:
-            wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
-            self._num_waits += 1
-        elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
-            wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
-        if now + wait_s >= min(self._tried_until, deadline):
-            raise error
-        return wait_s
-
-
-_log = logging.getLogger(__name__)
-
-Server: TypeAlias = str | Callable[[], str]
-"""HOST:PORT, or several with commas between them, or a function that says so. It is asked in the
-thread, or on the event loop, that calls, and so must not take long."""
-LOOK_S: Final = 0.5
-"""The function is not asked again sooner."""
-GONE_MAX: Final = 16
-"""Connections that are kept to coordinators which are named no more: calls may still run there."""
-
-
-class Found(Generic[T]):
-    """One connection to each coordinator that is named. Any number of threads may share it."""
-
-    def __init__(
-        self, server: Server, connect: Callable[[str], T], clock: Callable[[], float]
-    ) -> None:
-        """`connect` makes a connection to HOST:PORT, without sending anything; `clock` counts
-        seconds. Raises what the function does, and `BadRequest` for what are no addresses. A
-        function may name none at first, by an empty text."""
+        """`connect` makes a connection to HOST:PORT, without sending anything; the first call
+        begins at the one at `first`, by default at any. Raises what a function as `server` does,
+        and `BadRequest` for what are no addresses. It may name none at first, by an empty text."""
         self._name = server if callable(server) else None
         self._connect = connect
-        self._clock = clock
+        self.clock = clock
         self._looked_at = clock()
         named = server() if callable(server) else server
         names_none = callable(server) and named == ""
         self._named = dict.fromkeys([] if names_none else addresses_of(named))
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
+        self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
+        self._avoided: dict[T, float] = {}
+        """Until when."""
         self._trouble = ""
         """What the function failed with last, if it did."""
         self._changing = threading.Lock()
@@ -350,13 +102,34 @@ class Found(Generic[T]):
         """What is open."""
         return list(self._open.values())
 
+    def begin(self) -> T:
+        """For another call: the next that is not avoided, or the next where all are. Raises
+        `StreamBroken` where there are none."""
+        each, now = self.each, self.clock()
+        if not each:
+            raise StreamBroken("no coordinator is named yet")
+        order = [(self._next + place) % len(each) for place in range(len(each))]
+        found = next((at for at in order if self._avoided.get(each[at], now) <= now), order[0])
+        self._next = found + 1
+        return each[found]
+
+    def after(self, tried: T | None, avoided_s: float = AVOIDED_S) -> T | None:
+        """For a call that has tried one in vain: the next one, so that it goes round all of them.
+        Others do not begin there for so many seconds. None where there are none."""
+        each = self.each
+        if tried is None or tried not in each:  # There are others now.
+            return self.begin() if each else None
+        until = self.clock() + avoided_s
+        self._avoided[tried] = max(until, self._avoided.get(tried, until))
+        return each[(each.index(tried) + 1) % len(each)]
+
     def renew(self) -> list[T] | None:
         """For one that does not answer: has the coordinators named again. Returns None where they
         are those that are known, else what is to be closed, as it is to one of long ago. A
         function that names none (an empty text) changes nothing, nor does one that fails, which the
         log says, once."""
         with self._changing:
-            now = self._clock()
+            now = self.clock()
             if self._name is None or now - self._looked_at < LOOK_S:
                 return None
             self._looked_at = now
@@ -378,53 +151,251 @@ class Found(Generic[T]):
                     self._open[address] = self._connect(address)
             self._named = named
             gone = [address for address in self._open if address not in named]
-            return [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
+            closed = [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
+            for one in closed:
+                self._avoided.pop(one, None)
+            return closed
 
 
-AVOIDED_S: Final = 5.0
-"""For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
-how long."""
+class ResumingTransport:
+    """A `Transport` over others, each to a coordinator of the same deployment. Calls go to one that
+    answers. A stream that breaks goes on at the next: `Started` comes once, and each token."""
 
-
-class Turns(Generic[T]):
-    """Each coordinator in turn, so that all have a share of a client's sessions."""
-
-    def __init__(self, each: Sequence[T], clock: Callable[[], float], first: int = 0) -> None:
-        """Of these the one at `first` is asked first; `clock` counts seconds."""
-        self._each = list(each)
-        self._clock = clock
-        self._next = first
-        self._avoided: dict[T, float] = {}
-        """Until when."""
+    def __init__(
+        self,
+        transports: Sequence[Transport] | EndpointPool[Transport],
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        random: Callable[[], float] = any_random,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Owns and closes `transports`; of a sequence the first is called first. 0 seconds: a
+        generation whose stream breaks is not resumed, and one that cannot begin now is not sent
+        again. `random` is for `backoff`."""
+        if not isinstance(transports, EndpointPool):
+            given = {str(index): one for index, one in enumerate(transports)}
+            transports = EndpointPool(",".join(given), given.__getitem__, _loop_time, first=0)
+        self._pool = transports
+        self._resume_timeout_s = resume_timeout_s
+        self._random = random
+        self._sleep = sleep
 
     @property
-    def each(self) -> list[T]:
-        """All of them."""
-        return self._each
+    def address(self) -> str:
+        """Of all coordinators, with commas between them."""
+        return ",".join(transport.address for transport in self._pool.each)
 
-    def renew(self, each: Sequence[T]) -> None:
-        """From now on they are these."""
-        self._each = list(each)
-        self._avoided = {one: until for one, until in self._avoided.items() if one in self._each}
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
+        return self._events(request, None, timeout_s)
 
-    def begin(self) -> T:
-        """For another call: the next that is not avoided, or the next where all are. Raises
-        `StreamBroken` where there are none."""
-        now, number = self._clock(), len(self._each)
-        if not number:
-            raise StreamBroken("no coordinator is named yet")
-        order = [(self._next + place) % number for place in range(number)]
-        found = next(
-            (at for at in order if self._avoided.get(self._each[at], now) <= now), order[0]
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
+        return self._events(None, request, timeout_s)
+
+    async def _events(
+        self, request: GenerateRequest | None, begun: ResumeRequest | None, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        pool = self._pool
+        deadline = pool.clock() + timeout_s
+        progress = StreamProgress(
+            len(pool.each), self._resume_timeout_s, begun, pool.may_change, self._random
         )
-        self._next = (found + 1) % number
-        return self._each[found]
+        current: Transport | None = None
+        while True:
+            left_s = max(0.001, deadline - pool.clock())
+            rest = progress.remainder(left_s)
+            try:
+                current = current or pool.begin()
+                if rest is not None:
+                    stream = current.resume(rest, left_s)
+                elif request is not None:
+                    stream = current.generate(request, left_s)
+                else:
+                    raise InvariantError("a stream of nothing")
+                async with aclosing(stream) as events:
+                    async for event in events:
+                        if progress.note(event):
+                            yield event
+                return
+            except Unavailable as error:
+                if await self._knows_others(error):
+                    progress.begin_round(len(pool.each))
+                wait_s = progress.wait_after(error, pool.clock(), deadline)
+                if progress.moves_on:
+                    current = pool.after(current, _avoided_s(error, begins=rest is None))
+            await self._sleep(wait_s)
 
-    def after(self, tried: T | None, avoided_s: float = AVOIDED_S) -> T | None:
-        """For a call that was asked of one in vain: so it goes round all of them. Others do not
-        begin there for so many seconds. None where there are none."""
-        if tried is None or tried not in self._each:  # There are others now.
-            return self.begin() if self._each else None
-        until = self._clock() + avoided_s
-        self._avoided[tried] = max(until, self._avoided.get(tried, until))
-        return self._each[(self._each.index(tried) + 1) % len(self._each)]
+    async def cancel(self, session_id: str, timeout_s: float) -> None:
+        """See `Transport.cancel`; of the coordinator that has the session."""
+        await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
+
+    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
+        """See `Transport.get_session`."""
+        return await self._first(
+            lambda transport: transport.get_session(session_id, timeout_s), timeout_s
+        )
+
+    async def describe(self, timeout_s: float) -> CoordinatorDescription:
+        """See `Transport.describe`, of one that answers."""
+        return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether one of the coordinators says that it can serve."""
+        for transport in self._pool.each:
+            if await transport.healthy(timeout_s):
+                return True
+        return False
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        for transport in self._pool.all:
+            await transport.close()
+
+    async def _first(self, call: Callable[[Transport], Awaitable[T]], timeout_s: float) -> T:
+        """The answer of the first coordinator that gives one; that it cannot now is none, but the
+        last coordinator's. Where a function names the coordinators and none of them answers, they
+        are called again until the time is over."""
+        pool = self._pool
+        until = pool.clock() + min(timeout_s, self._resume_timeout_s)
+        current: Transport | None = None
+        num_left, num_waits = len(pool.each), 0
+        while True:
+            wait_s = 0.0
+            try:
+                current = current or pool.begin()
+                return await call(current)
+            except Unavailable as error:
+                num_left = len(pool.each) if await self._knows_others(error) else num_left - 1
+                if num_left <= 0:
+                    wait_s = backoff(*_WAIT_S, num_waits, self._random)
+                    may_come = pool.may_change and isinstance(error, StreamBroken)
+                    if not may_come or pool.clock() + wait_s >= until:
+                        raise
+                    num_left, num_waits = len(pool.each), num_waits + 1
+                current = pool.after(current, _avoided_s(error, begins=False))
+            await self._sleep(wait_s)
+
+    async def _knows_others(self, error: Unavailable) -> bool:
+        """Whether there are other coordinators by now, where one did not answer."""
+        gone = self._pool.renew() if isinstance(error, StreamBroken) else None
+        for transport in gone or ():
+            await transport.close()
+        return gone is not None
+
+
+def _avoided_s(error: Unavailable, *, begins: bool) -> float:
+    """How long other calls should not begin at the coordinator that this came of: of one that
+    `begins` the answer says so; of others it is about their session."""
+    if isinstance(error, StreamBroken):
+        return AVOIDED_S
+    return error.retry_after_ms / 1e3 if begins else 0.0
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class StreamProgress:
+    """What the caller of a generation has received, and what is done when its stream breaks."""
+
+    def __init__(
+        self,
+        num_coordinators: int,
+        resume_timeout_s: float,
+        begun: ResumeRequest | None = None,
+        may_change: bool = False,
+        random: Callable[[], float] = any_random,
+    ) -> None:
+        """`begun` is what was received before, of a stream that is resumed; with `may_change` other
+        coordinators may come to be known; `random` is for `backoff`."""
+        self._num_coordinators = self._tries_left = num_coordinators
+        self._may_change = may_change
+        self._may_begin = False
+        """Whether one of them has answered in this round, and so may be called again."""
+        self._resume_timeout_s = resume_timeout_s
+        self._received = begun
+        self._is_started = False
+        self._tried_until: float | None = None
+        self._random = random
+        self._num_waits = 0
+        self._num_failures = 0
+        """Since the last token."""
+        self._waits = False
+        """Whether the coordinator that was called last is called once more, when it says."""
+        self.moves_on = True
+        """Whether the next coordinator is to be called."""
+
+    def remainder(self, left_s: float) -> ResumeRequest | None:
+        """Asks for what is missing, to be there in so many seconds; None before anything came, when
+        all is."""
+        if self._received is None or not self._is_started:
+            return self._received
+        left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
+        return replace(self._received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
+
+    def note(self, event: Event) -> bool:
+        """An event has come; returns whether the caller gets it: not a second `Started`."""
+        if isinstance(event, Started):
+            is_first, self._is_started = not self._is_started, True
+            self._received = self._received or ResumeRequest(
+                event.session_id, 0, 0, tokens_digest=EMPTY_DIGEST
+            )
+            return is_first
+        if isinstance(event, Tokens) and self._received is not None:
+            if event.token_ids:  # Of these alone there can be only so many.
+                self._tried_until, self._num_waits, self._num_failures = None, 0, 0
+                self._waits = False
+            characters, digest = self._received.num_characters, self._received.tokens_digest
+            if digest is not None:
+                digest = reduce(extend_digest, event.token_ids, digest)
+            self._received = replace(
+                self._received,
+                num_tokens=event.first_index + len(event.token_ids),
+                num_characters=None if characters is None else characters + len(event.text_delta),
+                tokens_digest=digest,
+            )
+        return True
+
+    def begin_round(self, num_coordinators: int) -> None:
+        """There are so many now, others than before, and all are called after the one that has just
+        not answered."""
+        self._num_coordinators, self._tries_left = num_coordinators, num_coordinators + 1
+
+    def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
+        """How long to wait until a coordinator is called again: the next one, if this `moves_on`.
+        The same one is called once more where a stream broke, as it has the session, and maybe only
+        the connection is gone; and where another one has answered that it cannot go on with the
+        session now, when it says, for no other could sooner. Times in s of one clock. Raises the
+        error where that is of no use: all have been asked to begin, none has answered, and there
+        will be no others; or a stream has ended with an answer, or they have been called for long
+        enough."""
+        answered = not isinstance(error, StreamBroken)
+        self._num_failures += 1
+        is_once_more = not answered and self._num_failures == 1
+        self._waits = answered and self._num_failures > 2 and not self._waits
+        self.moves_on = self._received is None or not (is_once_more or self._waits)
+        if self._received is None:
+            if self._tried_until is None:
+                self._tried_until = now + self._resume_timeout_s
+            self._tries_left -= 1
+            self._may_begin |= answered
+            if self._tries_left > 0:
+                return 0.0
+            if not (self._may_begin or self._may_change):
+                raise error
+            self._tries_left, self._may_begin = self._num_coordinators, False
+        if self._tried_until is None:
+            if answered and self._received is not None:
+                raise error
+            self._tried_until = now + self._resume_timeout_s
+        wait_s = error.retry_after_ms / 1e3
+        if is_once_more:
+            wait_s = 0.0
+        elif not answered:
+            wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
+            self._num_waits += 1
+        elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
+            wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
+        if now + wait_s >= min(self._tried_until, deadline):
+            raise error
+        return wait_s

@@ -1,19 +1,20 @@
-"""A coordinator on another process or machine, called by gRPC on an event loop."""
+"""A coordinator on another process or machine, called by gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Final, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.results import CLOSED, CoordinatorDescription, SessionView, key_metadata
-from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView
+from outrider.errors import BadRequest, DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
-from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.channel import PLAIN, Trust, open_blocking_channel, open_channel
 from outrider.transport.request_codec import (
     FINISH_REASONS,
     event_from_proto,
@@ -28,30 +29,20 @@ from outrider.v1 import coordinator_pb2_grpc, types_pb2
 STATUS_DETAILS: Final = "grpc-status-details-bin"
 """Metadata that every `Unavailable` of a coordinator has, and none of gRPC's own."""
 _ERROR_NUMBER: Final = re.compile(r" \(\d+\)$")
+_VISIBLE: Final = re.compile("[!-~]+")
 
 
 class GrpcTransport:
     """One channel to HOST:PORT; any number of calls at a time. See `Transport`."""
 
-    def __init__(
-        self,
-        address: str,
-        trust: Trust = PLAIN,
-        *,
-        api_key: str = "",
-    ) -> None:
+    def __init__(self, address: str, trust: Trust = PLAIN, *, api_key: str = "") -> None:
         """Nothing is sent before the first call. Raises `BadRequest` for what cannot be a key."""
-        self._address = address
+        self.address = address
         self._metadata = key_metadata(api_key)
-        self._channel = open_channel(address, trust)
+        self._channel = self._open(address, trust)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._closed = False
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT."""
-        return self._address
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`."""
@@ -60,22 +51,6 @@ class GrpcTransport:
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.resume`."""
         return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
-
-    async def _events(self, method: Any, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
-        self._check_open()
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
-        try:
-            async for message in call:
-                event = event_from_proto(message)
-                if event is not None:
-                    yield event
-        except grpc.aio.AioRpcError as error:
-            raise call_error(error, self._address) from error
-        except asyncio.CancelledError:
-            self._explain_cancellation()
-            raise
-        finally:
-            call.cancel()
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
         """See `Transport.cancel`."""
@@ -88,8 +63,10 @@ class GrpcTransport:
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
         """See `Transport.describe`."""
-        request = types_pb2.DescribeRequest()
-        return description(await self._call(self._stub.Describe, request, timeout_s))
+        found = await self._call(self._stub.Describe, types_pb2.DescribeRequest(), timeout_s)
+        return CoordinatorDescription(
+            found.model, found.vocab_size, found.max_model_len, found.num_running
+        )
 
     async def healthy(self, timeout_s: float) -> bool:
         """See `Transport.healthy`. Any server of ours may be asked, replicas too."""
@@ -105,38 +82,108 @@ class GrpcTransport:
         self._closed = True
         await self._channel.close(None)
 
+    def _open(self, address: str, trust: Trust) -> Any:
+        return open_channel(address, trust)
+
+    async def _answer(self, call: Any) -> Any:
+        return await call
+
+    def _messages(self, call: Any) -> AsyncIterator[Any]:
+        messages: AsyncIterator[Any] = call
+        return messages
+
+    async def _events(self, method: Any, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
+        self._check_open()
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for message in self._messages(call):
+                event = event_from_proto(message)
+                if event is not None:
+                    yield event
+        except (grpc.RpcError, asyncio.CancelledError) as error:
+            self._explain(error)
+            raise
+        finally:
+            call.cancel()
+
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
         self._check_open()
         try:
-            return await method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise call_error(error, self._address) from error
-        except asyncio.CancelledError:
-            self._explain_cancellation()
+            return await self._answer(method(request, timeout=timeout_s, metadata=self._metadata))
+        except (grpc.RpcError, asyncio.CancelledError) as error:
+            self._explain(error)
             raise
 
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable(CLOSED)
 
-    def _explain_cancellation(self) -> None:
-        """Closing a channel looks to its calls as if their task had been cancelled, which nobody
-        has done: raises `Unavailable` where that is so."""
-        task = asyncio.current_task()
-        if self._closed and task is not None and not task.cancelling():
+    def _explain(self, error: BaseException) -> None:
+        """Raises what an error of a call means. Closing a channel looks to its calls as if their
+        task had been cancelled, which is then not so; a cancellation proper is left as it is."""
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if not self._closed or task is None or task.cancelling():
+                return
+        if self._closed:
             raise Unavailable(CLOSED) from None
+        raise call_error(error, self.address) from error
 
 
-def call_error(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
+class BlockingGrpcTransport(GrpcTransport):
+    """The same over a blocking channel. Its coroutines never suspend, so they need no event loop.
+    Any number of threads may share it."""
+
+    def _open(self, address: str, trust: Trust) -> Any:
+        return open_blocking_channel(address, trust)
+
+    async def _answer(self, call: Any) -> Any:
+        return call
+
+    def _messages(self, call: Any) -> AsyncIterator[Any]:
+        return _BlockingIterator(call)
+
+    async def close(self) -> None:
+        """Cancels what runs and closes the channel."""
+        self._closed = True
+        self._channel.close()
+
+
+class _BlockingIterator:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+def call_error(error: Any, address: str) -> OutriderError:
     """What a call to `address` failed with: the coordinator's error, or `StreamBroken` in words
     of our own where no coordinator answered. Those of gRPC stay in its cause."""
     meant = status_to_error(error)
-    metadata: Any = error.trailing_metadata()
-    answered = any(key == STATUS_DETAILS for key, _ in metadata or ())
+    answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
     return StreamBroken(f"nothing answers at {address} ({reason})")
+
+
+def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """What each call sends of a key; nothing where there is none. Raises `BadRequest`, which does
+    not repeat it."""
+    if not api_key:
+        return ()
+    if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
+        raise BadRequest(
+            "api_key", f"is wrong; it must be up to {API_KEY_CHARS_MAX} visible ASCII characters"
+        )
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def session_view(found: pb.Session) -> SessionView:
@@ -150,14 +197,4 @@ def session_view(found: pb.Session) -> SessionView:
         prompt_length=found.prompt_length,
         token_ids=tuple(found.token_ids),
         finish_reason=FINISH_REASONS.get(found.finish_reason),
-    )
-
-
-def description(found: pb.CoordinatorDescription) -> CoordinatorDescription:
-    """A description from its message."""
-    return CoordinatorDescription(
-        model=found.model,
-        vocab_size=found.vocab_size,
-        max_model_len=found.max_model_len,
-        num_running=found.num_running,
     )

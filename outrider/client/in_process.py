@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Final, Protocol
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
 
-from outrider.client.results import CLOSED, CoordinatorDescription, SessionView
+from outrider.client.grpc_transport import session_view
+from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.store import SessionRecord
@@ -21,36 +22,17 @@ from outrider.transport.request_codec import (
     request_to_proto,
     resume_from_proto,
     resume_to_proto,
+    session_to_proto,
 )
-
-ADDRESS: Final = "in-process"
-
-
-class ModelLimits(Protocol):
-    """What is known of a served model."""
-
-    @property
-    def name(self) -> str:
-        """What requests call it by."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and completion."""
-        ...
 
 
 class CoordinatorApi(Protocol):
     """What a client needs of a coordinator: `coordinator.service.CoordinatorService` has it."""
 
     @property
-    def model(self) -> ModelLimits:
-        """What is served. Raises `Unavailable` before it has started."""
+    def model(self) -> Any:
+        """What is served: `name`, `vocab_size`, `max_model_len`. Raises `Unavailable` before it has
+        started."""
         ...
 
     @property
@@ -83,20 +65,15 @@ class InProcessTransport:
     """Calls a coordinator's methods. See `Transport`."""
 
     def __init__(self, service: CoordinatorApi, tenant: str = "") -> None:
-        """The service stays its owner's: closing the transport leaves it running. `tenant` is
-        whose sessions these are."""
+        """Closing the transport leaves the service running. The sessions are those of `tenant`."""
+        self.address = "in-process"
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
         """Of every call that waits for the service now."""
         self._idle: set[AsyncGenerator[Event]] = set()
-        """Streams that wait for whoever reads them."""
+        """Streams whose reader has an event and has not come back for the next."""
         self._closed = False
-
-    @property
-    def address(self) -> str:
-        """No address: a name."""
-        return ADDRESS
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`."""
@@ -136,16 +113,7 @@ class InProcessTransport:
         """See `Transport.get_session`."""
         async with self._within(timeout_s):
             found = await self._service.session(session_id_from_wire(session_id), self._tenant)
-        return SessionView(
-            session_id=found.session_id,
-            epoch=found.epoch,
-            state=str(found.state),
-            seed=found.seed,
-            rule=found.rule,
-            prompt_length=found.prompt_length,
-            token_ids=tuple(found.token_ids),
-            finish_reason=found.finish_reason,
-        )
+        return session_view(session_to_proto(found))
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
         """See `Transport.describe`."""
@@ -173,8 +141,10 @@ class InProcessTransport:
         for events in tuple(self._idle):
             await events.aclose()
 
-    def _within(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
-        return self._until(asyncio.get_running_loop().time() + timeout_s)
+    @asynccontextmanager
+    async def _within(self, timeout_s: float) -> AsyncIterator[None]:
+        async with self._until(asyncio.get_running_loop().time() + timeout_s):
+            yield
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:

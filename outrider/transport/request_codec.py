@@ -58,17 +58,7 @@ _RULE_NUMBERS: Final[Any] = RULE_NUMBERS
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
-    """Fields that are None stay unset. Raises `BadRequest` for text that is not Unicode (a lone
-    surrogate, as Python reads bytes that are not UTF-8)."""
-    try:
-        return _request_to_proto(request)
-    except UnicodeEncodeError as error:
-        raise BadRequest(
-            "prompt", f"is not Unicode: {error.reason} at character {error.start}; send UTF-8"
-        ) from None
-
-
-def _request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
+    """Fields that are None stay unset. Its texts are Unicode."""
     message = pb.GenerateRequest(
         model=request.model,
         sampling=sampling_to_proto(request.sampling),

@@ -234,7 +234,7 @@ class StuckCoordinator:
 
 async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call has a deadline, also where there is no gRPC to keep it."""
-    monkeypatch.setattr("outrider.client.requests.GENERATE_SLACK_S", 0.01)
+    monkeypatch.setattr("outrider.client.client.GENERATE_SLACK_S", 0.01)
     client = Client(InProcessTransport(StuckCoordinator()))
     with pytest.raises(DeadlineExceeded):
         await client.complete(GenerateRequest(PROMPT, deadline_ms=10))

@@ -13,7 +13,8 @@ from coordinator.decoding.generation import COMMIT_GRACE_S
 from deploy.fleet.placement import plan_placement
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec
-from outrider.client import Client, ResumingTransport
+from outrider.client import Client
+from outrider.client.failover import ResumingTransport
 from outrider.config import load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
 from outrider.registry.registry import LEASE_S, ROLES, Role

@@ -6,14 +6,21 @@ import asyncio
 import random
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, _Coordinator
 
-from outrider.client import Client, GenerateRequest, ResumeRequest, ResumingTransport, SyncClient
-from outrider.client.failover import Told
+from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient, Transport
+from outrider.client.failover import (
+    AVOIDED_S,
+    GONE_MAX,
+    LOOK_S,
+    EndpointPool,
+    ResumingTransport,
+    StreamProgress,
+)
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
@@ -295,7 +302,7 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
     drawn = random.Random(3)
     wakes = []
     for _ in range(500):
-        told = Told(2, 60.0, random=drawn.random)
+        told = StreamProgress(2, 60.0, random=drawn.random)
         told.note(STARTED)
         left_ms = drawn.randint(1, 2000)
         now = 2.0 - left_ms / 1e3
@@ -325,8 +332,8 @@ def test_a_session_that_is_lost_ends_the_stream() -> None:
 
 
 def test_waits_grow_and_begin_anew_with_what_comes() -> None:
-    told = Told(2, 60.0, random=lambda: 1.0)
-    assert told.rest(9.0) is None
+    told = StreamProgress(2, 60.0, random=lambda: 1.0)
+    assert told.remainder(9.0) is None
     assert told.note(STARTED)
     waits = [told.wait_after(BROKEN, now, 1e9) for now in range(8)]
     assert waits == sorted(waits)
@@ -408,3 +415,227 @@ async def test_a_server_that_ends_within_a_stream_is_replaced_by_the_other(
     assert found == [STARTED, FIRST, SECOND, FINISHED]
     assert other.resumed == [(ID, 2)] * 2
     await server.stop()
+
+
+WHOLE = (STARTED, FIRST, SECOND, FINISHED)
+
+
+class Names:
+    """Where they are, as a function says, and what it was asked."""
+
+    def __init__(self, *each: str) -> None:
+        self.each: list[str | Exception] = list(each)
+        """One after the other; the last one stays."""
+        self.num_asked = 0
+
+    def __call__(self) -> str:
+        self.num_asked += 1
+        found = self.each.pop(0) if len(self.each) > 1 else self.each[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def known(names: Callable[[], str], now: list[float]) -> EndpointPool[str]:
+    return EndpointPool(names, str.upper, lambda: now[0])
+
+
+def test_others_are_known_once_they_are_named() -> None:
+    now, names = [0.0], Names("a,b", "b,c", "c,b")
+    found = known(names, now)
+    assert found.each == ["A", "B"]
+    assert (found.renew(), names.num_asked) == (None, 1)  # It was asked just now.
+    now[0] = LOOK_S
+    assert found.renew() == []
+    assert found.each == ["B", "C"]
+    assert found.all == ["A", "B", "C"]
+    now[0] += LOOK_S
+    assert found.renew() is None  # The same in another order.
+
+
+def test_connections_that_nobody_names_any_more_are_few() -> None:
+    now = [0.0]
+    found = known(lambda: f"n{now[0]:.0f}", now)
+    closed: list[str] = []
+    for number in range(GONE_MAX + 4):
+        now[0] = float(number)
+        closed += found.renew() or []
+    assert closed == ["N0", "N1", "N2"]
+    assert len(found.all) == 1 + GONE_MAX
+    assert found.each == [f"N{GONE_MAX + 3}"]
+
+
+@pytest.mark.parametrize("trouble", [OSError("no such file"), ""])
+def test_a_function_that_names_none_changes_nothing(
+    trouble: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says once that it fails; that there is none for a moment is no news."""
+    now, names = [0.0], Names("a", trouble, trouble, "b")
+    found = known(names, now)
+    for now[0] in (1.0, 2.0):
+        assert found.renew() is None
+        assert found.each == ["A"]
+    assert len(caplog.records) == bool(trouble)
+    now[0] = 3.0
+    assert found.renew() == []
+    assert found.each == ["B"]
+
+
+@pytest.mark.parametrize("said", [",", None, ["127.0.0.1:1"]])
+def test_what_it_says_at_first_must_be_addresses(said: Any) -> None:
+    for kind in (Client, SyncClient):
+        with pytest.raises(BadRequest, match="HOST:PORT"):
+            kind(lambda: said)
+
+
+def heard_of(names: Names, each: dict[str, Scripted]) -> list[Event]:
+    """Of a request, 1 s after the names were asked for."""
+
+    async def main() -> list[Event]:
+        loop, connect = asyncio.get_running_loop(), each.__getitem__
+        found: EndpointPool[Transport] = EndpointPool(names, connect, loop.time)  # type: ignore[arg-type]
+        transport = ResumingTransport(found)
+        await asyncio.sleep(1.0)
+        try:
+            return [event async for event in transport.generate(REQUEST, 60.0)]
+        finally:
+            await transport.close()
+            assert all(one.closed for one in each.values())
+
+    return run_virtually(main())
+
+
+def test_a_stream_goes_on_at_one_that_came_later() -> None:
+    """The only one that was known is gone for good."""
+    gone, new = Scripted((STARTED, FIRST, BROKEN)), Scripted((STARTED, SECOND, FINISHED))
+    names = Names("gone", "gone", "new")
+    assert heard_of(names, {"gone": gone, "new": new}) == [*WHOLE]
+    [asked] = new.asked
+    assert asked is not None
+    assert asked.num_tokens == 2
+
+
+def test_a_request_begins_at_one_that_came_later() -> None:
+    gone, new = Scripted(), Scripted(WHOLE)
+    assert heard_of(Names("gone", "new"), {"gone": gone, "new": new}) == [*WHOLE]
+    assert len(gone.asked) == 1
+    first, second, new = Scripted(), Scripted(), Scripted(WHOLE)
+    each = {"first": first, "second": second, "new": new}
+    assert heard_of(Names("first,second", "second,new"), each) == [*WHOLE]
+    gone, new = Scripted(), Scripted(WHOLE)
+    assert heard_of(Names(*["gone"] * 5, "new"), {"gone": gone, "new": new}) == [*WHOLE]
+    with pytest.raises(StreamBroken):
+        heard_of(Names("a", "b"), {"a": Scripted(), "b": Scripted()})
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("first", ["", "127.0.0.1:1"])
+async def test_calls_wait_while_no_coordinator_answers(
+    blocking: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function names none yet, or only one that has gone: generations and other calls ask
+    again until it names one that answers. A client that does not ask again says what is missing."""
+    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
+    there = _Coordinator()
+    there.events = WHOLE
+    server = await serve(there)
+
+    def names() -> Names:
+        return Names(*[first] * 3, server.address)
+
+    def block() -> None:
+        with SyncClient(names()) as client:
+            assert client.describe().model == "demo"
+        with SyncClient(names()) as client:
+            assert list(client.generate(REQUEST)) == [*WHOLE]
+        with SyncClient(lambda: "", resume_timeout_s=0) as client:
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                client.describe()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                list(client.generate(REQUEST))
+
+    if blocking:
+        await asyncio.to_thread(block)
+    else:
+        async with Client(names()) as client:
+            assert (await client.describe()).model == "demo"
+        async with Client(names()) as client:
+            assert [event async for event in client.generate(REQUEST)] == [*WHOLE]
+        async with Client(lambda: "", resume_timeout_s=0) as client:
+            assert not await client.healthy()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                await client.describe()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                await client.complete(REQUEST)
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_calls_by_grpc_find_it_too(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of a stream and others, one after the other."""
+    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
+    there, later = _Coordinator(), _Coordinator()
+    there.events = later.events = WHOLE
+    server, other = await serve(there), await serve(later)
+    names = Names("127.0.0.1:1", server.address, server.address, other.address)
+
+    def block() -> None:
+        with SyncClient(names) as client:
+            assert client.describe().model == "demo"
+            stop(server)
+            assert list(client.generate(REQUEST)) == [*WHOLE]
+            assert client.address == other.address
+
+    loop = asyncio.get_running_loop()
+
+    def stop(one: RpcServer) -> None:
+        asyncio.run_coroutine_threadsafe(one.stop(0), loop).result()
+
+    if blocking:
+        await asyncio.to_thread(block)
+    else:
+        async with Client(names) as client:
+            assert (await client.describe()).model == "demo"
+            await server.stop(0)
+            assert [event async for event in client.generate(REQUEST)] == [*WHOLE]
+            assert client.address == other.address
+    await other.stop(0)
+
+
+def pool(number: int, now: list[float], first: int = 0) -> EndpointPool[int]:
+    names = ",".join(map(str, range(number)))
+    return EndpointPool(names, int, lambda: now[0], first)
+
+
+def test_calls_begin_with_each_in_turn() -> None:
+    turns = pool(3, [0.0], first=2)
+    assert [turns.begin() for _ in range(5)] == [2, 0, 1, 2, 0]
+
+
+def test_one_that_does_not_answer_is_passed_over_for_a_while() -> None:
+    """Or for as long as it says; what another call says of its session ends no wait."""
+    now = [0.0]
+    turns = pool(3, now)
+    assert turns.after(turns.begin()) == 1
+    turns.after(0, 0.0)
+    assert [turns.begin() for _ in range(4)] == [1, 2, 1, 2]
+    now[0] = AVOIDED_S
+    assert [turns.begin() for _ in range(3)] == [0, 1, 2]
+    turns = pool(2, now)
+    assert turns.after(turns.begin(), 0.5) == 1
+    assert [turns.begin() for _ in range(2)] == [1, 1]
+    now[0] += 0.5
+    assert [turns.begin() for _ in range(2)] == [0, 1]
+
+
+def test_where_none_answers_all_are_called() -> None:
+    turns = pool(2, [0.0])
+    for tried in range(2):
+        turns.after(tried)
+    assert [turns.begin() for _ in range(3)] == [0, 1, 0]
+
+
+def test_clients_begin_with_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "randbelow", lambda number: number - 1)
+    addresses = "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3"
+    assert EndpointPool(addresses, str).begin() == "127.0.0.1:3"

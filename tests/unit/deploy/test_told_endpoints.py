@@ -25,7 +25,7 @@ from deploy.fleet.local_state import (
     withdraw,
 )
 from deploy.fleet.status import Endpoints
-from outrider.client.results import key_metadata
+from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable
 
@@ -131,4 +131,4 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
         transport: Any = client._transport
         assert client.address == "h:1"
         assert transport._resume_timeout_s == 0
-        assert transport._turns.begin()._metadata == key_metadata("a-key")
+        assert transport._pool.begin()._metadata == key_metadata("a-key")
