@@ -18,8 +18,7 @@ from outrider.models.eagle import LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

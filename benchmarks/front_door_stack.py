@@ -19,7 +19,7 @@ from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import EMULATED, CoordinatorConfig, TargetConfig
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.request import Event, GenerateRequest, Tokens
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore

@@ -12,10 +12,8 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import InvariantError, OutriderError, SettingError
 from outrider.limits import LOOK_AHEAD_MAX, SEED_MAX
 from outrider.speculation.accept_reject import Outcome, decide
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import NO_HISTORY
-from outrider.speculation.outcome_prediction import RoundGuesses, guess_round
-from outrider.speculation.outcome_probabilities import RANKS_MAX, FanOut
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary
+from outrider.speculation.outcome_prediction import RANKS_MAX, FanOut, RoundGuesses, guess_round
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams

@@ -19,6 +19,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.request import GenerateRequest
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
@@ -26,7 +27,6 @@ from outrider.speculation.proposal import (
     SealedProposal,
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 
 VOCAB_SIZE: Final = 151_936
 MAX_MODEL_LEN: Final = 32_768

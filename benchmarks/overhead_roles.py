@@ -27,8 +27,8 @@ _GRACE_S: Final = 1.0
 async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A draft or a target that answers at once."""
     use_threads(1)
-    from draft_service.servicer import DraftServicer
-    from target_service.servicer import TargetServicer
+    from draft_service.service import DraftServicer
+    from target_service.service import TargetServicer
 
     from .overhead_canned import canned_draft, canned_target
 
@@ -43,8 +43,8 @@ async def _stepping(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A draft or a target that answers at the ends of steps (`capacity_replicas`); a later line
     with `step_s` and `sessions_max` changes them, and asks for what was held since then."""
     use_threads(1)
-    from draft_service.servicer import DraftServicer
-    from target_service.servicer import TargetServicer
+    from draft_service.service import DraftServicer
+    from target_service.service import TargetServicer
 
     from .capacity_replicas import StepReplica, StepTime
     from .overhead_canned import canned_draft, canned_target
@@ -105,7 +105,7 @@ async def _coordinating(
     from coordinator.requests.validation import RequestDefaults
     from coordinator.routing.request_header import Timeouts
     from coordinator.service import CoordinatorService
-    from outrider.drafters.ngram import NgramDrafter
+    from outrider.drafters.lookup import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
     from outrider.transport import codec
     from outrider.transport.channel import open_channel
@@ -170,8 +170,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     use_threads(num_threads)
     from outrider.engine.threads import start_workers
     from outrider.replica.host import ReplicaHost
-    from target_service.service import TargetService
-    from target_service.servicer import TargetServicer
+    from target_service.service import TargetService, TargetServicer
 
     from .overhead_clocks import ClockedExecutor, ClockedService
 

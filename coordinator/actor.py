@@ -388,7 +388,7 @@ def _owner(config: CoordinatorConfig) -> str:
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
     """The configured look-up, which drafts alone or before what else does; else prompt lookup."""
-    from outrider.drafters.ngram import NgramConfig, NgramDrafter
+    from outrider.drafters.lookup import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)
     return found or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))

@@ -49,7 +49,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
             )
         # On another thread: the helpers of that one would slow down the steps that are measured.
         service = await on_passing_thread(_build, engine, config, observer)
-        from .servicer import DraftServicer
+        from draft_service.service import DraftServicer
 
         return await self.serve(service, DraftServicer, config)
 
@@ -82,7 +82,7 @@ def _build(
 def _build_eagle(
     config: DraftConfig, lookup: LookupDrafter | None, observer: StepObserver | None
 ) -> DraftService:
-    from outrider.drafters.ngram import NgramConfig, NgramDrafter
+    from outrider.drafters.lookup import NgramConfig, NgramDrafter
     from outrider.engine.threads import start_workers
     from outrider.replica.scheduler import ThreadExecutor
 

@@ -16,8 +16,7 @@ from outrider.errors import BadRequest, check
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
 from outrider.models.eagle import LoadedEagle, Pairs
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import Proposal
 
 

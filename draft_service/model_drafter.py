@@ -16,19 +16,24 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Chain, ChainEngine, Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw
 from outrider.speculation.draft_sampling import (
+    DeviceDraws,
     DraftedGroup,
+    Drawing,
     LikelyTokens,
+    can_draw,
     draw_from_logits,
     draw_siblings,
 )
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
-from outrider.speculation.masking import draft_mask, masked_logits
-from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
+from outrider.speculation.logits_processing import (
+    NO_HISTORY,
+    DraftVocabulary,
+    TokenHistory,
+    draft_mask,
+    masked_logits,
+)
+from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal, comb
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.trees import comb
 
 _UNSEEN_OF_A_ROUND: Final = 2
 """Tokens of a prefix that a call may run in the time of its draws."""

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 from draft_service.eagle_drafter import EagleDrafter
+from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
-from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
+from draft_service.worker import Proposer
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers
-from outrider.limits import (
-    BATCHED_TOKENS_DEFAULT,
-    DRAFT_SUPPORT_ENTRIES,
-    LOOK_AHEAD_BYTES_MAX,
-)
+from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest, undrawn
 from outrider.replica.token_budget import TokenBudget
-
-from .lookahead import LookAheadLimits
-from .worker import Proposer
+from outrider.transport.codec import DRAFT
+from outrider.transport.link import ReplicaService
+from outrider.transport.stream_server import ReplicaServicer
+from outrider.v1 import draft_pb2
 
 
 class DraftService(SteppedService[DraftItem, DraftAnswer]):
@@ -134,3 +134,16 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
 
 def _matchers(grammars: Grammars | None) -> Matchers | None:
     return None if grammars is None else Matchers(grammars)
+
+
+class DraftServicer(ReplicaServicer[DraftItem, DraftAnswer]):
+    """Answers the calls of `outrider.v1.Draft`."""
+
+    def __init__(self, service: ReplicaService[DraftItem, DraftAnswer]) -> None:
+        super().__init__(service, DRAFT)
+
+    def propose(
+        self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any
+    ) -> AsyncGenerator[draft_pb2.DraftReply]:
+        """One stream of a coordinator."""
+        return self.stream(requests)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from draft_service.model_drafter import ModelDrafter, Unended
-from outrider.drafters.deadline import NO_DEADLINE
-from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.engine.interface import Engine
 from outrider.errors import BadRequest, EngineLost, Incompatible, OutriderError, check
 from outrider.grammar.matcher import Matchers

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError
 from outrider.grammar.constraint import Constraint
 from outrider.hidden_states import Features
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 
 if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammar

@@ -41,7 +41,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         )
         # On another thread: the helpers of that one would slow down the steps that are measured.
         service = await on_passing_thread(_build, engine, config, observer)
-        from .servicer import TargetServicer
+        from target_service.service import TargetServicer
 
         return await self.serve(service, TargetServicer, config)
 
@@ -69,8 +69,8 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
     """Who drafts for the target, if it is the target."""
     from outrider.engine.paged_engine import PagedEngine
+    from target_service.self_drafting import ExitDrafter
 
-    from .early_exit_drafting import ExitDrafter
     from .self_drafting import HeadDrafter
 
     if not isinstance(engine, PagedEngine):

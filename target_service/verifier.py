@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 
 from outrider.drafters.autoregressive_draft import RoundWanted
-from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.drafter import DraftDeadline
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
+from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import (
     PositionLogprobs,
@@ -34,18 +36,19 @@ from outrider.messages import (
 from outrider.replica.admission import Admission, Admissions, Admitted, Ask
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget
-from outrider.speculation.accept_reject import Outcome, decide, ending_at
+from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
 from outrider.speculation.audit import audit
-from outrider.speculation.logits_processing import TokenHistory, raw_logprobs
-from outrider.speculation.masking import masked_logits, row_masks
+from outrider.speculation.logits_processing import (
+    TokenHistory,
+    masked_logits,
+    raw_logprobs,
+    row_masks,
+)
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, verdicts_from_logits
 from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
-
-from .hidden_states import sealed_features, shown_by
 
 logger = logging.getLogger(__name__)
 
@@ -534,3 +537,20 @@ def _logprobs(
         rows=(*(parent + 1 for parent in proposal.tree.parents), *range(len(proposal) + 1)),
     )
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)
+
+
+def shown_by(engine: Engine) -> FeatureEngine | None:
+    """The engine, if it shows what its head reads."""
+    return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
+
+
+def sealed_features(rows: Sequence[torch.Tensor], firsts: Sequence[int]) -> list[Features]:
+    """Rows [n, D] of tokens from each of the places `firsts` on, as they travel."""
+    if not rows:
+        return []
+    numbers = torch.cat([*rows]).to("cpu", torch.bfloat16).view(torch.uint8).numpy()
+    sizes = np.cumsum([len(part) for part in rows])[:-1]
+    return [
+        Features(first, part.shape[1] // BYTES_OF_A_NUMBER, part.tobytes())
+        for first, part in zip(firsts, np.split(numbers, sizes), strict=True)
+    ]

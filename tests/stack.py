@@ -15,13 +15,11 @@ from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.service import DraftService
-from draft_service.servicer import DraftServicer
+from draft_service.service import DraftService, DraftServicer
 from draft_service.worker import Proposer
 from outrider.client import Client
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.lookup import LookupDrafter
-from outrider.drafters.ngram import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
@@ -38,8 +36,7 @@ from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
 from target_service.self_drafting import SelfDrafter
-from target_service.service import TargetService
-from target_service.servicer import TargetServicer
+from target_service.service import TargetService, TargetServicer
 
 _WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
 """It fits any target."""

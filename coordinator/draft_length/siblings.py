@@ -15,7 +15,7 @@ from operator import mul
 from typing import Final
 
 from outrider.limits import SIBLINGS_MAX
-from outrider.speculation.trees import DraftTree
+from outrider.speculation.proposal import DraftTree
 
 from .acceptance_rate import UNIT_MAX, Prospects
 

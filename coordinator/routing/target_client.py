@@ -35,8 +35,8 @@ from outrider.messages import (
 )
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.store import CacheState
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.verdict import Verdict
 
 from .drafts import NOTHING_WANTED, NextWanted
 from .replica_pool import SessionRoute

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.speculation.draft_sampling import DraftedGroup, draw_from_logits, draw_siblings
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import TokenHistory
-from outrider.speculation.masking import draft_mask, masked_logits
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.logits_processing import (
+    DraftVocabulary,
+    TokenHistory,
+    draft_mask,
+    masked_logits,
+)
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal, comb
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.trees import comb
 
 logger = logging.getLogger(__name__)
 

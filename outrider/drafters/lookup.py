@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.errors import check
+from outrider.errors import SettingError, check
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
-from outrider.tokens import TokenSequence
+from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,186 @@ class SessionTexts(Generic[Text]):
     def release(self, session_id: str) -> Text | None:
         """Forgets a session's; returns it, None for an unknown one."""
         return self._texts.pop(session_id, None)
+
+
+_NO_PLACE = 0
+
+
+class TextIndex:
+    """A text that grows at its end and may be cut at its beginning, and for each place in it the
+    previous one that ends with the same n-gram.
+
+    A place is the number of tokens before it, those that were cut off included. Appending and
+    cutting cost O(1) a token; memory is some 200 bytes a token.
+    """
+
+    def __init__(self, gram_length: int) -> None:
+        self._gram_length = gram_length
+        self._ids: list[int] = []
+        self._num_cut = 0
+        self._digest = EMPTY_DIGEST
+        self._last: dict[tuple[int, ...], int] = {}
+        """n-gram -> the place after its last occurrence."""
+        self._previous: list[int] = []
+        """By place - 1, less what was cut off: that after the occurrence before."""
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def end(self) -> int:
+        """The place after the last token."""
+        return self._num_cut + len(self._ids)
+
+    def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
+        """Whether `token_ids` starts with the whole text, of which nothing was cut off. Costs O(1)
+        where that much of `token_ids` is in `digests`."""
+        if digests is not None and len(self._ids) <= len(digests):
+            return digests.holds(len(self._ids), self._digest)
+        return list(token_ids[: len(self._ids)]) == self._ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        n = self._gram_length
+        ids, last, previous = self._ids, self._last, self._previous
+        for token_id in token_ids:
+            ids.append(token_id)
+            self._digest = extend_digest(self._digest, token_id)
+            place = _NO_PLACE
+            if len(ids) >= n:
+                gram = tuple(ids[-n:])
+                place = last.get(gram, _NO_PLACE)
+                last[gram] = self._num_cut + len(ids)
+            previous.append(place)
+
+    def cut(self, num_tokens: int) -> None:
+        """Cuts the first tokens off."""
+        n = self._gram_length
+        first = self._num_cut + num_tokens + n
+        for start in range(min(num_tokens, len(self._ids) - n + 1)):
+            gram = tuple(self._ids[start : start + n])
+            if self._last.get(gram, first) < first:
+                del self._last[gram]
+        del self._ids[:num_tokens], self._previous[:num_tokens]
+        self._num_cut += num_tokens
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """The tokens between two places, as far as they are there."""
+        return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
+
+    def token(self, place: int) -> int | None:
+        """The token after a place; None at the end."""
+        index = place - self._num_cut
+        return self._ids[index] if index < len(self._ids) else None
+
+    def earlier(self) -> Iterator[int]:
+        """The places before the end that end with the text's last n-gram, the latest first."""
+        return self._chain(self._previous[-1] if self._previous else _NO_PLACE)
+
+    def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
+        """The places that end with the last n-gram of `tail`, the latest first."""
+        return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
+
+    def match_length(self, place: int, tail: Sequence[int], length_max: int) -> int:
+        """Tokens before `place`, one of those that end like `tail`, that equal the last ones of
+        `tail`; at most `length_max`."""
+        ids, end = self._ids, place - self._num_cut
+        limit = min(length_max, end, len(tail))
+        length = min(self._gram_length, limit)  # these are equal by the index
+        while length < limit and ids[end - 1 - length] == tail[-1 - length]:
+            length += 1
+        return length
+
+    def _chain(self, place: int) -> Iterator[int]:
+        while place >= self._num_cut + self._gram_length:
+            yield place
+            place = self._previous[place - self._num_cut - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConfig:
+    """How an earlier occurrence is looked for, and how far it is trusted.
+
+    Defaults: best over texts of a 135M chat model, rewriting (5.0 times as fast by a cost model of
+    26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at K = 8
+    and 16. A fixed limit of 16 tokens is no faster where it helps, and slower where it does not.
+    """
+
+    ngram_min: int = 1
+    """Tokens that an occurrence must share with the end of the text, at least."""
+    ngram_max: int = 16
+    """Tokens beyond which a longer match is no better; then the most recent one wins."""
+    occurrences_max: int = 256
+    """Occurrences of the last `ngram_min` tokens that are looked at, most recent first."""
+    tokens_per_match: int = 3
+    """Draft tokens for each token of the match, at most: a short match is soon wrong."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise SettingError(
+                "ngram_min", f"{self.ngram_min} given; 1..ngram_max ({self.ngram_max}) is allowed"
+            )
+        for name in ("occurrences_max", "tokens_per_match"):
+            if getattr(self, name) < 1:
+                raise SettingError(name, f"{getattr(self, name)} given; at least 1 is needed")
+
+
+class NgramIndex(TextIndex):
+    """The text of a session, continued as its end was continued before.
+
+    A look-up costs O(occurrences_max * ngram_max) at worst, whatever the length of the text.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
+        super().__init__(config.ngram_min)
+        self._config = config
+
+    def continuation(self, num_tokens: int) -> Guess:
+        """Up to `num_tokens` tokens that followed the best earlier occurrence of the text's end,
+        none where there is no such. Reaching the end of the text, it goes on with its own tokens,
+        so that a repetition is continued."""
+        start, match_length = self._best_match()
+        num_tokens = min(num_tokens, self._config.tokens_per_match * match_length)
+        if num_tokens == 0:
+            return NO_GUESS
+        copied = self._ids[start : start + num_tokens]
+        share = share_of(1, 1, match_length)
+        return Guess(
+            tuple(copied[i % len(copied)] for i in range(num_tokens)),
+            sum(share**depth for depth in range(1, num_tokens + 1)),
+        )
+
+    def _best_match(self) -> tuple[int, int]:
+        """The end and the length of the longest match, the most recent of equals; 0, 0 = none."""
+        best_end, best_length = 0, 0
+        for end in islice(self.earlier(), self._config.occurrences_max):
+            length = self.match_length(end, self._ids, self._config.ngram_max)
+            if length > best_length:
+                best_end, best_length = end, length
+                if length >= self._config.ngram_max:
+                    break
+        return best_end, best_length
+
+
+class NgramDrafter(LookupDrafter):
+    """Prompt lookup in each session's own text. Keeps at most `sequences_max` indices."""
+
+    def __init__(
+        self,
+        config: NgramConfig | None = None,
+        sequences_max: int = SEQUENCES_PER_REPLICA_MAX,
+    ) -> None:
+        chosen = config or NgramConfig()
+        self._indices: SessionTexts[NgramIndex] = SessionTexts(
+            lambda request: NgramIndex(chosen), sequences_max
+        )
+
+    def guess(self, request: DraftRequest) -> Guess:
+        """See `LookupDrafter.guess`."""
+        if request.num_draft_tokens == 0:
+            return NO_GUESS
+        return self._indices.of(request).continuation(request.num_draft_tokens)
+
+    def release(self, session_id: str) -> None:
+        """Forgets the session's index."""
+        self._indices.release(session_id)

@@ -8,5 +8,5 @@
 | `compiler.py` | compiled constraints, kept by tenant and digest | llguidance |
 | `matcher.py` | what the tokens so far allow | llguidance |
 
-Nothing here needs torch: `outrider.speculation.masking` brings masks to logits.
+Nothing here needs torch: `outrider.speculation.logits_processing` brings masks to logits.
 """

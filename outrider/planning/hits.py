@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from outrider.errors import check
 from outrider.limits import LOOK_AHEAD_MAX
-from outrider.speculation.outcome_probabilities import RANKS_MAX
+from outrider.speculation.outcome_prediction import RANKS_MAX
 
 Mass = npt.NDArray[np.float64]
 

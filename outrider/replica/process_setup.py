@@ -352,7 +352,7 @@ def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
     """The look-up that a configuration names, alone or before a model."""
-    from outrider.drafters.ngram import NgramConfig, NgramDrafter
+    from outrider.drafters.lookup import NgramConfig, NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
     match config.drafter.lookup:

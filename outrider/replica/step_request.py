@@ -18,7 +18,7 @@ from outrider.messages import Refused, ReplyKey, RoundHead
 if TYPE_CHECKING:
     from asyncio import TimerHandle
 
-    from outrider.drafters.deadline import DraftDeadline
+    from outrider.drafters.drafter import DraftDeadline
     from outrider.engine.interface import PageCounts
 
 

@@ -8,9 +8,8 @@ from enum import StrEnum
 from itertools import takewhile
 
 from outrider.errors import check
+from outrider.speculation.proposal import ROOT, DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.trees import ROOT, DraftTree, draft_tree
-from outrider.speculation.verdict import Verdict
 
 
 class Origin(StrEnum):
@@ -147,3 +146,12 @@ def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterat
         uniform = next(numbers, 0.0)
         check(0.0 < uniform < 1.0, "each draft token has a uniform strictly between 0 and 1")
         yield uniform <= probability
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`accept_probability[i]` [K] belongs to draft token i; `correction[n]` [K+1] is the token
+    that follows when n draft tokens were accepted."""
+
+    accept_probability: tuple[float, ...]
+    correction: tuple[int, ...]

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.speculation.philox import RowKeys
+from outrider.speculation.random_streams import RowKeys
 
 BLOCK: Final = 128
 """Tokens that share a least wait."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.errors import check
+from outrider.errors import Incompatible, OutriderError, check
+from outrider.grammar.token_mask import Allowed, TokenMask
+from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES: Final = 64
@@ -342,3 +344,148 @@ def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
     reached = values.cumsum(dtype=np.float64) + before
     last = min(int(reached.searchsorted(goal)), len(values) - 1)
     return float(values[last]), int(np.count_nonzero(buckets < end)) + last + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftVocabulary:
+    """The tokens that have a column."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[N], ascending: so the lowest column of a tie is the lowest id, and lists stay in order."""
+    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ascends = bool((np.diff(self.token_ids) > 0).all())
+        check(len(self.token_ids) > 0 and ascends, "the tokens of a reduced vocabulary ascend")
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
+        """That of these tokens; None where none are listed, for every column is its token."""
+        return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """`token_ids` on the device; the same tensor each time, there as long as `self` is."""
+        if device not in self._tables:
+            self._tables[device] = torch.from_numpy(self.token_ids).to(device)
+        return self._tables[device]
+
+    def columns(
+        self, token_ids: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which of `token_ids` have a column, by their index, and those columns."""
+        wanted = np.asarray(token_ids, dtype=np.int64)
+        places = self.token_ids.searchsorted(wanted)
+        places[places == len(self.token_ids)] = 0
+        known = np.flatnonzero(self.token_ids[places] == wanted)
+        return known, places[known]
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters for columns: biases of tokens without one change nothing."""
+        if not params.logit_bias:
+            return params
+        known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
+        biases = (params.logit_bias[index][1] for index in known.tolist())
+        return replace(params, logit_bias=tuple(zip(columns.tolist(), biases, strict=True)))
+
+    def history(self, history: TokenHistory) -> TokenHistory:
+        """The tokens that penalties count, as columns."""
+        parts = (history.prompt_ids, history.output_ids)
+        prompt, output = (tuple(self.columns(part)[1].tolist()) for part in parts)
+        check(not history.drafted_ids, "a drafter counts what it has drafted as output")
+        return TokenHistory(prompt, output)
+
+
+def masked_logits(
+    logits: torch.Tensor,
+    masks: Sequence[TokenMask | None],
+    vocabulary: DraftVocabulary | None = None,
+) -> torch.Tensor:
+    """`logits` [R, V], or [R, N] of a `vocabulary`'s columns, with -inf for what each row's mask
+    forbids: a copy, or themselves where no row has one. On any device."""
+    wanted = [row for row, mask in enumerate(masks) if mask is not None]
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return logits
+    width = logits.shape[1]
+    if vocabulary is not None or logits.device.type == "cpu":
+        forbidden = torch.from_numpy(np.stack([~_flags(mask, width, vocabulary) for mask in given]))
+        forbidden = forbidden.to(logits.device)
+    else:  # Eight times less to send.
+        forbidden = _unpacked(given, width, logits.device)
+    masked = logits.clone()
+    if len(wanted) == len(masked):
+        return masked.masked_fill_(forbidden, float("-inf"))
+    masked[wanted] = masked[wanted].masked_fill_(forbidden, float("-inf"))
+    return masked
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of a proposal's rows."""
+
+    masks: list[TokenMask | None]
+    """[N + 1]: what may follow the committed tokens, then what may follow each draft token. None
+    behind a draft token that its own mask forbids: it has p = 0, and no outcome uses the row."""
+    untold: frozenset[int]
+    """Rows of legal draft tokens behind which the constraint cannot be followed, and which have no
+    mask therefore. An outcome that reaches one ends with the draft token: see `ending_at`."""
+
+
+def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
+    """The masks for the rows of a proposal. Raises `Incompatible` where the mask behind the
+    committed tokens cannot be told; behind a draft token, which may be refused, that is no error
+    yet: drafts change no outcome, failures included."""
+    masks = [allowed.after(())]
+    untold: set[int] = set()
+    paths: list[tuple[int, ...]] = []
+    for index, token_id in enumerate(proposal.token_ids):
+        parent = proposal.tree.parents[index]
+        path = (*(() if parent == ROOT else paths[parent]), token_id)
+        paths.append(path)
+        before = masks[parent + 1]
+        mask = None
+        if before is not None and before.has(token_id):
+            try:
+                mask = allowed.after(path)
+            except Incompatible:
+                mask = None
+            if mask is None:
+                untold.add(index + 1)
+        masks.append(mask)
+    return RowMasks(masks, frozenset(untold))
+
+
+def draft_mask(
+    allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
+) -> TokenMask | None:
+    """What a draft may draw after `drafted`; None where it had better stop there: the completion
+    has ended, or nothing that the draft knows may follow. That is settled by tokens which are
+    proposed, and by none that is not."""
+    try:
+        mask = allowed.after(drafted)
+    except OutriderError:
+        return None  # The target says so to whom it concerns.
+    if mask is None or mask.is_over:
+        return None
+    if vocabulary is not None and not _flags(mask, 0, vocabulary).any():
+        return None
+    return mask
+
+
+def _flags(
+    mask: TokenMask, width: int, vocabulary: DraftVocabulary | None
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    if vocabulary is None:
+        return mask.flags(width)
+    flags = mask.flags(int(vocabulary.token_ids[-1]) + 1)
+    return flags[vocabulary.token_ids]
+
+
+def _unpacked(masks: Sequence[TokenMask], width: int, device: torch.device) -> torch.Tensor:
+    """[R, V]: what is forbidden, unpacked on the device."""
+    bits = torch.from_numpy(np.stack([mask.bits for mask in masks])).to(device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    flags = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :width]
+    forbidden = torch.ones(len(masks), width, dtype=torch.bool, device=device)
+    forbidden[:, : flags.shape[1]] = flags == 0
+    return forbidden

@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
 from typing import Final
 
 from outrider.errors import BadRequest, check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, TREE_TOKENS_MAX
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.trees import DraftTree, draft_tree
 
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
@@ -52,7 +53,7 @@ class Proposal:
     token_ids: tuple[int, ...] = ()
     q: tuple[DraftDistribution | None, ...] = ()
     parents: tuple[int, ...] = ()
-    """Of a tree: see `outrider.speculation.trees`; empty for a chain."""
+    """Of a tree: see `DraftTree`; empty for a chain."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -222,3 +223,89 @@ def _distribution(
 
 def _bad_q(index: int, message: str, *, after_draw: bool = False) -> UnreadableQ:
     return UnreadableQ(index, f"position {index} {message}", after_draw=after_draw)
+
+
+ROOT = -1
+"""The last committed token, as a parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """N draft tokens and who follows whom."""
+
+    parents: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    """[N + 1]: what follows the last committed token; then what follows each draft token."""
+    depths: tuple[int, ...]
+    """[N]: tokens of the tree that stand before it on its path."""
+    ranks: tuple[int, ...]
+    """[N]: tokens of the same depth that are listed before it: a number for its noise. The first
+    token of each depth has 0, as all of a chain have."""
+    groups: tuple[tuple[int, ...], ...]
+    """All siblings, in the order of the first of each; one q belongs to each group."""
+
+    @property
+    def spine(self) -> tuple[int, ...]:
+        """The path of first siblings: what a draft has run of a tree, but for its last token."""
+        path: list[int] = []
+        siblings = self.children[0]
+        while siblings:
+            path.append(siblings[0])
+            siblings = self.children[siblings[0] + 1]
+        return tuple(path)
+
+    @property
+    def num_depths(self) -> int:
+        """Tokens of the longest path."""
+        return max(self.depths, default=-1) + 1
+
+    def shared_with_spine(self, path: Sequence[int]) -> int:
+        """How many tokens of a path are the spine's."""
+        pairs = zip(path, self.spine, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@lru_cache(maxsize=256)
+def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
+    """The tree of so many draft tokens; a chain without `parents`. Raises `BadRequest` naming
+    `proposal.parents` for what is no tree, or a larger one than is verified."""
+    if not parents:
+        parents = tuple(range(ROOT, num_tokens - 1))
+    if len(parents) != num_tokens:
+        raise _bad(f"names {len(parents)} parents of {num_tokens} tokens; each has one")
+    if num_tokens > TREE_TOKENS_MAX:
+        raise _bad(f"is of {num_tokens} tokens; at most {TREE_TOKENS_MAX} are verified")
+    children: list[list[int]] = [[] for _ in range(num_tokens + 1)]
+    depths: list[int] = []
+    ranks: list[int] = []
+    for index, parent in enumerate(parents):
+        if not ROOT <= parent < index:
+            raise _bad(f"lets token {index} follow {parent}; -1..{index - 1} stand before it")
+        children[parent + 1].append(index)
+        depth = 0 if parent == ROOT else depths[parent] + 1
+        ranks.append(depths.count(depth))
+        depths.append(depth)
+    if max(depths, default=0) >= NUM_DRAFT_TOKENS_MAX:
+        raise _bad(f"has a path of more than {NUM_DRAFT_TOKENS_MAX} tokens")
+    groups = sorted(tuple(group) for group in children if group)
+    return DraftTree(
+        parents, tuple(map(tuple, children)), tuple(depths), tuple(ranks), tuple(groups)
+    )
+
+
+def comb(siblings: Sequence[int]) -> tuple[int, ...]:
+    """The parents of a chain with so many other candidates beside each of its tokens, none of which
+    is followed by anything; depth by depth, the chain's own token first. () for a chain alone."""
+    if not any(siblings):
+        return ()
+    parents: list[int] = []
+    last = ROOT
+    for num in siblings:
+        first = len(parents)
+        parents += [last] * (1 + num)
+        last = first
+    return tuple(parents)
+
+
+def _bad(message: str) -> BadRequest:
+    return BadRequest("proposal.parents", message)

@@ -26,15 +26,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
-from typing import Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from outrider.errors import check
 from outrider.limits import SEED_MAX
-from outrider.speculation.philox import RowKeys, WordArray, philox4x32, uniform
+from outrider.speculation.proposal import DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.trees import DraftTree, draft_tree
 
 WORD_MASK: Final = 0xFFFFFFFF
 INDEX_TAG: Final = 0x80000000
@@ -149,3 +150,158 @@ def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> R
         b=column([place.b for place in places]),
         stream=column([int(stream) for stream in streams]),
     )
+
+
+_MULTIPLIER_0: Final = 0xD2511F53
+_MULTIPLIER_2: Final = 0xCD9E8D57
+_KEY_STEP_LOW: Final = 0x9E3779B9
+_KEY_STEP_HIGH: Final = 0xBB67AE85
+_ROUNDS: Final = 10
+_WORD_MASK: Final = 0xFFFFFFFF
+_WORD_SCALE: Final = 2.0**-32
+_FEW: Final = 16
+"""Counters that are quicker one by one, as integers: a hundred operations on the smallest arrays
+take longer."""
+
+WordArray: TypeAlias = npt.NDArray[Any]
+"""uint64 arrays of 32-bit words: the product of two keeps its high half."""
+_Words = TypeVar("_Words", int, WordArray)
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """Key and counter of R rows of noise: five arrays of words, [R] each."""
+
+    seed_low: WordArray
+    seed_high: WordArray
+    a: WordArray
+    b: WordArray
+    stream: WordArray
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def of(self, rows: Sequence[int] | npt.NDArray[np.int64] | slice) -> RowKeys:
+        """Those of the listed rows."""
+        return RowKeys(
+            seed_low=self.seed_low[rows],
+            seed_high=self.seed_high[rows],
+            a=self.a[rows],
+            b=self.b[rows],
+            stream=self.stream[rows],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowKeys]) -> RowKeys:
+        """The rows of all parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("seed_low", "seed_high", "a", "b", "stream")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def words(self) -> tuple[WordArray, ...]:
+        """The four words of counter (0, a, b, stream) of each row: [R] each."""
+        rows = (self.a, self.b, self.stream, self.seed_low, self.seed_high)
+        if len(self) > _FEW:
+            return rounds(np.zeros_like(self.a), *rows)
+        drawn = [rounds(0, *row) for row in zip(*(word.tolist() for word in rows), strict=True)]
+        return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
+    """The four words of one counter under one key; all of them in 0..2^32-1."""
+    check(all(0 <= word <= _WORD_MASK for word in (*counter, *key)), "a word is 32 bits")
+    return rounds(*counter, *key)
+
+
+def uniform(word: float) -> float:
+    """The number in (0, 1) that a word stands for."""
+    return (word + 0.5) * _WORD_SCALE
+
+
+def rounds(
+    c0: _Words, c1: _Words, c2: _Words, c3: _Words, key_low: _Words, key_high: _Words
+) -> tuple[_Words, _Words, _Words, _Words]:
+    """Ten rounds, on numbers or on arrays that broadcast against each other.
+
+    The low half of a product is left unmasked: it is only ever xored into a word that is masked
+    afterwards."""
+    for _ in range(_ROUNDS):
+        product_0 = c0 * _MULTIPLIER_0
+        product_2 = c2 * _MULTIPLIER_2
+        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & _WORD_MASK
+        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & _WORD_MASK
+        c1, c3 = product_2, product_0
+        key_low = (key_low + _KEY_STEP_LOW) & _WORD_MASK
+        key_high = (key_high + _KEY_STEP_HIGH) & _WORD_MASK
+    return c0, c1 & _WORD_MASK, c2, c3 & _WORD_MASK
+
+
+class NoiseBatch:
+    """The noise of one round in each of B sessions that share a rule, for work on rows."""
+
+    def __init__(self, seeds: WordArray, rule: Rule, committed_lengths: WordArray) -> None:
+        self.seeds = seeds
+        self.rule = rule
+        self.committed_lengths = committed_lengths
+
+    @classmethod
+    def of(cls, noises: Sequence[RoundNoise]) -> NoiseBatch:
+        """Puts rounds side by side; they must share their rule."""
+        rules = {noise.rule for noise in noises}
+        check(len(rules) == 1, "rounds of one batch share their rule")
+        lengths = np.array([noise.committed_length for noise in noises], dtype=np.uint64)
+        seeds = np.array([noise.seed for noise in noises], dtype=np.uint64)
+        return cls(seeds, rules.pop(), lengths)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def draft_keys(self, indices: Sequence[int] | WordArray) -> RowKeys:
+        """Of the draft's draw in session b at depth indices[b]: B rows."""
+        stream = RoundNoise(0, self.rule, 0).draft_stream
+        streams = np.full(len(self), int(stream), dtype=np.uint64)
+        return self._keys(np.asarray(indices, dtype=np.uint64), streams)
+
+    def correction_keys(self, num_draft_tokens: int) -> RowKeys:
+        """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
+        width = num_draft_tokens + 1
+        residual = RoundNoise(0, self.rule, 0).residual_stream
+        streams = np.full((len(self), width), int(residual), dtype=np.uint64)
+        streams[:, -1] = int(Stream.TARGET)
+        indices = np.arange(width, dtype=np.uint64)[None].repeat(len(self), axis=0)
+        return self._keys(indices, streams)
+
+    def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
+        """`RoundNoise.accept_uniforms` of every session: [B, K], float64."""
+        shape = (len(self), num_draft_tokens)
+        if self.rule.absolute_noise or num_draft_tokens == 0:
+            return torch.full(shape, NO_ACCEPT_NOISE, dtype=torch.float64)
+        indices = np.arange(num_draft_tokens, dtype=np.uint64)[None].repeat(len(self), axis=0)
+        streams = np.full(shape, int(Stream.ACCEPT), dtype=np.uint64)
+        words = self._keys(indices, streams, sibling).words()[0]
+        return torch.from_numpy((words + 0.5) * 2.0**-32).view(shape)
+
+    def _keys(self, indices: WordArray, streams: WordArray, sibling: int = 0) -> RowKeys:
+        """Keys of the places of `indices` ([B] or [B, N]) in every session, row-major."""
+        spread = (len(self),) + (1,) * (indices.ndim - 1)
+        lengths = self.committed_lengths.reshape(spread)
+        a, b = self._places(lengths, indices, sibling)
+        zeros = np.zeros(indices.shape, dtype=np.uint64)  # what is added to them gets their shape
+        seeds = (zeros + self.seeds.reshape(spread)).ravel()
+        return RowKeys(
+            seed_low=seeds & np.uint64(WORD_MASK),
+            seed_high=seeds >> np.uint64(32),
+            a=(zeros + a).ravel(),
+            b=(zeros + b).ravel(),
+            stream=streams.ravel(),
+        )
+
+    def _places(
+        self, lengths: WordArray, indices: WordArray, sibling: int
+    ) -> tuple[WordArray, WordArray]:
+        """`RoundNoise.place` for many: (a, b)."""
+        if self.rule.absolute_noise:
+            positions = lengths + indices
+            return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
+        return lengths, indices | np.uint64(INDEX_TAG | sibling << SIBLING_SHIFT)

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from outrider.errors import check
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
     TokenHistory,
@@ -43,12 +44,9 @@ from outrider.speculation.logits_processing import (
     row_sums,
     write_weights,
 )
-from outrider.speculation.philox import RowKeys
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise, RowKeys
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 
 _NEARLY_EMPTY: Final = 1e-4
 """Part of a row's mass; only where less than this is left of it, all of it may be gone."""

@@ -50,11 +50,10 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal, draft_tree
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
-from outrider.speculation.trees import draft_tree
-from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 RULES: dict[int, Rule] = {

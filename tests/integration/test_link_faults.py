@@ -13,13 +13,13 @@ from rounds import PATIENCE_S, Listener, make_head
 from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.speculation.verdict import Verdict
+from outrider.speculation.accept_reject import Verdict
 from outrider.transport import codec
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, Service
 from outrider.v1 import target_pb2, types_pb2
-from target_service.servicer import TargetServicer
+from target_service.service import TargetServicer
 
 KEY = make_head((1,)).key
 GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)

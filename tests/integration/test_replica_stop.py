@@ -18,8 +18,7 @@ from outrider.limits import STEP_CRASHES_UNHEALTHY
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.transport.grpc_link import target_link
-from target_service.service import TargetService
-from target_service.servicer import TargetServicer
+from target_service.service import TargetService, TargetServicer
 
 T = TypeVar("T")
 Serving = health_pb2.HealthCheckResponse.ServingStatus

@@ -17,7 +17,7 @@ from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, StreamBroken

@@ -15,9 +15,9 @@ from stack import draft_without_model
 from toy_engine import ToyEngine
 
 import outrider.transport.server as rpc_server
-from draft_service.servicer import DraftServicer
+from draft_service.service import DraftServicer
 from outrider.config import DraftConfig, TargetConfig
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
 from outrider.replica.host import ReplicaHost
@@ -33,8 +33,7 @@ from outrider.transport.certificates import (
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.grpc_link import target_link
 from outrider.transport.tls import caller_trust, internal_server_credentials, internal_trust
-from target_service.service import TargetService
-from target_service.servicer import TargetServicer
+from target_service.service import TargetService, TargetServicer
 
 NOW = datetime.datetime.now(datetime.UTC)
 ROLES: tuple[InternalRole, ...] = ("target", "draft")

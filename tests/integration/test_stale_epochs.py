@@ -16,8 +16,7 @@ from rounds import Listener, Player, make_head, session_name
 from session_model import IDS, new_session, next_append
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
-from draft_service.servicer import DraftServicer
+from draft_service.service import DraftService, DraftServicer
 from outrider.errors import StaleEpoch
 from outrider.limits import APPENDS_PER_CALL_MAX
 from outrider.messages import DraftItem, Refused, VerifyItem
@@ -31,8 +30,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link, MemoryLink
 from outrider.transport.server import RpcServer
-from target_service.service import TargetService
-from target_service.servicer import TargetServicer
+from target_service.service import TargetService, TargetServicer
 
 pytestmark = pytest.mark.xdist_group("redis")
 

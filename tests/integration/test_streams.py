@@ -16,8 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
-from draft_service.servicer import DraftServicer
+from draft_service.service import DraftService, DraftServicer
 from outrider.errors import ConfigError, LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
@@ -30,8 +29,7 @@ from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import MemoryLink
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.v1 import target_pb2, types_pb2
-from target_service.service import TargetService
-from target_service.servicer import TargetServicer
+from target_service.service import TargetService, TargetServicer
 
 PROMPT = (1, 2, 3)
 VERIFY = "/outrider.v1.Target/Verify"

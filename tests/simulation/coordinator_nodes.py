@@ -15,7 +15,7 @@ from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.discovery import Discovery, Peers, replicas_at_first
 from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
 from outrider.registry.lease import Lease
 from outrider.registry.membership import Engagement

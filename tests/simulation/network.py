@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.messages import ReplicaDescription
 from outrider.transport.link import Connection, MemoryLink, ReplicaService

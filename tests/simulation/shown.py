@@ -11,7 +11,7 @@ import torch
 
 from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
@@ -19,8 +19,7 @@ from outrider.models.eagle import EagleHead, LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
-from target_service.early_exit_drafting import ExitDrafter
-from target_service.self_drafting import NextRound
+from target_service.self_drafting import ExitDrafter, NextRound
 from tests.simulation.toy import QuickEngine
 
 

@@ -18,8 +18,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.request import GenerateRequest
 from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import DraftRows, score_rows
 

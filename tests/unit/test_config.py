@@ -15,7 +15,7 @@ from outrider.config import (
     deployment_settings,
     load_config,
 )
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.lookup import NgramConfig
 from outrider.errors import ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 (a setting, not bound)

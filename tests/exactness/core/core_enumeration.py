@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from core_toys import ToyPair
 
-from outrider.speculation.accept_reject import count_accepted, decide
+from outrider.speculation.accept_reject import Verdict, count_accepted, decide
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import verdict_law
 
 EXACT = 1e-12

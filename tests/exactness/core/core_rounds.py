@@ -16,7 +16,7 @@ from core_toys import ToyPair
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import NoiseBatch
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import score_rows
 

@@ -26,11 +26,14 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
-from outrider.speculation.masking import masked_logits, row_masks
+from outrider.speculation.logits_processing import (
+    NO_HISTORY,
+    masked_logits,
+    row_masks,
+    target_probabilities,
+)
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import DraftRows, score_rows
 

@@ -15,13 +15,11 @@ from core_enumeration import (
 )
 from core_toys import ToyPair, flat_pair, make_pair, random_pair
 
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import score_rows, verdict_law
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]

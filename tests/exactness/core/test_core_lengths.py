@@ -21,7 +21,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.accept_reject import survival
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
-from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import NoiseBatch
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import DraftRows, score_rows
 

@@ -17,13 +17,17 @@ from core_toys import ToyPair, make_pair, random_pair
 
 from outrider.errors import Incompatible, InvariantError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.accept_reject import decide, ending_at
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
-from outrider.speculation.masking import draft_mask, masked_logits, row_masks
+from outrider.speculation.accept_reject import Verdict, decide, ending_at
+from outrider.speculation.logits_processing import (
+    TokenHistory,
+    draft_mask,
+    masked_logits,
+    row_masks,
+    target_probabilities,
+)
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import DraftRows, verdict_from_logits, verdict_law
 
 V = 3

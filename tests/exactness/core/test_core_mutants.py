@@ -25,13 +25,10 @@ from core_toys import ToyPair, flat_pair, sampling_pair
 
 from outrider.errors import InvariantError
 from outrider.speculation import verification
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
-from outrider.speculation.philox import RowKeys, WordArray
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import Stream
+from outrider.speculation.random_streams import NoiseBatch, RowKeys, Stream, WordArray
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verdict import Verdict
 
 NUM_SEQUENCES = 200_000
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]

@@ -23,16 +23,13 @@ from core_rounds import (
 from core_toys import ToyPair, flat_pair, make_pair, random_pair, sampling_pair
 
 from outrider.errors import BadRequest, InvariantError
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.draft_sampling import draft_token, draft_tokens, place_of
 from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
-from outrider.speculation.philox import uniform
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise, Stream, row_keys, uniform
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import score, verdict_law
 from outrider.tokens import TokenSequence
 

@@ -17,14 +17,19 @@ from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
 from outrider.errors import InvariantError
 from outrider.speculation import accept_reject as decision
 from outrider.speculation import random_streams as noise
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
 from outrider.speculation.logits_processing import NO_HISTORY
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
+from outrider.speculation.proposal import (
+    COUNT_TOTAL,
+    DraftDistribution,
+    DraftTree,
+    Proposal,
+    comb,
+    draft_tree,
+)
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.trees import DraftTree, comb, draft_tree
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import score, tree_law, verdict_from_logits
 
 SAMPLED = SamplingParams()

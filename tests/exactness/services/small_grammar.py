@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
-from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.masking import masked_logits
+from outrider.speculation.logits_processing import masked_logits, target_probabilities
 from outrider.speculation.sampling_params import SamplingParams
 
 END = 3

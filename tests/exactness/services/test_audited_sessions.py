@@ -20,14 +20,14 @@ from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
 from outrider.sessions.memory_store import MemoryStore
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.transport.link import MemoryLink

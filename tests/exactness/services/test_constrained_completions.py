@@ -15,7 +15,7 @@ from constrained import SCHEMA, eos, grammars, hf_tokenizer
 from models import tiny_config, tiny_module
 from stack import Stack, running_stack
 
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import BadRequest

@@ -23,8 +23,8 @@ from draft_service.model_drafter import Branch, ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft as growing_rounds
 from outrider.drafters.autoregressive_draft import GrowingRound, RoundWanted
-from outrider.drafters.deadline import DraftDeadline
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.drafter import DraftDeadline
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features

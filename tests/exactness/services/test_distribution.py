@@ -33,18 +33,15 @@ from stack import RARE, Stack, running_stack
 
 from coordinator.draft_length.round_cost import RoundCosts
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.drafters.names import LookupKind
-from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
-from outrider.speculation.philox import WordArray
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import Place, RoundNoise
+from outrider.speculation.random_streams import NoiseBatch, Place, RoundNoise, WordArray
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of

@@ -25,7 +25,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.clock import run_virtually
-from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, Overloaded
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.token_mask import TokenMask
@@ -35,8 +35,12 @@ from outrider.replica.token_budget import TokenBudget
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession
 from outrider.speculation.accept_reject import decide
-from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
-from outrider.speculation.masking import masked_logits, row_masks
+from outrider.speculation.logits_processing import (
+    NO_HISTORY,
+    masked_logits,
+    row_masks,
+    target_probabilities,
+)
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

@@ -40,14 +40,13 @@ from benchmarks.acceptance_reading import (
     write,
 )
 from deploy.cli.main import main
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.text_acceptance import conditional_acceptance

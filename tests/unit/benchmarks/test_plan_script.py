@@ -28,7 +28,7 @@ from benchmarks.prompts import BenchPrompt
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import load_config
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts

@@ -16,7 +16,7 @@ from test_service import PATIENCE
 from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from draft_service.service import DraftService
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher

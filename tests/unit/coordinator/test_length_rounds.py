@@ -19,8 +19,7 @@ from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import Guess
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply

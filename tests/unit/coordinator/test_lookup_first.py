@@ -17,8 +17,7 @@ from coordinator.routing.request_header import HeadWriter, Timeouts
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import Guess
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply

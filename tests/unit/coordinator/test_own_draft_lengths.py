@@ -15,10 +15,9 @@ from coordinator.routing.drafts import Drafted
 from outrider.clock import run_virtually
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription, ReplyKey, VerdictReply
-from outrider.speculation.accept_reject import decide
+from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verdict import Verdict
 
 BOUND = 8
 RUN_AHEAD = 8

@@ -10,14 +10,14 @@ from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NextWanted, SessionLookup
 from coordinator.routing.self_draft_client import SelfDraftClient
 from outrider.clock import run_virtually
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 
 NAME = "0" * 31 + "1"
 PROMPT = (1, 2, 3, 1, 2, 3, 1)

@@ -20,7 +20,7 @@ from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import (
     BadRequest,
     DataLoss,

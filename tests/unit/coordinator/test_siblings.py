@@ -18,7 +18,7 @@ from coordinator.draft_length.siblings import (
     sibling_chances,
 )
 from outrider.limits import SIBLINGS_MAX, TREE_TOKENS_MAX
-from outrider.speculation.trees import comb, draft_tree
+from outrider.speculation.proposal import comb, draft_tree
 
 
 def test_a_verdict_says_what_siblings_were_worth() -> None:

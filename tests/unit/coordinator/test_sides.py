@@ -38,6 +38,7 @@ from outrider.messages import (
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, NewSession
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -46,7 +47,6 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.telemetry.observer import SILENT, RequestObserver
 from outrider.transport.link import LinkBytes
 

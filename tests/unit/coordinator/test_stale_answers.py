@@ -9,8 +9,8 @@ from test_sides import TOY, ScriptedLink
 from coordinator.routing.replica_pool import ReplicaPool
 from coordinator.routing.session_mailbox import Mailbox
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.verdict import Verdict
 from outrider.transport.link import LinkBytes
 
 SESSION = "ab" * 16

@@ -16,7 +16,7 @@ from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import Unavailable
 from outrider.registry.membership import Membership
 from outrider.sessions.memory_store import MemoryStore

@@ -11,8 +11,8 @@ from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.draft_length.siblings import sibling_chances
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
+from outrider.speculation.proposal import comb, draft_tree
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.trees import comb, draft_tree
 
 BOUND = 4
 VERIFY_S = 0.02

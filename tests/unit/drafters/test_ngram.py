@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_requests import request
 
-from outrider.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
+from outrider.drafters.lookup import NgramConfig, NgramDrafter, NgramIndex
 from outrider.errors import ConfigError
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.speculation.sampling_params import Rule

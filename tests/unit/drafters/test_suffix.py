@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_requests import request
 
-from outrider.drafters.history import END, History
-from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
+from outrider.drafters.suffix import END, History, SuffixConfig, SuffixDrafter
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 

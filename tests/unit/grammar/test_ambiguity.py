@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import BadRequest
-from outrider.grammar.ambiguity import check_alternatives
+from outrider.grammar.compiler import check_alternatives
 from outrider.limits import ALTERNATIVES_MAX, LIST_ALTERNATIVE
 
 LISTS_MAX = ALTERNATIVES_MAX // LIST_ALTERNATIVE

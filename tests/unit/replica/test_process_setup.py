@@ -16,7 +16,7 @@ import pytest
 from models import byte_level_tokenizer, save_tiny_model
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine

@@ -21,9 +21,8 @@ from toy_engine import ToyEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafters.deadline import DraftDeadline
-from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.drafter import DraftDeadline, DraftRequest
+from outrider.drafters.lookup import NgramDrafter
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.proposal import NOTHING_SEALED

@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
 from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
-from outrider.drafters.ngram import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
@@ -28,8 +28,7 @@ from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,

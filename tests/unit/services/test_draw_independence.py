@@ -21,7 +21,7 @@ from draft_service import worker as proposing
 from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafters.autoregressive_draft import RoundWanted
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
 from outrider.speculation.logits_processing import NO_HISTORY

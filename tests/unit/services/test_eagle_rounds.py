@@ -15,7 +15,7 @@ from toy_engine import ToyEngine
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
-from outrider.drafters.ngram import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
@@ -25,8 +25,7 @@ from outrider.models.eagle import LoadedEagle
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

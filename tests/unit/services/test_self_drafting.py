@@ -22,15 +22,13 @@ from outrider.messages import Refused, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.actor import self_drafter_of
-from target_service.early_exit_drafting import ExitDrafter
-from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
+from target_service.self_drafting import NO_FEATURES, ExitDrafter, NextRound, SelfDrafter
 from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 40

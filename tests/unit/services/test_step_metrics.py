@@ -9,7 +9,7 @@ from rounds import Listener, ask, make_head, session_name
 from stack import draft_without_model
 from toy_engine import ToyEngine
 
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.messages import VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.telemetry.setup import Exports

@@ -14,11 +14,11 @@ from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, score, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.transport.link import MemoryLink

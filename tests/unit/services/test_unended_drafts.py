@@ -9,7 +9,7 @@ from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
-from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.drafter import DraftDeadline
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget

@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.accept_reject import Origin, Outcome, count_accepted, decide, survival
+from outrider.speculation.accept_reject import (
+    Origin,
+    Outcome,
+    Verdict,
+    count_accepted,
+    decide,
+    survival,
+)
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verdict import Verdict
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
 VERDICT = Verdict((0.5, 0.2, 0.9), (10, 11, 12, 13))

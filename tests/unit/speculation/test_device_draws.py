@@ -10,9 +10,14 @@ import torch
 
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
-from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw
-from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
-from outrider.speculation.draft_vocabulary import DraftVocabulary
+from outrider.speculation.draft_sampling import (
+    DeviceDraws,
+    DraftedToken,
+    Drawing,
+    can_draw,
+    draw_from_logits,
+)
+from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

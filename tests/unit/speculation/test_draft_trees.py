@@ -13,10 +13,11 @@ from outrider.speculation.proposal import (
     DraftDistribution,
     Proposal,
     SealedProposal,
+    comb,
+    draft_tree,
 )
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.trees import comb, draft_tree
 
 
 def test_a_tree() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.outcome_prediction import RoundGuesses
-from outrider.speculation.outcome_probabilities import RANKS_MAX, FanOut, FanOuts
+from outrider.speculation.outcome_prediction import RANKS_MAX, FanOut, FanOuts, RoundGuesses
 from outrider.speculation.sampling_params import Rule
 
 SCORES = [5.0, 4.0, 2.0, 1.0]

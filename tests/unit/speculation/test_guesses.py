@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from outrider.speculation.draft_sampling import likely_tokens
-from outrider.speculation.draft_vocabulary import DraftVocabulary
 from outrider.speculation.gumbel_max import scores as scores_of
-from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import EVIDENCE_MAX, guess_round, with_bonus
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys

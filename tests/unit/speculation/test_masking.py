@@ -11,9 +11,14 @@ import torch
 from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
-from outrider.speculation.masking import draft_mask, masked_logits, row_masks
+from outrider.speculation.logits_processing import (
+    DraftVocabulary,
+    TokenHistory,
+    draft_mask,
+    masked_logits,
+    row_masks,
+    target_probabilities,
+)
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

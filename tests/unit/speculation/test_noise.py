@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
 from outrider.speculation.gumbel_max import numbers
-from outrider.speculation.philox import RowKeys, philox4x32, uniform
-from outrider.speculation.random_batches import NoiseBatch
 from outrider.speculation.random_streams import (
     INDEX_MAX,
     SIBLING_MAX,
+    NoiseBatch,
     Place,
     RoundNoise,
+    RowKeys,
     Stream,
     choice_seed,
+    philox4x32,
     row_keys,
+    uniform,
 )
 from outrider.speculation.sampling_params import Rule
 

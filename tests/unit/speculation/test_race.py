@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outrider.speculation.gumbel_max import BLOCK, dense_race, numbers, race, scores, token_keys
-from outrider.speculation.philox import RowKeys
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import Place, RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import (
+    NoiseBatch,
+    Place,
+    RoundNoise,
+    RowKeys,
+    Stream,
+    row_keys,
+)
 from outrider.speculation.sampling_params import Rule
 
 ALPHA = 1e-6

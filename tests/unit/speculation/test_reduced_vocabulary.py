@@ -12,8 +12,11 @@ from outrider.speculation.draft_sampling import (
     draw_from_logits,
     quantise,
 )
-from outrider.speculation.draft_vocabulary import DraftVocabulary
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.logits_processing import (
+    DraftVocabulary,
+    TokenHistory,
+    target_probabilities,
+)
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

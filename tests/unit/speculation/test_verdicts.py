@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from outrider.errors import InvariantError
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.random_batches import NoiseBatch
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import NoiseBatch, RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import DraftRows, score, score_rows, verdict_law
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)

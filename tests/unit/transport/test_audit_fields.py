@@ -8,10 +8,10 @@ import pytest
 
 from outrider.errors import BadRequest
 from outrider.messages import ReplyKey, RoundHead, VerdictReply, VerifyItem
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.transport.codec import (
     verify_answer_from_proto,
     verify_answer_to_proto,

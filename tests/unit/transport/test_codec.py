@@ -44,9 +44,9 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verdict import Verdict
 from outrider.transport import codec
 from outrider.transport.codec import VERIFY, description_from_proto, description_to_proto
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
