@@ -166,18 +166,8 @@ class _Run:
         start = self._start(answers)
         learner, token_ids = start.learner, start.token_ids
         dataset = self._dataset(answers, token_ids)
-        known = [(cache.name, cache.num_documents, split_of(cache.known)) for cache in answers]
-        trainer = self._train(dataset, known, start, before)
-        with torch.no_grad():
-            for weight in learner.weights.values():
-                weight.copy_(as_stored(weight.detach()))
-        self._report("measuring", 0.0, None)
-        of_prompts = None
-        with measuring.working():
-            measured = measure(learner, dataset, dataset.held_out)
-            if asked is not None:
-                prompts = self._dataset([asked], token_ids)
-                of_prompts = measure(learner, prompts, prompts.held_out)
+        trainer = self._train(dataset, answers, start, before)
+        measured, of_prompts = self._measure(learner, dataset, asked, token_ids, measuring)
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": before - corpus.spent.seconds,
@@ -205,6 +195,27 @@ class _Run:
         return Distilled(
             self._options.out, measured, of_prompts, trainer.num_steps, sum(spent.values())
         )
+
+    def _measure(
+        self,
+        learner: Learner,
+        dataset: Dataset,
+        asked: TeacherCache | None,
+        token_ids: npt.NDArray[np.int64],
+        watch: Stopwatch,
+    ) -> tuple[Measured, Measured | None]:
+        """What is accepted in held-out texts, and in answers to prompts; of weights as they are
+        stored."""
+        with torch.no_grad():
+            for weight in learner.weights.values():
+                weight.copy_(as_stored(weight.detach()))
+        self._report("measuring", 0.0, None)
+        with watch.working():
+            measured = measure(learner, dataset, dataset.held_out)
+            if asked is None:
+                return measured, None
+            prompts = self._dataset([asked], token_ids)
+            return measured, measure(learner, prompts, prompts.held_out)
 
     @property
     def _missing(self) -> float:
@@ -331,8 +342,11 @@ class _Run:
         num_wanted = min(self._options.draft_vocab or DRAFT_VOCAB, self._vocab_size)
         return self._recipe.make(likeliest_tokens(caches, num_wanted, self._vocab_size))
 
-    def _train(self, dataset: Dataset, known: object, start: Start, before: float) -> Trainer:
+    def _train(
+        self, dataset: Dataset, caches: Sequence[TeacherCache], start: Start, before: float
+    ) -> Trainer:
         options = self._options
+        known = [(cache.name, cache.num_documents, split_of(cache.known)) for cache in caches]
         name = folder_name(
             self._recipe.kind, known, options.seed, start.key, options.minutes, options.steps
         )
