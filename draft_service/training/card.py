@@ -69,6 +69,7 @@ def render_card(facts: CardFacts) -> str:
         for name, source in facts.sources.items()
     )
     passes = facts.num_trained_tokens / sum(s.num_tokens for s in facts.sources.values())
+    served = draft_model(facts.kind, "DIR")
     times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
     prompts = ""
     if facts.of_prompts is not None:
@@ -87,8 +88,6 @@ them{_unknown(facts)}.
             f"\nWhat {start.name} had learned from before is not listed. Some of what is held out "
             "here\nmay be among it, if another rule held texts out then.\n"
         )
-    served = draft_model(facts.kind, "DIR")
-    num_parameters = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
@@ -96,7 +95,7 @@ Made by `outrider distill` for speculative decoding of the target {facts.target}
 stored here. Serve it with `outrider serve {facts.target} --draft-model {served}`.
 
 - Of the kind `{facts.kind}`.
-- {num_parameters / 1e6:.1f} million parameters of its own in {learner.shape}, begun
+- {learner.num_parameters / 1e6:.1f} million parameters of its own in {learner.shape}, begun
   as {start.name}.
 - Of the head it has the rows for {num_rows:,} tokens, to which the target gives at
   least {facts.covered:.1%} of its probability in held-out answers; other tokens are never proposed.

@@ -185,6 +185,11 @@ class Learner:
         self._write = save
         self._num_depths = num_depths
 
+    @property
+    def num_parameters(self) -> int:
+        """Of what is trained."""
+        return sum(weight.numel() for weight in self.weights.values())
+
     def draft(self, batch: Batch) -> list[Depth]:
         """Draft token 1, 2, .. that a step finds in each text, given the tokens before it; with a
         gradient where one is wanted."""
