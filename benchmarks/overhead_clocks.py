@@ -29,7 +29,6 @@ from outrider.replica.step_request import SteppedItem
 from outrider.sessions.store import (
     Append,
     Finish,
-    NewSession,
     SessionRecord,
     SessionStore,
 )
@@ -217,7 +216,7 @@ class ClockedStore:
         self._clock.committed(rounds)
         return answers
 
-    async def open(self, session: NewSession) -> None:
+    async def open(self, session: SessionRecord) -> None:
         """See `SessionStore.open`."""
         await self._store.open(session)
 

@@ -26,7 +26,7 @@ from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKE
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.registry.affinity import affinity
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, NewSession
+from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.proposal import SealedProposal
 from outrider.telemetry.observer import AuditOutcome, Observation
 
@@ -82,11 +82,11 @@ class Auditor:
         greedy = parameters.sampling.greedy
         if self._num_chosen >= AUDITS_CHOSEN_MAX:
             self._observation.audit_ended("busy")
-        elif not greedy and session.identity.seed in self._seeds:
+        elif not greedy and session.record.seed in self._seeds:
             self._observation.audit_ended("repeated")
         else:
             if not greedy:
-                self._remember(session.identity.seed)
+                self._remember(session.record.seed)
             self._num_chosen += 1
             return True
         return False
@@ -147,7 +147,7 @@ class Auditor:
             berth_of(
                 self._targets,
                 again,
-                affinity(again.identity.tenant, prompt_ids),
+                affinity(again.record.tenant, prompt_ids),
                 again.target,
                 parameters.weights,
             ),
@@ -160,11 +160,11 @@ class Auditor:
                 range(session.prompt_length, session.length, NUM_DRAFT_TOKENS_MAX)
             ):
                 token_ids = session.tokens.since(start, start + NUM_DRAFT_TOKENS_MAX)
-                proposal = SealedProposal(token_ids).without_q(again.identity.rule)
+                proposal = SealedProposal(token_ids).without_q(again.record.rule)
                 reply = await target.verify(index, proposal, 0, None)
                 if reply.audit is None:
                     raise Unavailable("the target does not audit")
-                self._observation.audited(session.identity.rule.value, reply.audit)
+                self._observation.audited(session.record.rule.value, reply.audit)
                 again.decide(token_ids, Counters())
                 target.settle(reply, again.length)
         finally:
@@ -173,13 +173,13 @@ class Auditor:
 
     def _opened(self, session: Session) -> Session:
         """The session that it is audited as, which no store knows."""
-        new = NewSession(
+        new = SessionRecord.new(
             session_id=self._session_id,
             tenant=f"audit {self._session_id}",
             owner=self._options.name,
-            seed=session.identity.seed,
-            rule=session.identity.rule,
+            seed=session.record.seed,
+            rule=session.record.rule,
             parameters="",
             prompt_ids=session.tokens.since(0, session.prompt_length),
         )
-        return Session.opened(new)
+        return Session(new)

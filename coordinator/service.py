@@ -472,7 +472,7 @@ class CoordinatorService:
         observer.opened(session.session_id, session.prompt_length, parameters.seed)
         self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline, observer, parameters.constraint)
-        key = affinity(session.identity.tenant, parameters.prompt_ids)
+        key = affinity(session.record.tenant, parameters.prompt_ids)
         draft = self._drafts_of(heads, parameters, key)
         num_draft_tokens = parameters.num_draft_tokens
         run = SessionRun(
@@ -546,11 +546,11 @@ class CoordinatorService:
     def _length_policy(
         self, session: Session, num_draft_tokens: int, sampling: SamplingParams
     ) -> LengthPolicy:
-        siblings = self._options.siblings_for(session.identity.rule, sampling)
+        siblings = self._options.siblings_for(session.record.rule, sampling)
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
         self._lengths.hear_load(self.targets.num_present, self.num_elsewhere, self._together.draft)
-        identity = session.identity
+        record = session.record
         return self._lengths.open(
-            identity.rule, identity.seed, num_draft_tokens, session.prompt_length, siblings
+            record.rule, record.seed, num_draft_tokens, session.prompt_length, siblings
         )

@@ -97,7 +97,7 @@ class Bench:
     async def session(self, k: int = 0) -> Session:
         new = new_session(f"{k:032x}")
         await self.store.open(new)
-        session = Session.opened(new)
+        session = Session(new)
         self.committer.add(session)
         return session
 

@@ -25,7 +25,6 @@ from outrider.sessions.store import (
     Counters,
     Finish,
     FinishReason,
-    NewSession,
     SessionRecord,
     SessionState,
     SessionStore,
@@ -42,8 +41,10 @@ def new_session(
     session_id: str = IDS[0],
     owner: str = OWNERS[0],
     prompt_ids: tuple[int, ...] = (5, 0, 2**31 - 1),
-) -> NewSession:
-    return NewSession(session_id, "tenant", owner, 2**64 - 1, Rule.BLOCK, '{"ü": 1}', prompt_ids)
+) -> SessionRecord:
+    return SessionRecord.new(
+        session_id, "tenant", owner, 2**64 - 1, Rule.BLOCK, '{"ü": 1}', prompt_ids
+    )
 
 
 def digest(token_ids: list[int] | tuple[int, ...]) -> int:
@@ -64,7 +65,7 @@ def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish
 
 @dataclass
 class Modelled:
-    new: NewSession
+    new: SessionRecord
     owner: str
     tokens: list[int]
     stored_digest: int
@@ -90,14 +91,14 @@ class Modelled:
         self.counts, self.pending, self.pending_logprobs = False, [], ""
 
     def record(self) -> Any:
-        if len(self.tokens) < len(self.new.prompt_ids) or digest(self.tokens) != self.stored_digest:
+        if len(self.tokens) < len(self.new.token_ids) or digest(self.tokens) != self.stored_digest:
             return DataLoss
         return SessionRecord(
-            self.new.session_id, self.new.tenant, self.epoch, self.owner,
+            self.new.session_id, self.new.tenant, self.owner,
+            self.new.seed, self.new.rule, self.new.parameters, self.new.prompt_length,
+            tuple(self.tokens), self.stored_digest, self.epoch,
             SessionState.FINISHED if self.reason else SessionState.RUNNING,
-            self.new.seed, self.new.rule, self.new.parameters, len(self.new.prompt_ids),
-            tuple(self.tokens), self.stored_digest, self.draft, self.target, self.counters,
-            self.logprobs, self.reason,
+            self.draft, self.target, self.counters, self.logprobs, self.reason,
         )  # fmt: skip
 
 
@@ -121,14 +122,14 @@ class NaiveStore:
             s.adopt(epoch, owner)
         return s if s.owner == owner else StaleEpoch
 
-    def open(self, new: NewSession) -> Any:
+    def open(self, new: SessionRecord) -> Any:
         old = self.sessions.get(new.session_id)
         if old is None:
             self.sessions[new.session_id] = Modelled(
-                new, new.owner, list(new.prompt_ids), digest(new.prompt_ids)
+                new, new.owner, list(new.token_ids), digest(new.token_ids)
             )
             return None
-        same = old.owner == new.owner and len(old.new.prompt_ids) == len(new.prompt_ids)
+        same = old.owner == new.owner and len(old.new.token_ids) == len(new.token_ids)
         return None if same else InvariantError
 
     def append(self, a: Append) -> Any:

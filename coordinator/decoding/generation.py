@@ -119,7 +119,7 @@ class SessionRun:
     @property
     def tenant(self) -> str:
         """Whose session it is."""
-        return self._session.identity.tenant
+        return self._session.record.tenant
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""

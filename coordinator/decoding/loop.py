@@ -127,8 +127,8 @@ class Decoding:
     async def _round(self, index: int) -> FinishReason | None:
         """One round; returns why the completion ends with it, if it does."""
         self._observer.round_began(index)
-        identity, start_length = self._session.identity, self._session.length
-        noise = RoundNoise(identity.seed, identity.rule, start_length)
+        record, start_length = self._session.record, self._session.length
+        noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         verified = await self._verify(index, length, drafted)
@@ -138,7 +138,7 @@ class Decoding:
         outcome = decide(
             verified.reply.verdict,
             proposal.token_ids,
-            identity.rule,
+            record.rule,
             noise.accept_uniforms(len(proposal), proposal.parents),
             proposal.parents,
         )
@@ -203,7 +203,7 @@ class Decoding:
         tree = proposal.tree
         played = PlayedRound(
             num_asked=drafted.num_asked,
-            survival=survival(self._session.identity.rule, [accept[i] for i in tree.spine]),
+            survival=survival(self._session.record.rule, [accept[i] for i in tree.spine]),
             num_tokens=len(outcome.token_ids),
             context=self._session.length,
             draft_s=drafted.seconds,

@@ -165,7 +165,7 @@ class Replays:
         """The same, and the session, which hashes all its tokens."""
 
         def resume() -> tuple[Session, Replayed]:
-            return Session.resumed(record), replay(record, parameters, completion, request)
+            return Session(record), replay(record, parameters, completion, request)
 
         return await self._run(record, resume)
 

@@ -19,12 +19,13 @@ from outrider.limits import (
     TAKE_OVER_RETRY_MS,
     UNTOLD_SESSIONS_MAX,
 )
-from outrider.sessions.state import FIRST_EPOCH, Session
+from outrider.sessions.state import Session
 from outrider.sessions.store import (
+    FIRST_EPOCH,
     Counters,
     Finish,
     FinishReason,
-    NewSession,
+    SessionRecord,
     SessionStore,
     released,
 )
@@ -66,7 +67,7 @@ class SessionCreator:
         return await self._open_one(tenant, parameters)
 
     async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
-        new = NewSession(
+        new = SessionRecord.new(
             session_id=f"{self._random_bits(128):032x}",
             tenant=tenant,
             owner=self._owner,
@@ -81,7 +82,7 @@ class SessionCreator:
         except (asyncio.CancelledError, StoreUnavailable):
             self._in_background(self._abandon(opening, new.session_id))
             raise
-        return Session.opened(new)
+        return Session(new)
 
     async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
         """Records a session as cancelled that nobody wants, once its opening has ended."""

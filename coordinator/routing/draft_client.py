@@ -304,7 +304,7 @@ class DraftClient:
         """Whether it can be used at all."""
         try:
             check(not pushed.proposal.parents, "it is a tree")
-            require_q(pushed.proposal, self._heads.session.identity.rule)
+            require_q(pushed.proposal, self._heads.session.record.rule)
         except OutriderError as error:
             _log.warning("a pushed proposal is of no use: %s", error)
             return False
@@ -325,7 +325,7 @@ class DraftClient:
         length = self._heads.session.length
         check_wanted(answer.proposal, num_draft_tokens, siblings)
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
-        require_q(answer.proposal, self._heads.session.identity.rule)
+        require_q(answer.proposal, self._heads.session.record.rule)
 
     def _send(
         self,

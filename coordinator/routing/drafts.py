@@ -131,13 +131,13 @@ class SessionLookup:
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
-            tenant=session.identity.tenant,
+            tenant=session.record.tenant,
             token_ids=session.tokens.ids,
             digests=session.tokens,
             prompt_length=session.prompt_length,
             num_draft_tokens=num_draft_tokens,
             sampling=self._sampling,
-            rule=session.identity.rule,
+            rule=session.record.rule,
             noise=noise,
         )
         guess = self._lookup.guess(request)

@@ -84,15 +84,15 @@ class HeadWriter:
         left = self._deadline - asyncio.get_running_loop().time()
         return RoundHead(
             session_id=session.session_id,
-            tenant=session.identity.tenant,
+            tenant=session.record.tenant,
             epoch=session.epoch,
             round=round_index,
             base_length=base_length,
             prefix_digest=session.tokens.digest(base_length),
             append=session.tokens.since(base_length),
             prompt_length=session.prompt_length,
-            rule=session.identity.rule,
-            seed=session.identity.seed,
+            rule=session.record.rule,
+            seed=session.record.seed,
             sampling=self.sampling,
             sampling_hash=self._sampling_hash,
             deadline_ms=max(1, math.ceil(left * 1e3)),

@@ -117,7 +117,7 @@ class SelfDraftClient:
             self._next_work_s = reply.next_work_ms / 1e3
             self._next_is_cut = reply.next_out_of_time
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
-            require_q(proposal, self._session.identity.rule)
+            require_q(proposal, self._session.record.rule)
         except OutriderError as error:
             _log.warning("a target's own proposal is of no use: %s", error)
             return

@@ -202,7 +202,7 @@ class TargetClient:
 
     def _readable(self, proposal: SealedProposal, message: str) -> SealedProposal:
         """What can be verified of a proposal whose q the target could not read."""
-        if not self._heads.session.identity.rule.needs_q:
+        if not self._heads.session.record.rule.needs_q:
             return replace(proposal, q=b"")  # The rule does not look at it.
         readable, is_broken = proposal.readable()
         if readable != proposal:

@@ -9,15 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import OutriderError
-from outrider.sessions.state import FIRST_EPOCH
 from outrider.sessions.store import (
     DEFAULT_LIFETIMES,
     Append,
-    CacheState,
-    Counters,
     Finish,
     Lifetimes,
-    NewSession,
     SessionRecord,
     SessionState,
     contended,
@@ -29,11 +25,10 @@ from outrider.sessions.store import (
     taken,
     verified,
 )
-from outrider.tokens import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSession:
+class StoredSession:
     """One session with what only the store knows of it."""
 
     record: SessionRecord
@@ -59,54 +54,31 @@ class MemoryStore:
     ) -> None:
         self._now_ms = now_ms
         self._lifetimes = lifetimes
-        self._sessions: dict[str, KeptSession] = {}
+        self._sessions: dict[str, StoredSession] = {}
         self._leases: dict[str, tuple[float, set[str]]] = {}
         """Of owners: when they end, and the sessions that others asked for since."""
 
-    def snapshot(self) -> dict[str, KeptSession]:
+    def snapshot(self) -> dict[str, StoredSession]:
         """All sessions that are stored now; later calls do not change it."""
         return dict(self._sessions)
 
-    def restore(self, snapshot: dict[str, KeptSession]) -> None:
+    def restore(self, snapshot: dict[str, StoredSession]) -> None:
         """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
         have run out meanwhile."""
         self._sessions = dict(snapshot)
         self._leases.clear()
 
-    async def open(self, session: NewSession) -> None:
+    async def open(self, session: SessionRecord) -> None:
         """See `SessionStore.open`."""
         self._drop_expired()
         kept = self._sessions.get(session.session_id)
         if kept is not None:
             old = kept.record
-            if (
-                old.tenant, old.owner, old.seed, old.rule, old.parameters, old.prompt_length
-            ) != (
-                session.tenant, session.owner, session.seed, session.rule, session.parameters,
-                len(session.prompt_ids),
-            ):  # fmt: skip
+            if _request(old) != _request(session):
                 raise taken(session.session_id)
             return
-        record = SessionRecord(
-            session_id=session.session_id,
-            tenant=session.tenant,
-            epoch=FIRST_EPOCH,
-            owner=session.owner,
-            state=SessionState.RUNNING,
-            seed=session.seed,
-            rule=session.rule,
-            parameters=session.parameters,
-            prompt_length=len(session.prompt_ids),
-            token_ids=tuple(session.prompt_ids),
-            prefix_digest=TokenSequence(session.prompt_ids).digest(),
-            draft=CacheState(),
-            target=CacheState(),
-            counters=Counters(),
-            logprobs="",
-            finish_reason=None,
-        )
         expires_ms = self._now_ms() + self._lifetimes.session_ttl_ms
-        self._sessions[session.session_id] = KeptSession(record, expires_ms)
+        self._sessions[session.session_id] = StoredSession(session, expires_ms)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """See `SessionStore.append`."""
@@ -162,7 +134,9 @@ class MemoryStore:
             if (kept.record.epoch, kept.record.owner) != (seen.epoch, seen.owner):
                 raise contended(session_id)
             record = replace(kept.record, epoch=seen.epoch + 1, owner=owner)
-            kept = self._sessions[session_id] = self._touched(KeptSession(record, kept.expires_ms))
+            kept = self._sessions[session_id] = self._touched(
+                StoredSession(record, kept.expires_ms)
+            )
         return verified(kept.record)
 
     async def finish(self, finish: Finish) -> int:
@@ -191,14 +165,16 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _find(self, session_id: str) -> KeptSession | None:
+    def _find(self, session_id: str) -> StoredSession | None:
         kept = self._sessions.get(session_id)
         if kept is not None and kept.expires_ms <= self._now_ms():
             del self._sessions[session_id]
             return None
         return kept
 
-    def _admit(self, session_id: str, epoch: int, owner: str, reopens: bool = True) -> KeptSession:
+    def _admit(
+        self, session_id: str, epoch: int, owner: str, reopens: bool = True
+    ) -> StoredSession:
         """The session as a write of (epoch, owner) finds it, not stored yet; a finished one runs
         again under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
         kept = self._find(session_id)
@@ -215,7 +191,7 @@ class MemoryStore:
         for session_id in [k for k, kept in self._sessions.items() if kept.expires_ms <= now_ms]:
             del self._sessions[session_id]
 
-    def _touched(self, kept: KeptSession) -> KeptSession:
+    def _touched(self, kept: StoredSession) -> StoredSession:
         if kept.record.state is not SessionState.RUNNING:
             return kept
         return replace(kept, expires_ms=self._now_ms() + self._lifetimes.session_ttl_ms)
@@ -226,7 +202,14 @@ def is_stale(epoch: int, owner: str, record: SessionRecord) -> bool:
     return epoch < record.epoch or (epoch == record.epoch and owner != record.owner)
 
 
-def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
+def _request(record: SessionRecord) -> tuple[object, ...]:
+    return (
+        record.tenant, record.owner, record.seed, record.rule, record.parameters,
+        record.prompt_length,
+    )  # fmt: skip
+
+
+def _raised(kept: StoredSession, epoch: int, owner: str) -> StoredSession:
     """The session under an epoch that the store has lost."""
     record = replace(
         kept.record,
@@ -235,10 +218,10 @@ def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
         state=SessionState.RUNNING,
         finish_reason=None,
     )
-    return KeptSession(record, kept.expires_ms, rewrite=True)
+    return StoredSession(record, kept.expires_ms, rewrite=True)
 
 
-def _extended(kept: KeptSession, append: Append) -> KeptSession:
+def _extended(kept: StoredSession, append: Append) -> StoredSession:
     """The session with the tokens of an append that fits."""
     record = kept.record
     token_ids, logprobs = record.token_ids, record.logprobs
@@ -256,4 +239,4 @@ def _extended(kept: KeptSession, append: Append) -> KeptSession:
         target=append.target,
         counters=append.counters,
     )
-    return KeptSession(record, kept.expires_ms)
+    return StoredSession(record, kept.expires_ms)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from outrider.errors import SettingError
@@ -76,26 +76,18 @@ def with_password(
     """The address as this process connects to it, which Ray has started (`by_ray`) or a user.
     Raises `SettingError` where a password is not to be had on this machine."""
     environment = os.environ if environment is None else environment
-    if not address.password and (address.password_file or address.asks_for_password):
-        file = address.password_file
-        found = (
-            read_password(Path(file), "redis_password_file") if file
-            else _read_variable("redis_password", VARIABLE, environment, by_ray)
-        )  # fmt: skip
-        address = replace(address, password=found, password_file="", asks_for_password=False)
-    if not address.sentinel_password and (
-        address.sentinel_password_file or address.asks_for_sentinel_password
-    ):
-        file, key = address.sentinel_password_file, "redis_sentinel_password"
-        found = (
-            read_password(Path(file), key) if file
-            else _read_variable(key, SENTINEL_VARIABLE, environment, by_ray)
-        )  # fmt: skip
-        address = replace(
-            address, sentinel_password=found, sentinel_password_file="",
-            asks_for_sentinel_password=False,
-        )  # fmt: skip
-    return address
+    changed: dict[str, Any] = {}
+    for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
+        file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
+        if getattr(address, kind) or not (file or getattr(address, f"asks_for_{kind}")):
+            continue
+        changed[f"{kind}_file"], changed[f"asks_for_{kind}"] = "", False
+        if file:
+            key = "redis_password_file" if kind == "password" else key
+            changed[kind] = read_password(Path(file), key)
+        else:
+            changed[kind] = _read_variable(key, variable, environment, by_ray)
+    return replace(address, **changed)
 
 
 def _read_variable(key: str, variable: str, environment: Mapping[str, str], by_ray: bool) -> str:

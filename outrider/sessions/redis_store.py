@@ -41,7 +41,6 @@ from outrider.limits import (
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
 from outrider.sessions.redis_scripts import Call, Replication, Script, ScriptRunner
-from outrider.sessions.state import FIRST_EPOCH
 from outrider.sessions.store import (
     DEFAULT_LIFETIMES,
     Append,
@@ -50,7 +49,6 @@ from outrider.sessions.store import (
     Finish,
     FinishReason,
     Lifetimes,
-    NewSession,
     SessionRecord,
     SessionState,
     contended,
@@ -63,7 +61,6 @@ from outrider.sessions.store import (
     verified,
 )
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 DEFAULT_KEY_PREFIX = "outrider:"
 
@@ -135,11 +132,11 @@ class RedisStore:
             raise
         return cls(client, address.key_prefix, lifetimes, wait_replicas)
 
-    async def open(self, session: NewSession) -> None:
+    async def open(self, session: SessionRecord) -> None:
         """See `SessionStore.open`."""
         arguments = [
             self._lifetimes.session_ttl_ms,
-            encode_tokens(session.prompt_ids),
+            encode_tokens(session.token_ids),
             *new_session_fields(session),
         ]
         answer = await self._scripts.run(_OPEN, (self._keys(session.session_id), arguments))
@@ -341,21 +338,21 @@ def decode_tokens(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // TOKEN_BYTES}I", data)
 
 
-def new_session_fields(session: NewSession) -> list[Field]:
+def new_session_fields(session: SessionRecord) -> list[Field]:
     """Fields and values of a session as it is opened, without its lease."""
     return [
-        "epoch", FIRST_EPOCH,
+        "epoch", session.epoch,
         "owner", session.owner,
         "tenant", session.tenant,
-        "state", SessionState.RUNNING.value,
+        "state", session.state.value,
         "finish_reason", "",
         "seed", session.seed,
         "rule", session.rule.value,
         "parameters", session.parameters,
-        "prompt_length", len(session.prompt_ids),
-        "prefix_digest", TokenSequence(session.prompt_ids).digest(),
-        *_cache_fields(CacheState(), CacheState()),
-        *_counter_fields(Counters()),
+        "prompt_length", session.prompt_length,
+        "prefix_digest", session.prefix_digest,
+        *_cache_fields(session.draft, session.target),
+        *_counter_fields(session.counters),
     ]  # fmt: skip
 
 

@@ -19,6 +19,9 @@ from outrider.limits import FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S, TAK
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
+FIRST_EPOCH = 1
+"""Epoch of a session as it is opened."""
+
 
 class SessionState(StrEnum):
     """Where a session stands in the store."""
@@ -34,21 +37,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-
-
-@dataclass(frozen=True, slots=True)
-class NewSession:
-    """A session as it is opened, at epoch 1."""
-
-    session_id: str
-    tenant: str
-    owner: str
-    """The coordinator that runs it."""
-    seed: int
-    rule: Rule
-    parameters: str
-    """JSON, opaque to the store: all that is needed to go on with the request."""
-    prompt_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +100,40 @@ class SessionRecord:
 
     session_id: str
     tenant: str
-    epoch: int
     owner: str
-    state: SessionState
+    """The coordinator that runs it."""
     seed: int
     rule: Rule
     parameters: str
+    """JSON, opaque to the store: all that is needed to go on with the request."""
     prompt_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
-    draft: CacheState
-    target: CacheState
-    counters: Counters
-    logprobs: str
-    finish_reason: FinishReason | None
+    epoch: int = FIRST_EPOCH
+    state: SessionState = SessionState.RUNNING
+    draft: CacheState = CacheState()
+    target: CacheState = CacheState()
+    counters: Counters = Counters()
+    logprobs: str = ""
+    """A JSON line per token after the prompt, or nothing."""
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def new(
+        cls,
+        session_id: str,
+        tenant: str,
+        owner: str,
+        seed: int,
+        rule: Rule,
+        parameters: str,
+        prompt_ids: tuple[int, ...],
+    ) -> SessionRecord:
+        """A session as it is opened."""
+        return cls(
+            session_id, tenant, owner, seed, rule, parameters, len(prompt_ids), prompt_ids,
+            TokenSequence(prompt_ids).digest(),
+        )  # fmt: skip
 
 
 def released(owner: str) -> str:
@@ -152,9 +160,9 @@ class SessionStore(Protocol):
       then the new ones replace them.
     """
 
-    async def open(self, session: NewSession) -> None:
-        """Creates the session. Repeating it with the same owner
-        changes nothing; raises `InvariantError` if another session has the id."""
+    async def open(self, session: SessionRecord) -> None:
+        """Creates a `SessionRecord.new`. Repeating it with the same owner changes nothing;
+        raises `InvariantError` if another session has the id."""
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:

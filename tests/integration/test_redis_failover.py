@@ -30,7 +30,7 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, Finish, FinishReason, NewSession
+from outrider.sessions.store import Counters, Finish, FinishReason, SessionRecord
 from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
@@ -103,7 +103,7 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     caller = Caller("me", concurrency=2)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
-    unknown = Session.opened(new_session("0" * 32))
+    unknown = Session(new_session("0" * 32))
     unknown.decide([7], NO_COUNTS)
     appended = next_append(unknown)
     await asyncio.gather(*(store.append([appended]) for _ in range(8)))
@@ -198,10 +198,10 @@ class Load:
                 self.lost.add(session_id)
             count += 1
 
-    async def _session(self, new: NewSession) -> None:
+    async def _session(self, new: SessionRecord) -> None:
         loop = asyncio.get_running_loop()
         await until_it_works(lambda: self._store.open(new), FOLLOWED_S)
-        session = Session.opened(new)
+        session = Session(new)
         self._committer.add(session)
         try:
             for _ in range(60):
@@ -289,7 +289,7 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
         elsewhere = await RedisStore.connect(servers.url)
         new = new_session("1" * 32)
         await careful.open(new)
-        session = Session.opened(new)
+        session = Session(new)
         session.decide([7, 8], NO_COUNTS)
         append = session.next_append()
         assert append is not None
@@ -299,7 +299,7 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
             await careful.append([append])
         assert await careless.append([append]) == [session.length]
         assert await until_it_works(lambda: elsewhere.load(new.session_id)) == 1
-        assert (await elsewhere.load(new.session_id)).token_ids == new.prompt_ids
+        assert (await elsewhere.load(new.session_id)).token_ids == new.token_ids
         for store in (careful, careless, elsewhere):
             await store.close()
     proxy.close()
@@ -313,7 +313,7 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     store = await RedisStore.connect_to(address, wait_replicas=1)
     new = new_session("1" * 32)
     await store.open(new)
-    session = Session.opened(new)
+    session = Session(new)
     session.decide([7, 8], NO_COUNTS)
     append = next_append(session)
     seen = await store.load(new.session_id)
@@ -338,7 +338,7 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     await until_it_works(lambda: store.append([append]))
-    assert (await store.load(new.session_id)).token_ids == (*new.prompt_ids, 7, 8)
+    assert (await store.load(new.session_id)).token_ids == (*new.token_ids, 7, 8)
     with redis.Redis(port=servers.replicas[0].port, protocol=2) as replica:
         assert replica.exists("outrider:session:{" + "2" * 32 + "}")
     await store.close()

@@ -67,7 +67,7 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
     await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
     record = await store.take_over(seen, OWNERS[1])
     assert (record.epoch, record.owner) == (2, OWNERS[1])
-    assert isinstance(await appended(store, Session.opened(new_session()), 7), StaleEpoch)
+    assert isinstance(await appended(store, Session(new_session()), 7), StaleEpoch)
     await store.close()
 
 
@@ -129,7 +129,7 @@ async def test_no_script_touches_keys_of_two_slots(
     monkeypatch.setattr(ScriptRunner, "run_all", watched)
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     session.acknowledge(await appended(store, session, 7))
     await store.end_lease(OWNERS[0])
     await store.take_over(await store.load(IDS[0]), OWNERS[1])

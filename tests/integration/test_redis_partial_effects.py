@@ -169,7 +169,7 @@ async def send(store: RedisStore, session: Session) -> Any:
 async def appending(bench: Bench) -> StepRequest:
     """The first tokens of the answer, whose log-probabilities have no key yet."""
     await bench.store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     written(session, 7, 8)
     return lambda store: send(store, session)
 
@@ -179,7 +179,7 @@ async def appending_more(bench: Bench) -> StepRequest:
     live is below its least."""
     work = await appending(bench)
     await work(bench.store)
-    session = Session.resumed(await bench.store.load(IDS[0]))
+    session = Session(await bench.store.load(IDS[0]))
     written(session, 9)
     key = f"{bench.store._key_prefix}session:{{{IDS[0]}}}"
     bench.admin.append(f"{key}:tokens", b"\1" * 12)
@@ -192,7 +192,7 @@ async def appending_more(bench: Bench) -> StepRequest:
 async def rewriting(bench: Bench) -> StepRequest:
     """The store has lost the take-over, and its tokens are the former owner's."""
     work = await appending(bench)
-    session = Session.resumed(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
     await work(bench.store)
     written(session, 3, 4, 5)
     session.acknowledge(0)
@@ -201,14 +201,14 @@ async def rewriting(bench: Bench) -> StepRequest:
 
 async def finishing(bench: Bench) -> StepRequest:
     await (await appending(bench))(bench.store)
-    end = end_of(Session.resumed(await bench.store.load(IDS[0])), FinishReason.LENGTH)
+    end = end_of(Session(await bench.store.load(IDS[0])), FinishReason.LENGTH)
     return lambda store: store.finish(end)
 
 
 async def cancelling_what_was_lost(bench: Bench) -> StepRequest:
     """The owner's take-over is lost, and it ends the session with whatever is stored."""
     await (await appending(bench))(bench.store)
-    session = Session.resumed(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
+    session = Session(replace(await bench.store.load(IDS[0]), epoch=2, owner=OWNERS[1]))
     end = replace(end_of(session, FinishReason.CANCELLED), length=None)
     return lambda store: store.finish(end)
 
@@ -287,7 +287,7 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
         if not await is_refused(bench, work):
             break
         if found is not None and found.finish_reason is None:
-            session = Session.resumed(await bench.store.take_over(found, "dora"))
+            session = Session(await bench.store.take_over(found, "dora"))
             assert seen(await bench.read()) == seen(found)
             written(session, 11) if session.length > 3 else session.decide([11], Counters())
             assert await send(bench.store, session) == session.length

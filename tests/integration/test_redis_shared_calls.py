@@ -39,7 +39,7 @@ async def test_a_damaged_session_is_lost_alone(
     """Its key holds something else: it is data loss, and the sessions beside it are appended to in
     the same call."""
     store, admin = stored
-    sessions = [Session.opened(new_session(f"{k:032x}")) for k in range(3)]
+    sessions = [Session(new_session(f"{k:032x}")) for k in range(3)]
     keys = [f"{DEFAULT_KEY_PREFIX}session:{{{session.session_id}}}" for session in sessions]
     for session in sessions:
         await store.open(new_session(session.session_id))

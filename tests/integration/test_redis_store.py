@@ -111,7 +111,7 @@ class TestRedisStore(StoreOnRedisMachine.TestCase):
 
 async def test_tokens_lie_in_redis_as_documented(store: RedisStore, admin: redis.Redis) -> None:
     await store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     session.decide([7], NO_COUNTS, logprobs=['{"a": 1}'])
     await store.append([next_append(session)])
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
@@ -127,12 +127,12 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     store = await RedisStore.connect(server.url, key_prefix="ttl:", lifetimes=lifetimes)
     for session_id in IDS[:2]:
         await store.open(new_session(session_id))
-    await store.finish(end_of(Session.opened(new_session(IDS[1]))))
+    await store.finish(end_of(Session(new_session(IDS[1]))))
     wait_until(lambda: not admin.keys("ttl:*"), 10)
     for session_id in IDS[:2]:
         with pytest.raises(NotFound):
             await store.load(session_id)
-    assert isinstance(await appended(store, Session.opened(new_session()), 1), DataLoss)
+    assert isinstance(await appended(store, Session(new_session()), 1), DataLoss)
     assert not admin.keys("ttl:*")
     await store.close()
 
@@ -141,19 +141,19 @@ async def test_scripts_that_redis_forgot_are_sent_again(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     await store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     assert await appended(store, session, 1) == 4
     session.acknowledge(4)
     admin.script_flush()
     assert await appended(store, session, 2) == 5
-    assert (await store.load(IDS[0])).token_ids == (*new_session().prompt_ids, 1, 2)
+    assert (await store.load(IDS[0])).token_ids == (*new_session().token_ids, 1, 2)
 
 
 async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_expires(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     await store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     session.decide([7], NO_COUNTS, logprobs=["1"])
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
     admin.delete(f"{key}:tokens", f"{key}:logprobs")
@@ -175,9 +175,9 @@ async def lost_take_over(store: RedisStore, admin: redis.Redis) -> Session:
     has taken other tokens from the older owner since."""
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
     await store.open(new_session())
-    session = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
+    session = Session(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
     admin.hset(key, mapping={"epoch": 1, "owner": OWNERS[0]})
-    assert await appended(store, Session.opened(new_session()), 1, 2) == 5
+    assert await appended(store, Session(new_session()), 1, 2) == 5
     return session
 
 
@@ -200,15 +200,15 @@ async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
     """Until the last part they are not read, and lost with the owner that sent them."""
     session = await lost_take_over(store, admin)
     monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
-    former = (*new_session().prompt_ids, 1, 2)
+    former = (*new_session().token_ids, 1, 2)
     assert await appended(store, session, 8, 9, 10) == 0
     session.acknowledge(0)
     seen = []
     while (append := session.next_append()) is not None:
         if not seen:  # Others hear nothing of a part, nor does an owner that comes next.
             await store.append([append])
-            raised = replace(session.identity, epoch=session.epoch + 1, owner="carl")
-            session = Session(raised, session.tokens.ids)
+            raised = replace(session.record, epoch=session.epoch + 1, owner="carl")
+            session = Session(replace(raised, token_ids=tuple(session.tokens.ids)))
             session.acknowledge(0)
             assert await store.append([replace(session.next_append(), expected_length=9)]) == [0]  # type: ignore[type-var]
         [answer] = await store.append([next_append(session)])
@@ -227,7 +227,7 @@ async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
     assert await appended(store, session, 8, 9) == 0
     record = await store.take_over(await store.load(IDS[0]), OWNERS[1])
     assert (record.epoch, record.token_ids[3:]) == (3, (1, 2))
-    assert await appended(store, Session.resumed(record), 12) == 6
+    assert await appended(store, Session(record), 12) == 6
 
 
 async def test_a_lost_take_over_is_not_finished_before_its_tokens_are_there(
@@ -254,7 +254,7 @@ async def test_one_epoch_given_twice_is_finished_by_one_owner(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     first = await lost_take_over(store, admin)
-    second = Session.resumed(await store.take_over(await store.load(IDS[0]), "carl"))
+    second = Session(await store.take_over(await store.load(IDS[0]), "carl"))
     assert first.epoch == second.epoch
     end = end_of(first, FinishReason.CANCELLED)
     for length in (None, second.length):
@@ -296,7 +296,7 @@ async def test_a_full_server_is_unavailable_and_recovers(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     await store.open(new_session())
-    session = Session.opened(new_session())
+    session = Session(new_session())
     admin.config_set("maxmemory", 1)
     try:
         with pytest.raises(StoreUnavailable):
@@ -351,7 +351,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
     with server:
         store = await RedisStore.connect(server.url)
         await store.open(new_session())
-        session = Session.opened(new_session())
+        session = Session(new_session())
         assert await appended(store, session, 1) == 4
         with redis.Redis.from_url(server.url, protocol=2) as admin:
             admin.execute_command("BGREWRITEAOF")

@@ -75,10 +75,10 @@ def stored(admin: redis.Redis) -> dict[bytes, Any]:
 async def taken_over(store: RedisStore) -> Session:
     """A session that each owner has had, and extended, the last one at `EPOCH`."""
     await store.open(new_session(owner=OWNERS[0]))
-    session = Session.opened(new_session(owner=OWNERS[0]))
+    session = Session(new_session(owner=OWNERS[0]))
     for owner in OWNERS[1:]:
         await append(store, session)
-        session = Session.resumed(await store.take_over(await store.load(IDS[0]), owner))
+        session = Session(await store.take_over(await store.load(IDS[0]), owner))
     assert session.epoch == EPOCH
     return session
 
@@ -136,7 +136,7 @@ async def test_appends_of_older_epochs_change_nothing(
     record = await owned.load(IDS[0])
     assert (record.epoch, record.owner) == (EPOCH, OWNERS[-1])
     assert record.token_ids == tuple(session.tokens.ids)
-    assert len(record.token_ids) > len(new_session().prompt_ids) + EPOCH
+    assert len(record.token_ids) > len(new_session().token_ids) + EPOCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from outrider.sessions.store import (
     Finish,
     FinishReason,
     Lifetimes,
-    NewSession,
     SessionRecord,
 )
 from outrider.speculation.sampling_params import Rule
@@ -255,7 +254,7 @@ async def call(store: RedisStore, seen: dict[str, SessionRecord], kind: str, *gi
         match kind, given:
             case "open", (name, owner):
                 parameters = '{"max_tokens": 9}'
-                new = NewSession(name, "t", owner, 2**64 - 1, Rule.BLOCK, parameters, (1, 2))
+                new = SessionRecord.new(name, "t", owner, 2**64 - 1, Rule.BLOCK, parameters, (1, 2))
                 await store.open(new)
             case "append", (name, epoch, owner, length, token_ids, lines):
                 one = Append(

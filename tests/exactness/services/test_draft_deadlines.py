@@ -33,7 +33,7 @@ from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Re
 from outrider.replica.scheduler import InlineExecutor
 from outrider.replica.token_budget import TokenBudget
 from outrider.sessions.state import Session
-from outrider.sessions.store import NewSession
+from outrider.sessions.store import SessionRecord
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
@@ -165,8 +165,8 @@ def first_tokens(
         pool.admit("r0", link(service), DESCRIPTION)
         patience = Timeouts(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
         for seed in range(1, num_rounds + 1):
-            new = NewSession(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
-            session = Session.opened(new)
+            new = SessionRecord.new(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
+            session = Session(new)
             pool.offices["r0"].away = False
             berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
             heads = HeadWriter(session, PLAIN, 1e9, constraint=constraint)
@@ -303,8 +303,8 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
         pool.admit("r0", MemoryLink(service), DESCRIPTION)
 
         async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
-            new = NewSession(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
-            session = Session.opened(new)
+            new = SessionRecord.new(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
+            session = Session(new)
             berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
             patience = Timeouts(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
             stand_in: Any = NoLookUp()

@@ -21,7 +21,7 @@ from coordinator.routing.request_header import HeadWriter
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.state import Session
-from outrider.sessions.store import NewSession
+from outrider.sessions.store import SessionRecord
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -86,8 +86,8 @@ def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     link = ScriptedLink(proposal)
 
     async def main() -> None:
-        new = NewSession("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
-        writer = HeadWriter(Session.opened(new), SamplingParams(), deadline=1000.0)
+        new = SessionRecord.new("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
+        writer = HeadWriter(Session(new), SamplingParams(), deadline=1000.0)
         draft = DraftClient(berth(link), writer, PATIENCE, SessionLookup())
         drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
         assert not drafted.by_replica

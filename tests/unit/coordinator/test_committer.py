@@ -284,7 +284,7 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
     async with bench() as b:
         await b.store.open(new_session(owner="bert"))
         before = b.store.snapshot()
-        session = Session.resumed(await b.store.take_over(await b.store.load(IDS[0]), "anna"))
+        session = Session(await b.store.take_over(await b.store.load(IDS[0]), "anna"))
         b.committer.add(session)
         b.decide(session, 5)
         await b.committer.shown(session, 8)
@@ -307,7 +307,7 @@ async def test_an_owner_whose_epoch_was_given_again_ends_nothing() -> None:
     async with bench() as b:
         await b.store.open(new_session(owner="bert"))
         before, seen = b.store.snapshot(), await b.store.load(IDS[0])
-        session = Session.resumed(await b.store.take_over(seen, "anna"))
+        session = Session(await b.store.take_over(seen, "anna"))
         b.committer.add(session)
         b.store.restore(before)
         assert (await b.store.take_over(seen, "carl")).epoch == session.epoch

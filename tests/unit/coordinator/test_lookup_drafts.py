@@ -7,7 +7,7 @@ from coordinator.routing.drafts import NOTHING_WANTED, LookupDrafts, SessionLook
 from outrider.clock import run_virtually
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, NewSession
+from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -15,8 +15,8 @@ PROMPT = (1, 2, 3, 1, 2, 3, 1)
 
 
 def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
-    return Session.opened(
-        NewSession(
+    return Session(
+        SessionRecord.new(
             session_id=name * 32, tenant="", owner="", seed=seed, rule=Rule.BLOCK,
             parameters="{}", prompt_ids=prompt,
         )
@@ -24,7 +24,7 @@ def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
 
 
 async def proposed(drafts: LookupDrafts, session: Session, num_tokens: int) -> tuple[int, ...]:
-    noise = RoundNoise(session.identity.seed, session.identity.rule, session.length)
+    noise = RoundNoise(session.record.seed, session.record.rule, session.length)
     drafted = await drafts.propose(1, num_tokens, noise, siblings=(2,))
     assert (drafted.by_replica, drafted.num_asked) == (True, num_tokens)
     assert not drafted.proposal.parents

@@ -23,7 +23,7 @@ from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
 from outrider.replica.scheduler import InlineExecutor
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, NewSession
+from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
@@ -61,8 +61,8 @@ class Side:
         pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
         self.link = Link(self.service)
         pool.admit("r0", self.link, self.service.describe())
-        new = NewSession("0" * 32, "", "me", seed, Rule.TOKEN, "{}", prompt)
-        self.session = Session.opened(new)
+        new = SessionRecord.new("0" * 32, "", "me", seed, Rule.TOKEN, "{}", prompt)
+        self.session = Session(new)
         berth = SessionRoute(pool, self.session.session_id, 1, b"k", preferred="r0", weights="")
         self.side = DraftClient(
             berth, HeadWriter(self.session, PLAIN, 1e9), Timeouts(1.0, 4.0, 0.1, 10.0, 2.0),
@@ -76,7 +76,7 @@ class Side:
         if committed:
             self.session.decide(committed, Counters(0, 0, 0))
         self.round_index += 1
-        noise = RoundNoise(self.session.identity.seed, Rule.TOKEN, self.session.length)
+        noise = RoundNoise(self.session.record.seed, Rule.TOKEN, self.session.length)
         drafted = await self.side.propose(self.round_index, num_draft_tokens, noise)
         await asyncio.sleep(1)
         self.side.settle(self.session.length)

@@ -13,7 +13,7 @@ from outrider.clock import run_virtually
 from outrider.drafters.lookup import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
 from outrider.sessions.state import Session
-from outrider.sessions.store import NewSession
+from outrider.sessions.store import SessionRecord
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -29,11 +29,11 @@ def self_drafts(
     rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8
 ) -> SelfDraftClient:
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
-    new = NewSession(
+    new = SessionRecord.new(
         session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
         prompt_ids=PROMPT,
     )  # fmt: skip
-    session = Session.opened(new)
+    session = Session(new)
     stand_in = SessionLookup(NgramDrafter(), session, SamplingParams())
     return SelfDraftClient(session, stand_in, confident, model_tokens=model_tokens)
 

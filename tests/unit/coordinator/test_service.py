@@ -45,7 +45,7 @@ from outrider.request import (
     Tokens,
 )
 from outrider.sessions.memory_store import MemoryStore
-from outrider.sessions.store import FinishReason, NewSession
+from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
@@ -240,7 +240,7 @@ def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record
             opened: list[str] = []
             open_at_once = b.store.open
 
-            async def open_slowly(session: NewSession) -> None:
+            async def open_slowly(session: SessionRecord) -> None:
                 await open_at_once(session)
                 opened.append(session.session_id)
                 await asyncio.sleep(0.5)
@@ -268,7 +268,7 @@ def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -
             opened: list[str] = []
             open_at_once = b.store.open
 
-            async def open_in_silence(session: NewSession) -> None:
+            async def open_in_silence(session: SessionRecord) -> None:
                 await open_at_once(session)
                 opened.append(session.session_id)
                 if len(opened) == 1:
@@ -291,7 +291,7 @@ def test_a_store_that_does_not_answer_again_and_again_is_told_to_the_client() ->
         async with bench() as b:
             num_tries = 0
 
-            async def never(session: NewSession) -> None:
+            async def never(session: SessionRecord) -> None:
                 nonlocal num_tries
                 num_tries += 1
                 raise StoreUnavailable("away")

@@ -37,7 +37,7 @@ from outrider.messages import (
 )
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
-from outrider.sessions.store import CacheState, Counters, NewSession
+from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -128,7 +128,7 @@ def refuse(error: Any) -> Callable[[Any], Refused]:
 
 
 def session(prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY) -> Session:
-    return Session.opened(NewSession("0" * 32, "", "me", 3, rule, "{}", prompt))
+    return Session(SessionRecord.new("0" * 32, "", "me", 3, rule, "{}", prompt))
 
 
 def heads(of: Session, observer: RequestObserver = SILENT) -> HeadWriter:

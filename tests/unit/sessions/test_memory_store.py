@@ -82,7 +82,7 @@ async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(
 async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: Clock) -> None:
     await store.open(new_session(IDS[0]))
     await store.open(new_session(IDS[1]))
-    await store.finish(end_of(Session.opened(new_session(IDS[1]))))
+    await store.finish(end_of(Session(new_session(IDS[1]))))
     clock.now_ms += FINISHED_TTL_S * 1000 - 1
     assert (await store.load(IDS[1])).finish_reason is FinishReason.STOP
     clock.now_ms += 1
@@ -93,7 +93,7 @@ async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: C
     clock.now_ms += 1
     with pytest.raises(NotFound):
         await store.load(IDS[0])
-    session = Session.opened(new_session())
+    session = Session(new_session())
     session.decide([1], Counters())
     [answer] = await store.append([next_append(session)])
     assert isinstance(answer, DataLoss)
@@ -106,7 +106,7 @@ async def test_a_session_that_writes_nothing_does_not_expire_under_its_owner(
     client for as long as it may be waited for."""
     await store.open(new_session())
     clock.now_ms += DEADLINE_MS_MAX + WAIT_MS_MAX + COMMIT_GRACE_S * 1e3
-    end = end_of(Session.opened(new_session()), FinishReason.DEADLINE)
+    end = end_of(Session(new_session()), FinishReason.DEADLINE)
     assert await store.finish(end) == 3
 
 
@@ -121,9 +121,9 @@ async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> No
     """Both owners have written other tokens after the same prefix; a restart loses the take-over.
     The newer owner's tokens replace the older one's, and the older one stays fenced off."""
     await store.open(new_session())
-    old = Session.opened(new_session())
+    old = Session(new_session())
     before = store.snapshot()
-    new = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
+    new = Session(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
     store.restore(before)
     old.decide([1, 2], Counters(1))
     [answer] = await store.append([next_append(old)])
@@ -140,7 +140,7 @@ async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> No
     [answer] = await store.append([next_append(old)])
     assert isinstance(answer, StaleEpoch)
     record = await store.load(IDS[0])
-    assert (record.token_ids, record.owner) == ((*new_session().prompt_ids, 3, 4), OWNERS[1])
+    assert (record.token_ids, record.owner) == ((*new_session().token_ids, 3, 4), OWNERS[1])
 
 
 async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
@@ -150,7 +150,7 @@ async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
     monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
     await store.open(new_session())
     before = store.snapshot()
-    new = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
+    new = Session(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
     store.restore(before)
     new.decide([3, 4, 5], Counters(1))
     seen = []
@@ -165,7 +165,7 @@ async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
         assert record.finish_reason is None
         assert new.showable_length == len(record.token_ids)
         seen.append((answer, record.token_ids))
-    prompt = new_session().prompt_ids
+    prompt = new_session().token_ids
     assert seen == [
         (0, prompt), (2, prompt), (4, (*prompt, 3)), (6, (*prompt, 3, 4, 5)),
     ]  # fmt: skip
@@ -175,9 +175,9 @@ async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore) -> None:
     """A lost take-over lets a third coordinator have the same epoch: only one of both may write."""
     await store.open(new_session())
     before, seen = store.snapshot(), await store.load(IDS[0])
-    first = Session.resumed(await store.take_over(seen, OWNERS[1]))
+    first = Session(await store.take_over(seen, OWNERS[1]))
     store.restore(before)
-    second = Session.resumed(await store.take_over(seen, "carl"))
+    second = Session(await store.take_over(seen, "carl"))
     assert first.epoch == second.epoch
     for session in (first, second):
         session.decide([1], Counters())

@@ -24,7 +24,7 @@ NO_COUNTS = Counters()
 
 
 def opened() -> Session:
-    return Session.opened(new_session())
+    return Session(new_session())
 
 
 def sent(session: Session) -> tuple[int, tuple[int, ...]] | None:
@@ -54,7 +54,7 @@ def test_an_append_says_all_that_a_successor_must_know() -> None:
     append = session.next_append()
     assert append is not None
     assert (append.session_id, append.epoch, append.owner) == (session.session_id, 1, "anna")
-    assert append.prefix_digest == TokenSequence([*new_session().prompt_ids, 1, 2]).digest()
+    assert append.prefix_digest == TokenSequence([*new_session().token_ids, 1, 2]).digest()
     assert (append.draft, append.target) == (draft, CacheState("t", 5))
     assert append.counters == Counters(2, 4, 0)
     assert append.logprobs == '{"a": 1}\n{"a": 2}\n'
@@ -153,25 +153,25 @@ def test_log_probabilities_are_of_all_tokens_or_of_none() -> None:
 
 def record(state: SessionState, logprobs: str = "") -> SessionRecord:
     new = new_session()
-    ids = (*new.prompt_ids, 8, 9)
+    ids = (*new.token_ids, 8, 9)
     return SessionRecord(
-        new.session_id, new.tenant, 4, "bert", state, new.seed, new.rule, new.parameters, 3, ids,
-        TokenSequence(ids).digest(), CacheState("d", 1), CacheState("t", 2), Counters(1, 2, 1),
-        logprobs, None if state is SessionState.RUNNING else FinishReason.STOP,
+        new.session_id, new.tenant, "bert", new.seed, new.rule, new.parameters, 3, ids,
+        TokenSequence(ids).digest(), 4, state, CacheState("d", 1), CacheState("t", 2),
+        Counters(1, 2, 1), logprobs, None if state is SessionState.RUNNING else FinishReason.STOP,
     )  # fmt: skip
 
 
 def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
     """Line separators inside a JSON string do not split it."""
-    session = Session.resumed(record(SessionState.RUNNING, '"a\u2028"\n"b"\n'))
-    assert (session.epoch, session.identity.owner) == (4, "bert")
+    session = Session(record(SessionState.RUNNING, '"a\u2028"\n"b"\n'))
+    assert (session.epoch, session.record.owner) == (4, "bert")
     assert (session.length, session.showable_length, session.prompt_length) == (5, 5, 3)
     assert session.counters == Counters(1, 2, 1)
     assert list(session.logprobs) == ['"a\u2028"', '"b"']
     session.decide([1], NO_COUNTS, logprobs=["2"])
     assert sent(session) == (5, (1,))
     with pytest.raises(InvariantError):
-        Session.resumed(record(SessionState.FINISHED))
+        Session(record(SessionState.FINISHED))
 
 
 class OwnerMachine(RuleBasedStateMachine):
@@ -181,7 +181,7 @@ class OwnerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.session = opened()
-        self.decided = list(new_session().prompt_ids)
+        self.decided = list(new_session().token_ids)
         self.stored = list(self.decided)
         self.longest = len(self.decided)
 
