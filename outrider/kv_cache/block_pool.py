@@ -20,14 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
-from outrider.errors import InvariantError, check
-from outrider.kv_cache.free_pages import FreePages, require_pages
+from outrider.errors import InvariantError, OutOfPages, check
 from outrider.kv_cache.prefix_cache import (
-    Digest,
     PagedSequence,
     Prefix,
     PrefixIndex,
-    chain_digest,
     require_whole,
 )
 
@@ -43,12 +40,14 @@ class BlockPool:
     Depends on its calls alone, and takes time in proportion to the pages that a call touches.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 16, digest: Digest = chain_digest) -> None:
+    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+        check(num_pages > 0, f"{num_pages} pages; at least one is needed")
         check(page_size > 0, f"{page_size} slots a page; at least one is needed")
         self._num_pages = num_pages
         self._page_size = page_size
-        self._free = FreePages(num_pages)
-        self._prefixes = PrefixIndex(digest)
+        self._free = list(range(num_pages - 1, -1, -1))
+        """The page that became free last is taken first."""
+        self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
         """The token in each slot of each page."""
@@ -265,9 +264,9 @@ class BlockPool:
         branches = {name for name in idle if self._sequences[name].is_branch}
         check(set(self._idle_branches) == branches, "an idle branch is lost or busy")
         check(set(self._unused) - remembered == idle - branches, "an idle sequence is lost or busy")
-        free = set(self._free.pages())
+        free = set(self._free)
+        check(len(free) == len(self._free), "a page is free twice")
         check(free == set(pages) - remembered - set(holders), "a page is lost, or free and in use")
-        self._free.check_integrity()
         self._prefixes.check_integrity()
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
@@ -331,7 +330,7 @@ class BlockPool:
         needed = self._num_needed(steps, self._holders.__getitem__)
         if needed <= len(self._free):
             return
-        require_pages(self._num_missing(steps))
+        _require_pages(self._num_missing(steps))
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is not None and not sequence.busy:
@@ -341,7 +340,7 @@ class BlockPool:
     def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
         """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
         pinned = sum(not self._busy_holders[page] for page in sequence.pages)
-        require_pages(num_free + pinned + self._num_busy_pages - self._num_pages)
+        _require_pages(num_free + pinned + self._num_busy_pages - self._num_pages)
         was_idle = not sequence.busy
         if was_idle:
             self._wake(sequence_id, sequence)
@@ -401,15 +400,13 @@ class BlockPool:
             yield prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
-        """Makes the whole pages of the sequence's chain known, as far as their digests are free."""
+        """Makes the whole pages of the sequence's chain known."""
         prefixes = sequence.prefixes
         while prefixes and not prefixes[-1].known:
             prefixes.pop()
         for page in sequence.pages[len(prefixes) : sequence.chain_length // self._page_size]:
             parent = prefixes[-1] if prefixes else None
             prefix = self._prefixes.add(sequence.salt, parent, self._packed_ids(page), page)
-            if prefix is None:
-                return
             prefixes.append(prefix)
 
     def _forget(self, page: int) -> None:
@@ -417,7 +414,7 @@ class BlockPool:
         for forgotten in self._prefixes.forget(page):
             if not self._holders[forgotten]:
                 del self._unused[forgotten]
-                self._free.put(forgotten)
+                self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
         """Lets the sequence write to its page at `index`; returns the page copy to make, if any."""
@@ -426,7 +423,7 @@ class BlockPool:
             if page in self._prefixes:
                 self._forget(page)
             return []
-        (copy,) = self._free.take(1, after=sequence.pages[index - 1] if index else -1)
+        copy = self._free.pop()
         self._let_go(sequence, page)
         self._hold(sequence, copy)
         sequence.pages[index] = copy
@@ -439,10 +436,10 @@ class BlockPool:
         size, pages, start = self._page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
-            new_pages = self._free.take(missing, after=pages[-1] if pages else -1)
-            pages += new_pages
-            for page in new_pages:
-                self._hold(sequence, page)
+            check(missing <= len(self._free), f"{missing} pages are wanted")
+            for _ in range(missing):
+                pages.append(self._free.pop())
+                self._hold(sequence, pages[-1])
         if len(token_ids) == 1:
             self._ids[pages[-1] * size + start % size] = token_ids[0]
             return
@@ -495,7 +492,7 @@ class BlockPool:
         if self._holders[page]:
             return
         if page not in self._prefixes:
-            self._free.put(page)
+            self._free.append(page)
             return
         self._unused[page] = None
         if next_out:
@@ -503,3 +500,8 @@ class BlockPool:
 
     def _packed_ids(self, page: int) -> bytes:
         return self._ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+
+
+def _require_pages(num_missing: int) -> None:
+    if num_missing > 0:
+        raise OutOfPages(f"the sequences in use leave {num_missing} pages too few")

@@ -1,58 +1,47 @@
-"""Which page holds the keys and values of which prefix.
+"""Which page holds the keys and values of which prefix, and what a block pool knows of a sequence.
 
-A prefix of whole pages is named by a chain of digests, BLAKE2b-128 over the digest before and the
-page's token ids, begun with the salt. A digest only finds a candidate: the salt, the ids and the
-prefix before are compared too, so two prefixes with one digest are never taken for each other.
+Known prefixes of whole pages form a tree for each salt; a child continues its parent by one page of
+token ids.
+
+A slot's keys and values depend on every slot that its token attended to. Only of a chain, where
+each slot follows the one before it, do the ids up to a slot tell what it holds; so only whole pages
+of the chain that a sequence begins with may be shared as a prefix. Behind the chain stand the slots
+of a tree, until `keep` cuts it to a path, slots that were run behind such a tree, and slots that
+hold something in a model's first layers alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
 
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
-
-Digest = Callable[[bytes, bytes], bytes]
-"""(digest of the prefix before, or b"" before a salt; packed token ids, or the salt) -> digest."""
-
-
-def chain_digest(previous: bytes, content: bytes) -> bytes:
-    """128 bits that name `content` after `previous`; salts and pages never share an input."""
-    return blake2b(content, digest_size=16, key=previous).digest()
 
 
 class Prefix:
     """A prefix that ends with a whole page, and the page that holds its last tokens."""
 
-    __slots__ = ("children", "digest", "packed_ids", "page", "parent", "salt")
+    __slots__ = ("children", "packed_ids", "page", "parent")
 
-    def __init__(
-        self, salt: str, parent: Prefix | None, packed_ids: bytes, digest: bytes, page: int
-    ) -> None:
-        self.salt = salt
+    def __init__(self, parent: Prefix | None, packed_ids: bytes, page: int) -> None:
         self.parent = parent
-        """The prefix one page shorter; none before the first page."""
+        """The prefix one page shorter; the root of its salt before the first page."""
         self.packed_ids = packed_ids
-        """The last page's token ids."""
-        self.digest = digest
+        """The last page's token ids; of a root its salt."""
         self.page = page
-        """Not to be written to as long as it is here; -1 once the prefix is forgotten."""
-        self.children: dict[Prefix, None] = {}
-        """The known prefixes one page longer, in the order they came."""
+        """Not to be written to as long as it is here; -1 for a root, and once it is forgotten."""
+        self.children: dict[bytes, Prefix] = {}
 
     @property
     def known(self) -> bool:
-        """Whether the index still has it."""
         return self.page >= 0
 
 
 class PrefixIndex:
     """The known prefixes. With each of them all shorter ones are known."""
 
-    def __init__(self, digest: Digest = chain_digest) -> None:
-        self._digest = digest
-        self._by_digest: dict[bytes, Prefix] = {}
+    def __init__(self) -> None:
+        self._roots: dict[bytes, Prefix] = {}
         self._by_page: dict[int, Prefix] = {}
 
     def __len__(self) -> int:
@@ -64,38 +53,39 @@ class PrefixIndex:
     def find(self, salt: str, parent: Prefix | None, packed_ids: bytes) -> Prefix | None:
         """The known prefix that continues `parent` (None = the empty one) by a page of these
         ids; None if there is none."""
-        found = self._by_digest.get(self._name(salt, parent, packed_ids))
-        return found if found and _is(found, salt, parent, packed_ids) else None
+        before = parent or self._roots.get(salt.encode())
+        return None if before is None else before.children.get(packed_ids)
 
-    def add(self, salt: str, parent: Prefix | None, packed_ids: bytes, page: int) -> Prefix | None:
+    def add(self, salt: str, parent: Prefix | None, packed_ids: bytes, page: int) -> Prefix:
         """Makes that prefix known, held by `page`, which must not be written to from now on.
-
-        Returns the one that was known already, held by another page, if so; None where a
-        different prefix has its digest: that one stays."""
-        digest = self._name(salt, parent, packed_ids)
-        found = self._by_digest.get(digest)
+        Returns the one that was known already, held by another page, if so."""
+        found = self.find(salt, parent, packed_ids)
         if found is not None:
-            return found if _is(found, salt, parent, packed_ids) else None
+            return found
         check(page not in self._by_page, f"page {page} holds another prefix")
         check(parent is None or parent.known, "a prefix continues one that is forgotten")
-        prefix = Prefix(salt, parent, packed_ids, digest, page)
-        self._by_digest[digest] = self._by_page[page] = prefix
-        if parent is not None:
-            parent.children[prefix] = None
+        if parent is None:
+            name = salt.encode()
+            parent = self._roots.setdefault(name, Prefix(None, name, -1))
+        prefix = Prefix(parent, packed_ids, page)
+        self._by_page[page] = parent.children[packed_ids] = prefix
         return prefix
 
     def forget(self, page: int) -> list[int]:
         """Forgets the prefix that `page` holds and all that continue it; returns their pages."""
         first = self._by_page[page]
-        if first.parent is not None:
-            del first.parent.children[first]
+        parent = first.parent
+        if parent is not None:
+            del parent.children[first.packed_ids]
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.packed_ids]
         waiting, pages = [first], []
         while waiting:
             prefix = waiting.pop()
-            waiting.extend(prefix.children)
+            waiting.extend(prefix.children.values())
             prefix.children.clear()
             pages.append(prefix.page)
-            del self._by_page[prefix.page], self._by_digest[prefix.digest]
+            del self._by_page[prefix.page]
             prefix.page = -1
         return pages
 
@@ -104,24 +94,18 @@ class PrefixIndex:
         return self._by_page[page].packed_ids
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless digests, pages and families agree."""
-        check(len(self._by_digest) == len(self._by_page), "prefixes and their pages differ")
-        for page, prefix in self._by_page.items():
-            check(prefix.page == page, f"page {page} is not where its prefix says")
-            check(self._by_digest.get(prefix.digest) is prefix, f"page {page} cannot be found")
-            name = self._name(prefix.salt, prefix.parent, prefix.packed_ids)
-            check(prefix.digest == name, f"page {page} has the digest of another prefix")
-            parent = prefix.parent
-            check(parent is None or parent.known, f"page {page} continues a forgotten prefix")
-            check(parent is None or prefix in parent.children, f"page {page} is an orphan")
-
-    def _name(self, salt: str, parent: Prefix | None, packed_ids: bytes) -> bytes:
-        before = parent.digest if parent else self._digest(b"", salt.encode())
-        return self._digest(before, packed_ids)
-
-
-def _is(found: Prefix, salt: str, parent: Prefix | None, packed_ids: bytes) -> bool:
-    return found.parent is parent and found.packed_ids == packed_ids and found.salt == salt
+        """Raises `InvariantError` unless pages and families agree."""
+        found = {}
+        waiting = list(self._roots.values())
+        check(all(root.children for root in waiting), "a root without prefixes is left over")
+        while waiting:
+            parent = waiting.pop()
+            waiting.extend(parent.children.values())
+            for packed_ids, prefix in parent.children.items():
+                check(prefix.parent is parent, f"page {prefix.page} is an orphan")
+                check(prefix.packed_ids == packed_ids, f"page {prefix.page} cannot be found")
+                found[prefix.page] = prefix
+        check(found == self._by_page, "prefixes and their pages differ")
 
 
 _MIXED = -2

@@ -77,10 +77,9 @@ def test_tenants_do_not_see_each_other(pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("num_digests", [1, 2, 3, 5])
-def test_a_digest_is_not_trusted(num_digests: int) -> None:
-    """With so few digests almost all prefixes collide; what is found is always what was asked."""
-    pool = BlockPool(64, SIZE, lambda before, ids: bytes([sum(before + ids) % num_digests]))
+def test_what_is_found_is_what_was_asked() -> None:
+    """Prefixes of two tokens under two salts, most of them alike."""
+    pool = BlockPool(64, SIZE)
     chance = random.Random(5)
     found = 0
     for number in range(200):
@@ -97,17 +96,14 @@ def test_a_digest_is_not_trusted(num_digests: int) -> None:
     assert found > 0
 
 
-def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
-    """One page's ids are the same and its digest too, but not what stands before it."""
-    pool = BlockPool(16, 1, lambda _, ids: ids)
+def test_a_page_is_found_behind_its_own_prefix_alone() -> None:
+    """One page's ids are the same, but not what stands before it, or the salt."""
+    pool = BlockPool(16, 1)
     append(pool, [step("a", 1, 5, 6)])
     pool.release("a")
     assert pool.attach("same", (1, 5, 6)) == 2
     assert pool.attach("other beginning", (5, 6, 7)) == 0
     assert pool.attach("other salt", (1, 5, 6), "x") == 0
-    append(pool, [step("b", 2, 5, 6)])
-    pool.keep("b", 3)
-    assert pool.attach("behind another", (2, 5, 6)) == 1
     pool.check_integrity()
 
 
@@ -318,16 +314,6 @@ def test_misuse_is_our_bug(pool: BlockPool) -> None:
     pool.mark_idle("unknown")
     pool.release("unknown")
     assert pool.keep("unknown", 0) == []
-
-
-def test_a_sequence_alone_lies_on_neighbours() -> None:
-    """Sequences that grow in turn do not take each other's next page while there is room."""
-    pool = BlockPool(64, SIZE)
-    for number in range(8 * SIZE):
-        append(pool, [step(name, number) for name in "abcd"])
-    for name in "abcd":
-        pages = list(pool.pages(name))
-        assert pages == list(range(pages[0], pages[0] + 8))
 
 
 def test_every_page_comes_back() -> None:
