@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from reference_kernels import ReferenceKernels
 
-from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
-from outrider.engine.cpu.pace import PaceKernels, load_pace
+from outrider.engine.cpu.kernels import KernelsUnavailable, PaceKernels, Spans, load_pace
 
 _SCHEMAS = (
     "libxsmmlinear_plain(Tensor rows, Tensor weight, Tensor? bias) -> Tensor",

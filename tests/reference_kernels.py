@@ -3,21 +3,15 @@ machine. A row's result does not depend on others: each is worked out alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional
 
-from outrider.engine.cpu.kernels import LayerParts, RunLayers, Spans
+from outrider.engine.cpu.kernels import PaceKernels, Spans
 from outrider.kv_cache.storage import BlockedKeysAndValues
 
 
-class ReferenceKernels:
-    """Implements `Kernels`."""
-
+class ReferenceKernels(PaceKernels):
     name = "reference kernels"
-    page_size = 16
-    activations = ("silu", "gelu")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -117,7 +111,7 @@ class ReferenceKernels:
                 )
         return output
 
-    def at_once(self, layers: Sequence[LayerParts]) -> RunLayers | None:
+    def at_once(self, *given: object) -> None:
         return None
 
     def _attend_row(

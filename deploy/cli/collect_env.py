@@ -160,8 +160,7 @@ def _torch() -> Facts:
 
 def _cpu_kernels() -> str:
     """The fused kernels that steps run on, or why there are none."""
-    from outrider.engine.cpu.kernels import KernelsUnavailable
-    from outrider.engine.cpu.pace import load_pace
+    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     try:
         return load_pace().name

@@ -26,7 +26,7 @@ from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
-from outrider.engine.cpu.kernels import Kernels
+from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_runner import TabledSteps
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
@@ -85,7 +85,7 @@ class PagedEngine:
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
         exit_head: LoadedExit | None = None,
-        kernels: Kernels | None = None,
+        kernels: PaceKernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
         and no more than so many sequences of full length fill. Steps have the threads

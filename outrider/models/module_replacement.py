@@ -33,7 +33,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from outrider.engine.cpu.kernels import FusedLinear, Kernels, can_fuse
+from outrider.engine.cpu.kernels import FusedLinear, PaceKernels, can_fuse
 from outrider.errors import ConfigError, check
 from outrider.models.linear_layers import (
     PackedLinear,
@@ -263,7 +263,9 @@ _PLAIN_OPTION: Final = (bool, int, float, str, type(None))
 _log = logging.getLogger(__name__)
 
 
-def speed_up(module: nn.Module, bits: int | None = None, kernels: Kernels | None = None) -> None:
+def speed_up(
+    module: nn.Module, bits: int | None = None, kernels: PaceKernels | None = None
+) -> None:
     """Swaps what it can of a causal language model in evaluation mode, for inference alone. With
     `bits` of 8 or 4 its linear layers are rounded to so many; raises `ConfigError` where none can.
     Others have the product of the `kernels`, where that fits.
@@ -364,7 +366,7 @@ def _direct_layer(layer: Any) -> nn.Module | None:
     return direct if same_wiring(layer, direct) else None
 
 
-def _quick_linear(layer: Any, kernels: Kernels | None) -> nn.Module | None:
+def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     weight = _linear_weight(layer)
     if weight is None:
         return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.drafters.lookup import LookupDrafter
-    from outrider.engine.cpu.kernels import Kernels
+    from outrider.engine.cpu.kernels import PaceKernels
     from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.sharding import Ranks
@@ -233,10 +233,9 @@ def _kernels(
     device: torch.device,
     dtype: torch.dtype,
     ranks: Ranks | None,
-) -> Kernels | None:
+) -> PaceKernels | None:
     """The fused kernels for a model's steps; None, and a line in the log, where there are none."""
-    from outrider.engine.cpu.kernels import KernelsUnavailable
-    from outrider.engine.cpu.pace import load_pace
+    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
         return None

@@ -21,9 +21,8 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.engine.attention import AttentionLayer
-from outrider.engine.cpu.kernels import FusedLinear, Kernels, LayerParts
+from outrider.engine.cpu.kernels import FusedLinear, PaceKernels
 from outrider.errors import OutriderError
-from outrider.kv_cache.storage import BlockedKeysAndValues
 from outrider.models.early_exit import layers_of
 from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 from outrider.models.module_replacement import (
@@ -55,19 +54,19 @@ class CannotFuse(OutriderError):
     """Why a model does not run on fused kernels."""
 
 
+@dataclass(frozen=True, slots=True)
 class _KernelNorm:
     """A norm in one operator, and a sum and a norm in one."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
-        self._kernels = kernels
-        self.weight = weight
-        self.eps = eps
+    kernels: PaceKernels
+    weight: torch.Tensor
+    eps: float
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._kernels.norm(rows, self.weight, self.eps)
+        return self.kernels.norm(rows, self.weight, self.eps)
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kernels.add_norm(rows, residual, self.weight, self.eps)
+        return self.kernels.add_norm(rows, residual, self.weight, self.eps)
 
 
 class _PlainNorm:
@@ -91,29 +90,27 @@ _Norm = _KernelNorm | _PlainNorm
 class _Product:
     """A linear layer's product, without the call of its module."""
 
-    def __init__(self, kernels: Kernels, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, kernels: PaceKernels, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         self._linear, self.packed, self.bias = kernels.linear, packed, bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._linear(rows, self.packed, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
 class _OneMLP:
     """A gated MLP in one operator."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> None:
-        self._mlp, self.gate, self.up, self.down = kernels.mlp, gate, up, down
-        self.activation = activation
+    kernels: PaceKernels
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    activation: str
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._mlp(rows, self.gate, self.up, self.down, self.activation)
+        return self.kernels.mlp(rows, self.gate, self.up, self.down, self.activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,47 +136,18 @@ class FusedLayer:
     softcap: float | None
     window: int | None
 
-    def parts(self, cache: BlockedKeysAndValues, kind: int) -> LayerParts | None:
-        """With its cache and the number of its kind of schedule; None for a layer that is not made
-        of the kernels' operators alone."""
-        first, second, mlp = self.first_norm, self.second_norm, self.mlp
-        if not (
-            isinstance(first, _KernelNorm)
-            and isinstance(second, _KernelNorm)
-            and isinstance(mlp, _OneMLP)
-        ):
-            return None
+    @property
+    def of_operators(self) -> tuple[tuple[int, int, int], int, float, str] | None:
+        """Heads, width, eps of all norms and activation; None for a layer that is not made of the
+        kernels' operators alone."""
+        mlp, first = self.mlp, self.first_norm
         others = (self.query_norm, self.key_norm, self.attention_norm, self.mlp_norm)
-        for norm in (second, *(norm for norm in others if norm is not None)):
-            if not isinstance(norm, _KernelNorm) or norm.eps != first.eps:
-                return None
-        return LayerParts(
-            keys=cache.keys,
-            values=cache.values,
-            query_heads=self.heads[0],
-            key_heads=self.heads[1],
-            width=self.width,
-            eps=first.eps,
-            first_norm=first.weight,
-            qkv=self.qkv.packed,
-            qkv_bias=self.qkv.bias,
-            query_norm=_weight(self.query_norm),
-            key_norm=_weight(self.key_norm),
-            rotation=self.rotation,
-            kind=kind,
-            scaling=self.scaling,
-            window=self.window,
-            softcap=self.softcap,
-            output=self.output.packed,
-            output_bias=self.output.bias,
-            attention_norm=_weight(self.attention_norm),
-            second_norm=second.weight,
-            gate=mlp.gate,
-            up=mlp.up,
-            down=mlp.down,
-            activation=mlp.activation,
-            mlp_norm=_weight(self.mlp_norm),
-        )
+        norms = [first, self.second_norm, *(norm for norm in others if norm is not None)]
+        if not isinstance(mlp, _OneMLP) or not isinstance(first, _KernelNorm):
+            return None
+        if any(not isinstance(norm, _KernelNorm) or norm.eps != first.eps for norm in norms):
+            return None
+        return self.heads, self.width, first.eps, mlp.activation
 
 
 class FusedDecoder:
@@ -193,7 +161,7 @@ class FusedDecoder:
         last_norm: _Norm,
         head: _Rows,
         width: int,
-        kernels: Kernels,
+        kernels: PaceKernels,
     ) -> None:
         """`rotations` are cosines and sines [positions, width / 2], `width` is D."""
         self.width = width
@@ -273,7 +241,7 @@ class FusedDecoder:
 
 
 def fused_decoder(
-    module: Any, layers: Sequence[AttentionLayer], max_model_len: int, kernels: Kernels
+    module: Any, layers: Sequence[AttentionLayer], max_model_len: int, kernels: PaceKernels
 ) -> FusedDecoder:
     """The decoder of a causal language model whose modules were replaced for these kernels, with
     the `layers` that `find_layers` found. Raises `CannotFuse`."""
@@ -303,7 +271,7 @@ def fused_decoder(
     )
 
 
-def _layer(block: Any, layer: AttentionLayer, rotation: int, kernels: Kernels) -> FusedLayer:
+def _layer(block: Any, layer: AttentionLayer, rotation: int, kernels: PaceKernels) -> FusedLayer:
     if not isinstance(block, DirectLayer):
         raise CannotFuse(f"it has a layer of another build, {type(block).__name__}")
     attention, mlp = block.self_attn, block.mlp
@@ -340,7 +308,7 @@ def _product(layer: Any) -> _Product:
     return _Product(layer.kernels, layer.packed, layer.bias)
 
 
-def _mlp(block: Any, kernels: Kernels) -> _OneMLP | _Rows:
+def _mlp(block: Any, kernels: PaceKernels) -> _OneMLP | _Rows:
     if not isinstance(block, FusedMLP):
         raise CannotFuse(f"it has an MLP of another build, {type(block).__name__}")
     gate_up, down = block.gate_up_proj, block.down_proj
@@ -357,7 +325,7 @@ def _mlp(block: Any, kernels: Kernels) -> _OneMLP | _Rows:
     return _OneMLP(kernels, *both.packed.chunk(2), last.packed, activation)
 
 
-def _activation(function: Any, kernels: Kernels) -> str | None:
+def _activation(function: Any, kernels: PaceKernels) -> str | None:
     """What the kernels call an activation; None for one that they lack. The library's GELU by the
     hyperbolic tangent differs from the exact one by less than bfloat16 tells apart."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
@@ -370,7 +338,7 @@ def _activation(function: Any, kernels: Kernels) -> str | None:
     return None
 
 
-def _norm(norm: Any, kernels: Kernels) -> _Norm:
+def _norm(norm: Any, kernels: PaceKernels) -> _Norm:
     if not isinstance(norm, NativeRMSNorm):
         return _PlainNorm(norm)
     weight = norm.factor.to(kernels.dtype)
@@ -381,11 +349,7 @@ def _norm(norm: Any, kernels: Kernels) -> _Norm:
     return fused if agree(norm(probe), fused(probe)) else _PlainNorm(norm)
 
 
-def _weight(norm: _Norm | None) -> torch.Tensor | None:
-    return norm.weight if isinstance(norm, _KernelNorm) else None
-
-
-def _optional_norm(norm: Any, kernels: Kernels) -> _Norm | None:
+def _optional_norm(norm: Any, kernels: PaceKernels) -> _Norm | None:
     return None if norm is None else _norm(norm, kernels)
 
 

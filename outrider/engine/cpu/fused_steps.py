@@ -23,7 +23,7 @@ import torch
 
 from outrider.engine.batch import HeldSequence, slots_of, tree_of
 from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer, Layers
-from outrider.engine.cpu.kernels import RunLayers, Spans
+from outrider.engine.cpu.kernels import Spans
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 
@@ -114,7 +114,7 @@ class FusedSteps:
         kinds = [_kind(layer) for layer in layers]
         self._kinds = list(dict.fromkeys(kinds))
         self._kind_of = [self._kinds.index(kind) for kind in kinds]
-        self._at_once = None if num_layers else self._layers_at_once()
+        self._at_once = None if num_layers else self._kernels.at_once(layers, caches, self._kind_of)
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
         """See `Steps.run`."""
@@ -125,16 +125,6 @@ class FusedSteps:
             if self._num_layers is None:
                 return self._decoder.logits(*given)
             return self._decoder.hidden(*given)
-
-    def _layers_at_once(self) -> RunLayers | None:
-        parts = [
-            layer.parts(cache, kind)
-            for layer, cache, kind in zip(
-                self._decoder.layers, self._caches, self._kind_of, strict=True
-            )
-        ]
-        whole = [part for part in parts if part is not None]
-        return self._kernels.at_once(whole) if len(whole) == len(parts) else None
 
     def _layers(self, plan: _Plan) -> Layers:
         """In one call where that is possible and no attention goes to copies of pages."""

@@ -14,8 +14,7 @@ from models import depth_cut, tiny_config, tiny_module
 from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
-from outrider.engine.cpu.kernels import KernelsUnavailable
-from outrider.engine.cpu.pace import load_pace
+from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.loading import load_model

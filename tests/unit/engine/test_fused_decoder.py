@@ -14,8 +14,7 @@ from transformers.activations import ACT2FN
 from outrider.engine.attention import find_layers
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation, fused_decoder
 from outrider.engine.cpu.fused_steps import SpanLimits, find_span_limits
-from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
-from outrider.engine.cpu.pace import load_pace
+from outrider.engine.cpu.kernels import KernelsUnavailable, Spans, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues
 from outrider.models.module_replacement import speed_up
@@ -178,19 +177,19 @@ def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KernelsUnavailable, match="no AVX-512 BF16"):
             load_pace()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has_all)
-        monkeypatch.setattr("outrider.engine.cpu.pace.PACKAGE", "no-such-package")
+        monkeypatch.setattr("outrider.engine.cpu.kernels.PACKAGE", "no-such-package")
         with pytest.raises(KernelsUnavailable, match="no-such-package is not installed"):
             load_pace()
-        monkeypatch.setattr("outrider.engine.cpu.pace.PACKAGE", "torch")
+        monkeypatch.setattr("outrider.engine.cpu.kernels.PACKAGE", "torch")
         with pytest.raises(KernelsUnavailable, match=r"torch .* is installed, not"):
             load_pace()
-        monkeypatch.setattr("outrider.engine.cpu.pace.VERSION", str(torch.__version__))
-        monkeypatch.setattr("outrider.engine.cpu.pace.TORCH_VERSION", "1.0")
+        monkeypatch.setattr("outrider.engine.cpu.kernels.VERSION", str(torch.__version__))
+        monkeypatch.setattr("outrider.engine.cpu.kernels.TORCH_VERSION", "1.0")
         with pytest.raises(KernelsUnavailable, match=r"is built for torch 1\.0; this is"):
             load_pace()
-        monkeypatch.setattr("outrider.engine.cpu.pace._LIBRARY", "no-such-library.so")
+        monkeypatch.setattr("outrider.engine.cpu.kernels._LIBRARY", "no-such-library.so")
         version = ".".join(torch.__version__.split(".")[:2])
-        monkeypatch.setattr("outrider.engine.cpu.pace.TORCH_VERSION", version)
+        monkeypatch.setattr("outrider.engine.cpu.kernels.TORCH_VERSION", version)
         with pytest.raises(KernelsUnavailable, match="library cannot be loaded"):
             load_pace()
     finally:

@@ -73,7 +73,7 @@ def test_one_call_is_what_operators_make_one_by_one(
     assert [row.isfinite().all() for row in at_once] == [True] * 3
     outputs(FusedSteps(decoder, caches, PAGE))
     assert not called
-    monkeypatch.setattr(pace_kernels(), "at_once", lambda layers: None)
+    monkeypatch.setattr(pace_kernels(), "at_once", lambda *_: None)
     one_by_one = outputs(FusedSteps(decoder, caches, PAGE))
     assert called == [0, 1] * 3
     for mine, theirs in zip(at_once, one_by_one, strict=True):
@@ -85,5 +85,5 @@ def test_one_call_is_what_operators_make_one_by_one(
 def test_layers_that_are_not_made_of_operators_alone_run_one_by_one() -> None:
     """As with an activation that the operators do not know."""
     decoder, caches = decoder_of("llama", hidden_act="relu")
-    assert decoder.layers[0].parts(caches[0], 0) is None
+    assert decoder.layers[0].of_operators is None
     assert len(outputs(FusedSteps(decoder, caches, PAGE))) == 3
