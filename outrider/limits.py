@@ -144,8 +144,8 @@ TENSOR_PARALLEL_SIZE_MAX: Final = 64
 """Ranks that one model may be shared among."""
 COLLECTIVE_TIMEOUT_S: Final = 60
 """How long ranks of a model wait for each other within a step before the replica is given up."""
-FRAME_OF_CALLS_WORDS_MAX: Final = 2**24
-"""Words that a leader tells its followers at a time: the tokens of a step, above all."""
+FRAME_OF_CALLS_BYTES_MAX: Final = 2**27
+"""Bytes that a leader tells its followers at a time: the tokens of a step, above all."""
 PAGE_SIZE: Final = 16
 """Tokens of a page of keys and values: what sequences share is a multiple of it."""
 KV_CACHE_BYTES_DEFAULT: Final = 2**30

@@ -34,7 +34,7 @@ def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
 
 
 def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
-    """A follower that adds its rank to whatever a frame's first word asks for, so many times, once
+    """A follower that adds its rank to whatever is asked for, as often as a frame says, once
     all ranks have loaded; it ends with the leader. Its exit code is 0 unless it was left waiting in
     a step."""
     import torch
@@ -45,8 +45,8 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) 
     try:
         time.sleep(load_s)
         group.wait_for_all()
-        while (words := frames.receive()) is not None:
-            for _ in range(words[0]):
+        while (frame := frames.receive()) is not None:
+            for _ in range(int(frame)):
                 group.all_reduce(torch.full((3,), float(rank)))
                 group.all_reduce(torch.full((LARGE,), float(rank)))
                 group.all_gather(torch.full((2, 1), float(rank)))

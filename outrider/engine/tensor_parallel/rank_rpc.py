@@ -11,14 +11,13 @@ import socket
 import struct
 import sys
 import time
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.limits import (
-    FRAME_OF_CALLS_WORDS_MAX,
+    FRAME_OF_CALLS_BYTES_MAX,
     KEEPALIVE_MS,
     KEEPALIVE_TIMEOUT_MS,
     TENSOR_PARALLEL_SIZE_MAX,
@@ -134,10 +133,6 @@ def _greet(connection: socket.socket, token: bytes) -> int | None:
     return int(rank) if hmac.compare_digest(theirs, token) else None
 
 
-WORD_TYPE: Final = "q"
-"""Signed numbers ..."""
-WORD_BYTES: Final = 8
-"""... of 64 bits."""
 _HEADER: Final = struct.Struct("q")
 _KEEPALIVE_PROBES: Final = 3
 
@@ -185,10 +180,10 @@ class FrameSender:
                     f"rank {rank} has loaded another model: the files on its machine differ"
                 )
 
-    def send(self, words: array[int]) -> None:
+    def send(self, frame: bytes) -> None:
         """Sends one frame to every follower. Raises `Unavailable` naming one that is gone."""
-        check(len(words) <= FRAME_OF_CALLS_WORDS_MAX, f"a frame of {len(words)} words")
-        frame = _HEADER.pack(len(words)) + words.tobytes()
+        check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
+        frame = _HEADER.pack(len(frame)) + frame
         for rank, connection in self._connections.items():
             try:
                 _check_open(connection)
@@ -217,28 +212,20 @@ class FrameReceiver:
         except OSError as error:
             raise Unavailable(f"the leader has ended: {error}") from error
 
-    def receive(self) -> array[int] | None:
+    def receive(self) -> bytes | None:
         """The next frame, whenever it comes; None when the leader has ended."""
-        header = self._read(_HEADER.size)
+        header = read_exactly(self._connection, _HEADER.size)
         if header is None:
             return None
-        (num_words,) = _HEADER.unpack(header)
-        check(0 <= num_words <= FRAME_OF_CALLS_WORDS_MAX, f"a frame of {num_words} words")
-        body = self._read(num_words * WORD_BYTES)
-        if body is None:
-            return None
-        words = array(WORD_TYPE)
-        words.frombytes(body)
-        return words
+        (num_bytes,) = _HEADER.unpack(header)
+        check(0 <= num_bytes <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {num_bytes} bytes")
+        return read_exactly(self._connection, num_bytes)
 
     def close(self) -> None:
         """The leader's next `send` fails, and a `receive` that waits returns None."""
         with contextlib.suppress(OSError):  # the leader may have ended before
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-    def _read(self, num_bytes: int) -> bytes | None:
-        return read_exactly(self._connection, num_bytes)
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
