@@ -22,7 +22,7 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.registry.load import Figures
+from outrider.registry.registry import Figures
 from outrider.replica.host import HostedService
 from outrider.replica.scheduler import ThreadExecutor
 from outrider.replica.step_request import SteppedItem

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEED_BITS
-from outrider.registry.membership import Engagement
+from outrider.registry.registry import Engagement
 from outrider.replica.process_setup import (
     Place,
     advertised,
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from coordinator.requests.tokenization import Text
     from outrider.drafters.lookup import LookupDrafter
     from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
-    from outrider.registry.lease import Lease
-    from outrider.registry.registry import Registry
+    from outrider.registry.registry import Lease, Registry
     from outrider.security.gate import Gate
     from outrider.sessions.redis_store import RedisStore
     from outrider.telemetry.observer import Observation
@@ -161,8 +160,7 @@ class CoordinatorActor:
     ) -> None:
         """Keeps up with who is in the registry, and is in it."""
         from coordinator.routing.discovery import Discovery, Peers
-        from outrider.registry.lease import Lease
-        from outrider.registry.registry import ReplicaRecord
+        from outrider.registry.registry import Lease, ReplicaRecord
 
         service, member = self._service, config.membership
         if service is None or member is None:

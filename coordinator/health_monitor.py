@@ -1,4 +1,4 @@
-"""How a coordinator stands, for whoever watches it: see `outrider.telemetry.observer.Standing`."""
+"""Whether a coordinator's target and store answer, and how large its fleet is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_PERIOD_S: Final = 1.0
 
 
 class HealthMonitor:
-    """Looks now and then, and remembers. Implements `Standing`."""
+    """Looks now and then, and remembers. Implements `CoordinatorHealth`."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class HealthMonitor:
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """See `Standing.bytes_sent`."""
+        """See `CoordinatorHealth.bytes_sent`."""
         return {pool.role: pool.num_bytes.sent for pool in self._pools}
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """See `Standing.bytes_received`."""
+        """See `CoordinatorHealth.bytes_received`."""
         return {pool.role: pool.num_bytes.received for pool in self._pools}
 
     @property
     def stale_answers(self) -> dict[str, int]:
-        """See `Standing.stale_answers`."""
+        """See `CoordinatorHealth.stale_answers`."""
         return {pool.role: pool.num_stale for pool in self._pools}
 
     async def run(self) -> None:

@@ -49,8 +49,7 @@ from outrider.errors import (
 from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.registry.affinity import affinity
-from outrider.registry.load import Figures
-from outrider.registry.registry import Registry
+from outrider.registry.registry import Figures, Registry
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -130,8 +129,8 @@ class CoordinatorService:
             running=lambda: self.num_running,
             waiting=lambda: self._num_admitted - self.num_running,
         )
-        self._standing = HealthMonitor(store, self.targets, self.drafts, registry)
-        observation.watch_standing(self._standing)
+        self._health = HealthMonitor(store, self.targets, self.drafts, registry)
+        observation.watch_health(self._health)
         self._auditor = Auditor(
             options, self.targets, observation, random_bits, self._in_background
         )
@@ -165,7 +164,7 @@ class CoordinatorService:
         pools = (self.targets, self.drafts)
         self._watching = [asyncio.create_task(pool.watch()) for pool in pools]
         if self._observation.listens:
-            self._watching.append(asyncio.create_task(self._standing.run()))
+            self._watching.append(asyncio.create_task(self._health.run()))
 
     @property
     def model(self) -> ServedModel:

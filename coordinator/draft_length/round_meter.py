@@ -8,7 +8,7 @@ from typing import Final
 
 from coordinator.routing.drafts import Drafted
 from outrider.decayed_average import DecayedSums
-from outrider.registry.load import WINDOW_S, Figures
+from outrider.registry.registry import WINDOW_S, Figures
 
 WAITED: Final = 1.0
 """A proposal waited for its turn if it did longer than computing it took: longer than for a step

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.registry.load import NO_FIGURES, Figures
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import NO_FIGURES, Figures, ReplicaRecord, Role
 
 from .replica_pool import ReplicaPool
 

@@ -6,11 +6,9 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
-from deploy.fleet.reconciler_client import DeploymentLocation, asked
-from outrider.autoscaling import Bounds, Policy, parse_bounds
-from outrider.config import LEAST
+from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
+from outrider.config import AutoscalePolicy, Bounds, parse_bounds
 from outrider.errors import ConfigError
-from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
 
 from .deployment import add_place_flags, find_deployment
@@ -49,13 +47,13 @@ def parsed_bounds(words: Sequence[str]) -> dict[Role, Bounds | None]:
     for word in words:
         role, text = role_and_value(word, "LEAST:MOST", found)
         try:
-            found[role] = None if text == OFF else parse_bounds(text, LEAST[role], REPLICAS_MAX)
+            found[role] = None if text == OFF else parse_bounds(text, role)
         except ValueError as error:
             raise ConfigError(f"{word}: {error}, or {OFF}") from None
     return found
 
 
-async def _tell(where: DeploymentLocation, changes: dict[Role, Bounds | None]) -> Policy:
-    async with asked(where) as reconciler:
-        policy: Policy = await reconciler.call("bound", changes)
+async def _tell(where: DeploymentLocation, changes: dict[Role, Bounds | None]) -> AutoscalePolicy:
+    async with connect_reconciler(where) as reconciler:
+        policy: AutoscalePolicy = await reconciler.call("bound", changes)
         return policy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from benchmarks import acceptance, device, engine, hits, overhead
-from deploy.fleet.model_files import resolve_models
+from deploy.fleet.preflight import resolve_models
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig, deployment_settings
 from outrider.errors import SettingError
 from outrider.replica.process_setup import (

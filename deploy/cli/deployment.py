@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from deploy.fleet.local_state import running_deployment, state_directory
-from deploy.fleet.reconciler_client import DeploymentLocation
+from deploy.fleet.reconciler import DeploymentLocation
 from outrider.config import deployment_settings
 from outrider.errors import Unavailable
 from outrider.settings import merge

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import plan, plan_simulation
 from deploy.fleet.local_state import running_deployment, state_directory
-from deploy.fleet.model_files import resolve_models
-from deploy.fleet.placement import are_apart, plan_placement
+from deploy.fleet.preflight import resolve_models
+from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
@@ -316,5 +316,6 @@ def _shares_device(config: DeploymentConfig) -> bool:
     """Whether draft and target would compute on the same cores or device on a machine like this."""
     import torch
 
-    placed = plan_placement(config, {"GPU": float(torch.cuda.device_count())}).config
+    gpus = float(torch.cuda.device_count())
+    placed = plan_fleet(config, config, {"GPU": gpus}, local=False).config
     return not are_apart(placed, same_node=True, num_cores=available_cores())

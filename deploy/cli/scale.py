@@ -10,9 +10,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deploy.fleet.reconciler_client import DeploymentLocation, asked
-from outrider.autoscaling import Policy
-from outrider.config import WAIT_S_MAX
+from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
+from outrider.config import WAIT_S_MAX, AutoscalePolicy
 from outrider.errors import ConfigError
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
@@ -94,12 +93,12 @@ def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role
 
 async def _scale(
     where: DeploymentLocation, counts: dict[Role, int], wait_s: float
-) -> tuple[Overview, Policy, bool]:
+) -> tuple[Overview, AutoscalePolicy, bool]:
     """What there is then, what decides from now on, and whether there are as many within the
     time."""
     progress("asking the deployment", at_once=False)
-    async with asked(where) as reconciler:
-        policy: Policy = await reconciler.call("want", counts)
+    async with connect_reconciler(where) as reconciler:
+        policy: AutoscalePolicy = await reconciler.call("want", counts)
         progress("starting and ending replicas", at_once=False)
         give_up_at = time.monotonic() + wait_s
         while True:

@@ -31,7 +31,7 @@ from deploy.fleet.local_state import (
 )
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.registry.registry import Role
-from outrider.telemetry.log_files import LogFile
+from outrider.telemetry.logs import LogFile
 
 from . import secret_words
 from .naming import program, typed

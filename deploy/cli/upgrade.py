@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.preflight import check_ports_apart
-from deploy.fleet.reconciler_client import DeploymentLocation, asked
-from deploy.fleet.rolling_update import KEPT, check_changes
+from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
+from deploy.fleet.rolling_update import FIXED, check_changes
 from deploy.fleet.security_setup import whole_paths
 from outrider.config import configuration, deployment_settings
 from outrider.errors import SettingError
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_wait(arguments.wait)
     for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
         if key in given_flags(arguments):
-            raise SettingError(key, f"cannot change while a deployment runs: {KEPT[key]}")
+            raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     values = whole_paths(
         merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
     )
@@ -93,9 +93,9 @@ async def _upgrade(where: DeploymentLocation, values: dict[str, Value], wait_s: 
     nothing changes, for an upgrade that runs already. Raises `ConfigError` where the changes are
     refused."""
     progress("asking the deployment", at_once=False)
-    async with asked(where) as reconciler:
-        blueprint: FleetSpec = await reconciler.call("blueprint")
-        given = blueprint.given.values()
+    async with connect_reconciler(where) as reconciler:
+        spec: FleetSpec = await reconciler.call("spec")
+        given = spec.given.values()
         changes = {
             key: value for key, value in values.items()
             if key not in SECRETS and given[key] != value

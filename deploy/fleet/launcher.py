@@ -32,25 +32,21 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
-from .model_files import resolve_models, tokenizer_warning
-from .preflight import check_before_start, check_ports
+from .preflight import check_before_start, check_ports, resolve_models, tokenizer_warning
 from .ray_cluster import Actor, Cluster, resources
-from .ray_connection import RayConnection
-from .ray_token import check_asks_for_token
-from .reconciler import find_reconciler, start_reconciler
-from .reconciler_client import Asked, namespace_of
+from .ray_connection import RayConnection, check_asks_for_token
+from .reconciler import ReconcilerClient, find_reconciler, namespace_of, start_reconciler
 from .replica import close_timeout_s, raise_first
-from .rolling_update import KEPT, STAYS, make_blueprint
-from .secret_files import Secrets
-from .security_setup import locked, own_trust, sealed, warnings
-from .spec import FleetSpec
+from .rolling_update import FIXED
+from .security_setup import SecretFiles, own_trust, warnings, without_secrets
+from .spec import FleetSpec, plan_fleet
 from .status import Endpoints, Overview, ReplicaView
 
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S: Final = 0.5
 """Until a reconciler that did not answer is asked again."""
-TEND_PERIOD_S: Final = 0.25
+REDIS_LOOK_PERIOD_S: Final = 0.25
 """Between two looks at whether the embedded Redis runs."""
 CLOSE_ATTEMPTS: Final = 4
 """That many times it is asked to end the replicas in order."""
@@ -69,17 +65,15 @@ class Deployment:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
         data go there. `report` is told what start-up does, one line at a time; `on_change` hears
         when `endpoints` are others, or other counts are wanted."""
-        # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
-        config, self.api_key = locked(config)
-        config, self._passwords = sealed(config)
+        config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
         self._state = state
         self._report = report or _log.info
         self._on_change = on_change
-        self._secrets = Secrets(state / "secrets")
-        self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets)
+        self._secret_files = SecretFiles(state / "secrets")
+        self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
         """Its cluster."""
         self._redis: EmbeddedRedis | None = None
         self._reconciler: Actor | None = None
@@ -117,9 +111,9 @@ class Deployment:
         return self._redis
 
     @property
-    def reconciler(self) -> Asked:
+    def reconciler(self) -> ReconcilerClient:
         """What keeps its replicas, to be asked for other numbers or settings."""
-        return Asked(lambda: find_reconciler(self.ray.namespace))
+        return ReconcilerClient(lambda: find_reconciler(self.ray.namespace))
 
     def replica(self, role: Role) -> ReplicaView:
         """The oldest replica of a role."""
@@ -140,14 +134,14 @@ class Deployment:
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         for line in (*([warning] if warning else ()), *warnings(config)):
             self._report(line)
-        blueprint = self._blueprint(config)
+        spec = self._spec(config)
         running = None if self.ray.local else await find_reconciler(self.ray.namespace)
         if running is not None:
             if not await running.call("ends"):
                 return await self._take_over(running)
             self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
             await self._end(running)
-        reconciler = self._reconciler = start_reconciler(blueprint, self.ray.namespace)
+        reconciler = self._reconciler = start_reconciler(spec, self.ray.namespace)
         self._report("waiting for a place for every actor")
         await reconciler.call("place")
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
@@ -172,7 +166,7 @@ class Deployment:
     def _go_on(self) -> Endpoints:
         work = [self._follow()]
         if self._redis is not None:
-            work.append(_tend(self._redis))
+            work.append(_keep_running(self._redis))
         self._following = [asyncio.create_task(one) for one in work]
         return self.endpoints
 
@@ -181,13 +175,13 @@ class Deployment:
         where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # It has not been told this one.
-        before: FleetSpec = await running.call("blueprint")
+        before: FleetSpec = await running.call("spec")
         runs, asked = before.given.values(), self._given.values()
         changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
-        for key in STAYS:
+        for key in ("redis_url", "redis_key_prefix"):  # With others it is another deployment.
             if key in changes:
-                raise SettingError(key, f"a deployment {self.name} runs with another: {KEPT[key]}")
-        changes = {key: value for key, value in changes.items() if key not in KEPT}
+                raise SettingError(key, f"a deployment {self.name} runs with another: {FIXED[key]}")
+        changes = {key: value for key, value in changes.items() if key not in FIXED}
         await running.call("keep")  # Whoever started it may have died before that.
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
@@ -204,18 +198,16 @@ class Deployment:
         found: Overview = await reconciler.call("overview", seen)
         if found == self._overview or not found.adopted:
             return False
-        plan: FleetSpec = await reconciler.call("blueprint")
-        self.config, self._overview = plan.placement.config, found
+        spec: FleetSpec = await reconciler.call("spec")
+        self.config, self._overview = spec.config, found
         return True
 
-    def _blueprint(self, config: DeploymentConfig) -> FleetSpec:
+    def _spec(self, config: DeploymentConfig) -> FleetSpec:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         local = self.ray.local
         log_directory = str(logs) if local else STANDARD_ERROR
-        return make_blueprint(
-            self._given, config, resources(), self.name, log_directory, local=local
-        )
+        return plan_fleet(self._given, config, resources(), self.name, log_directory, local=local)
 
     async def _follow(self) -> None:
         """What the reconciler tells. While it is away the replicas go on without it; it may also
@@ -245,10 +237,12 @@ class Deployment:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            passwords = self._passwords
             reached = replace(
-                self.config.coordinator.redis, password=self._passwords.redis,
-                sentinel_password=self._passwords.sentinel,
-            )  # fmt: skip
+                self.config.coordinator.redis,
+                password=passwords.redis,
+                sentinel_password=passwords.sentinel,
+            )
             with blaming("redis_url"):
                 store = await connect_store(
                     self.config.coordinator.reaching(with_password(reached))
@@ -268,10 +262,10 @@ class Deployment:
         found: DeploymentConfig = config
         redis = replace(found.coordinator.redis, url=redis_url)
         if self._passwords.redis and self.ray.local:
-            path = self._secrets.hide("redis.password", self._passwords.redis)
+            path = self._secret_files.hide("redis.password", self._passwords.redis)
             redis = replace(redis, password_file=str(path))
         if self._passwords.sentinel and self.ray.local:
-            path = self._secrets.hide("sentinel.password", self._passwords.sentinel)
+            path = self._secret_files.hide("sentinel.password", self._passwords.sentinel)
             redis = replace(redis, sentinel_password_file=str(path))
         return replace(found, coordinator=found.coordinator.reaching(redis))
 
@@ -311,7 +305,7 @@ class Deployment:
         await asyncio.gather(*self._following, return_exceptions=True)
         async with AsyncExitStack() as ending:  # Each step is made, even if one before it fails.
             ending.push_async_callback(self._stop_redis)
-            ending.callback(self._secrets.forget)
+            ending.callback(self._secret_files.forget)
             # Ray's processes end with it, and with them every client of Redis.
             ending.push_async_callback(self.ray.disconnect)
             reconciler, self._reconciler = self._reconciler, None
@@ -359,11 +353,11 @@ def start_line(config: DeploymentConfig) -> str:
     return ", ".join(found)
 
 
-async def _tend(redis: EmbeddedRedis) -> None:
+async def _keep_running(redis: EmbeddedRedis) -> None:
     """Starts the embedded server again where it has died; it has its data on disk. Keeps its log
     small."""
     while True:
-        await asyncio.sleep(TEND_PERIOD_S)
+        await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
         if redis.running:
             continue
@@ -379,11 +373,11 @@ async def _all(*work: Awaitable[Any]) -> list[Any]:
     """The results of all; waits for every one even if another fails or the caller is cancelled, so
     that nothing still starts while what was started is being stopped. Raises the first error, a
     `ConfigError` before others."""
-    gathering = asyncio.gather(*work, return_exceptions=True)
+    tasks = asyncio.gather(*work, return_exceptions=True)
     try:
-        results = await asyncio.shield(gathering)
+        results = await asyncio.shield(tasks)
     except asyncio.CancelledError:
-        await gathering
+        await tasks
         raise
     raise_first(results)
     return results

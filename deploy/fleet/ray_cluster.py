@@ -1,20 +1,24 @@
-"""Actors on Ray, as far as Outrider needs them: how they are placed, found, called and ended."""
+"""Actors on Ray, as far as Outrider needs them: how they are placed, found, called and ended; and
+what is kept for one that Ray restarts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.replica.process_setup import Place
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX: Final = 1000
-"""Ray calls of one actor at a time; generation does not go through Ray. Whoever watches an actor
-leaves one behind when it dies itself."""
+"""Ray calls of one actor at a time; generation does not go through Ray. A watcher that dies
+leaves its call behind."""
 RECONCILER: Final = "reconciler"
 """Name of the actor that places the others."""
 _RANK: Final = "-rank-"
@@ -73,7 +77,7 @@ class Actor:
     def place(self) -> Place:
         """Where it runs. Raises `Unavailable` before it was found a place."""
         if self._place is None:
-            raise Unavailable(f"the {self.role} actor has no place yet")
+            raise Unavailable(f"the {self.name} actor has no place yet")
         return self._place
 
     async def find_place(self, timeout_s: float) -> bool:
@@ -86,11 +90,6 @@ class Actor:
                 return False
             raise
         return True
-
-    @property
-    def role(self) -> str:
-        """Which service it hosts, or helps to."""
-        return self.demand.role
 
     @property
     def name(self) -> str:
@@ -354,3 +353,65 @@ def _name(demand: Demand, rank: int) -> str:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
+
+
+Topic = Literal["changes", "policy"]
+RETRY_PERIOD_S: Final = 1.0
+"""Until what is not known is asked again."""
+
+
+class SavedState(Protocol):
+    """What a reconciler must know again when Ray restarts it: one text for each topic.
+
+    | topic | text |
+    | --- | --- |
+    | `changes` | settings that differ from those that the deployment began with |
+    | `policy` | between which bounds the load decides how many replicas a role has |
+    """
+
+    async def load(self, topic: Topic) -> str:
+        """What was saved last; empty where nothing was. Raises `Unavailable`."""
+        ...
+
+    async def save(self, topic: Topic, text: str) -> None:
+        """Keeps a text in place of the one before. Raises `Unavailable`."""
+        ...
+
+
+class RaySavedState:
+    """In the key-value store of Ray's head (GCS), and not in Redis: writing it needs the right to
+    run code on the cluster."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace.encode()
+
+    async def load(self, topic: Topic) -> str:
+        """See `SavedState.load`."""
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        with asking_head():
+            found = await asyncio.to_thread(
+                _internal_kv_get, topic.encode(), namespace=self._namespace
+            )
+        return "" if found is None else bytes(found).decode()
+
+    async def save(self, topic: Topic, text: str) -> None:
+        """See `SavedState.save`."""
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        with asking_head():
+            await asyncio.to_thread(
+                _internal_kv_put, topic.encode(), text.encode(), overwrite=True,
+                namespace=self._namespace,
+            )  # fmt: skip
+
+
+async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`, which is tried again until it neither finds its source away nor reads
+    nonsense. `what` names it in the log."""
+    while True:
+        try:
+            return await work()
+        except (OutriderError, ValueError) as error:
+            _log.warning("%s: not known yet: %s", what, error)
+            await asyncio.sleep(RETRY_PERIOD_S)

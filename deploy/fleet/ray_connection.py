@@ -1,12 +1,20 @@
-"""Ray's processes on this machine, or the cluster elsewhere that this process connects to."""
+"""Ray's processes on this machine, or the cluster elsewhere that this process connects to; and the
+token that it asks for.
+
+Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token itself
+stands in a file for its owner only, not in any process's arguments or variables.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
+import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -19,8 +27,7 @@ from outrider.config import deployment_settings
 from outrider.errors import ConfigError, InvariantError, SettingError
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 
-from .ray_token import PATH, TOKEN_FILE, forget_token, new_token, use_token
-from .secret_files import Secrets
+from .security_setup import SecretFiles
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
@@ -40,16 +47,24 @@ ENVIRONMENT: Final = {
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
+TOKEN_FILE: Final = "ray.token"  # noqa: S105 (a name)
+MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
+_BYTES: Final = 32
+_ANSWER_S: Final = 5.0
+_before: dict[str, str | None] = {}
+"""The user's own variables while `use_token` holds; None = was not set."""
 
 
 class RayConnection:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
-    def __init__(self, address: str, namespace: str, secrets: Secrets | None = None) -> None:
+    def __init__(
+        self, address: str, namespace: str, secret_files: SecretFiles | None = None
+    ) -> None:
         """Actors have names in a `namespace`, which is their deployment's alone. The token of a
-        local cluster stands among its `secrets`."""
+        local cluster stands among its `secret_files`."""
         self.local = not address
-        self._secrets = secrets
+        self._secret_files = secret_files
         self.namespace = namespace
         self._address = address or "local"
         self._temporary: str | None = None
@@ -76,9 +91,9 @@ class RayConnection:
         if self.local:
             self._temporary = _short_directory()
             # Ray's processes listen on all addresses of the machine, whatever they are told.
-            if self._secrets is None:
+            if self._secret_files is None:
                 raise InvariantError("a local cluster has no place for its token")
-            self.token = self._secrets.hide(TOKEN_FILE, new_token())
+            self.token = self._secret_files.hide(TOKEN_FILE, new_token())
             use_token(self.token)
             options |= {
                 "include_dashboard": False,
@@ -108,29 +123,24 @@ class RayConnection:
 
     async def disconnect(self) -> None:
         """Ends a local cluster with all its processes; leaves another one."""
-        if self._connected:
-            import ray
+        try:
+            if self._connected:
+                import ray
 
-            self._connected = False
-            try:
+                self._connected = False
                 await asyncio.to_thread(ray.shutdown)
-            finally:
-                await self._clean_up()
-        else:
-            await self._clean_up()
-
-    async def _clean_up(self) -> None:
-        if self.token is not None:
-            forget_token()
-            self.token = None
-        if self._temporary is not None:
-            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
-            self._temporary = None
+        finally:
+            if self.token is not None:
+                forget_token()
+                self.token = None
+            if self._temporary is not None:
+                await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+                self._temporary = None
 
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """What this process starts meanwhile has no variables with secrets."""
+    """Processes that this one starts meanwhile inherit no variables with secrets."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -151,3 +161,63 @@ def _short_directory() -> str:
         raise ConfigError(
             f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
         ) from error
+
+
+def new_token() -> str:
+    """A token for a new cluster."""
+    return secrets.token_hex(_BYTES)
+
+
+def use_token(path: Path) -> None:
+    """From now on this process, and those that it starts, show and ask for the token in a file."""
+    if not _before:
+        _before.update({name: os.environ.get(name) for name in (MODE, PATH, TOKEN)})
+    os.environ |= {MODE: "token", PATH: str(path)}
+    os.environ.pop(TOKEN, None)
+    _read_again()
+
+
+def forget_token() -> None:
+    """Undoes `use_token`: the variables are as they were before its first call."""
+    for name, text in _before.items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = text
+    _before.clear()
+    _read_again()
+
+
+def _read_again() -> None:
+    if "ray" in sys.modules:  # It has read the variables already, and perhaps another token.
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def check_asks_for_token(address: str) -> None:
+    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` where it
+    answers: whoever reaches it may run code on every machine; and where neither a refusal nor an
+    answer comes. With TLS it speaks to nobody without a certificate, and is not asked."""
+    import grpc
+
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive", bytes, bytes)
+        try:
+            ask(b"", timeout=_ANSWER_S)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code == grpc.StatusCode.UNAUTHENTICATED:
+                return
+            raise SettingError(
+                "address",
+                f"whether the Ray cluster at {address} asks for a token is not known ({code.name})",
+            ) from error
+    raise SettingError(
+        "address",
+        f"the Ray cluster at {address} runs code for whoever reaches it: start it with "
+        f"{MODE}=token and {PATH}, which this command then needs, too, or give --insecure on a "
+        "trusted network",
+    )

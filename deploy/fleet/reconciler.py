@@ -1,15 +1,16 @@
-"""The actor that keeps a deployment as it should be. It outlives the process that started it, and
-is started again by Ray where it dies: then it takes over the replicas that are there.
+"""The actor that keeps a deployment as it should be, and how it is asked for changes. It outlives
+the process that started it, and Ray starts it again where it dies: then it takes over the replicas
+that are there.
 
 | it knows | from |
 | --- | --- |
 | how replicas are made | its own arguments, which Ray keeps |
 | which there are | Ray, by their names, and each of them |
 | how many there should be | Redis, where nothing but counts is read |
-| which settings and bounds are others since | Ray's head (`saved_state.py`) |
+| which settings and bounds are others since | Ray's head (`SavedState`) |
 
-Commands ask it for changes, as an actor (`reconciler_client.py`). No setting comes from Redis: what
-can be written there must not decide what runs.
+Ray lets in only callers that show the cluster's token, and they may run code anyway. So this, and
+nothing in Redis, is how settings come to a deployment that runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import SettingError, Unavailable
@@ -28,26 +31,26 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.process_setup import Place, log_at, log_to
 from outrider.sessions.redis_address import with_password
 
-from .autoscaler import Autoscaling
-from .model_files import check_same_tokens, resolve_models
+from .autoscaling import Autoscaling
+from .preflight import check_same_tokens, resolve_models
 from .ray_cluster import (
     CALLS_PER_ACTOR_MAX,
     RECONCILER,
     Actor,
     Cluster,
     Demand,
+    RaySavedState,
     asking_head,
     run_task,
 )
+from .ray_connection import RayConnection, forget_token, use_token
 from .replica_set import FIRST_REST_S, REST_S_MAX, Fleet
-from .rolling_update import Rollout
-from .saved_state import KeptByRay
+from .rolling_update import RollingUpdate
 from .spec import FleetSpec
 from .status import Overview
 
 if TYPE_CHECKING:
-    from outrider.autoscaling import Bounds, Policy
-    from outrider.config import DeploymentConfig, TargetConfig
+    from outrider.config import AutoscalePolicy, Bounds, DeploymentConfig, TargetConfig
     from outrider.registry.registry import Role
     from outrider.settings import Value
 
@@ -55,29 +58,37 @@ _log = logging.getLogger(__name__)
 
 NEWS_S: Final = 10.0
 """Longest wait for another overview."""
+AWAY_S: Final = 60.0
+"""A reconciler that has died is started again by Ray within seconds; after so long it is lost."""
+RETRY_PERIOD_S: Final = 0.5
+"""Until one that did not answer is asked again."""
+CHANGE_S: Final = 900.0
+"""What making a plan of other settings may take: a model's files may have to be fetched."""
 
 
 class Reconciler:
     """Hosts a `Fleet`."""
 
-    def __init__(self, blueprint: FleetSpec, namespace: str) -> None:
+    def __init__(self, spec: FleetSpec, namespace: str) -> None:
         """`namespace` is that of its actors. One that Ray has started again goes on."""
         import ray
 
-        log_to(blueprint.log_directory, RECONCILER)
-        log_at(blueprint.placement.config.coordinator.log_level)
-        cluster = Cluster(namespace, local=blueprint.local)
-        redis = blueprint.redis
+        log_to(spec.log_directory, RECONCILER)
+        log_at(spec.config.coordinator.log_level)
+        cluster = Cluster(namespace, local=spec.local)
+        redis = spec.config.coordinator.redis
         self._no_password: SettingError | None = None
         try:
             redis = with_password(redis)
         except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
             self._no_password = error
-        self._registry = RedisRegistry(redis, blueprint.deployment)
-        self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
-        kept = KeptByRay(namespace)
-        self._autoscaling = Autoscaling(kept, self._registry, blueprint.policy)
-        self._rollout = Rollout(kept, self._registry, blueprint, _resolved, _checked, self._go_by)
+        self._registry = RedisRegistry(redis, spec.deployment)
+        self._fleet = Fleet(cluster, spec, self._registry, self._tell)
+        saved = RaySavedState(namespace)
+        self._autoscaling = Autoscaling(saved, self._registry, spec.config.autoscale.policy)
+        self._rolling_update = RollingUpdate(
+            saved, self._registry, spec, _resolved, _checked, self._use
+        )
         self._looking: asyncio.Task[None] | None = None
         self._keeps = asyncio.Event()
         """Set once it keeps the fleet, and knows what held before."""
@@ -103,7 +114,7 @@ class Reconciler:
         self._check_password()
         # First, for one that Ray restarts from now on goes by what is kept.
         await self._autoscaling.begin()
-        await self._rollout.begin()
+        await self._rolling_update.forget()
         await self._do(self._fleet.place())
 
     async def begin(self, *roles: Role) -> None:
@@ -111,53 +122,50 @@ class Reconciler:
         await self._do(self._fleet.begin(*roles))
 
     async def keep(self) -> None:
-        """From now on there are as many replicas as are wanted, without anybody's doing."""
+        """From now on keeps as many replicas as are wanted."""
         if not self._is_keeping:
             before = self._work
             self._work = asyncio.create_task(self._keep(returns=False, after=before))
 
-    async def want(self, counts: Mapping[Role, int]) -> Policy:
+    async def want(self, counts: Mapping[Role, int]) -> AutoscalePolicy:
         """So many replicas of these roles from now on; the policy that may change that. Raises
         `ConfigError` for counts that cannot be, and `StoreUnavailable`."""
         await self._keeps.wait()
         for role, count in counts.items():
-            self._fleet.blueprint.check_count(role, count)
+            self._fleet.spec.check_count(role, count)
         await self._registry.want(counts)
         return self._autoscaling.policy
 
-    async def bound(self, changes: Mapping[Role, Bounds | None]) -> Policy:
+    async def bound(self, changes: Mapping[Role, Bounds | None]) -> AutoscalePolicy:
         """See `Autoscaling.bound`. Raises `ConfigError` for bounds that cannot be."""
         await self._keeps.wait()
         for role, bounds in changes.items():
             for count in bounds or ():
-                self._fleet.blueprint.check_count(role, count)
+                self._fleet.spec.check_count(role, count)
         return await self._autoscaling.bound(changes)
 
     async def change(self, name: str, values: Mapping[str, Value]) -> None:
-        """See `Rollout.change`."""
+        """See `RollingUpdate.change`."""
         await self._keeps.wait()
-        await self._rollout.change(name, values)
+        await self._rolling_update.change(name, values)
 
-    async def blueprint(self) -> FleetSpec:
+    async def spec(self) -> FleetSpec:
         """What is deployed, with what depends on where."""
-        return self._fleet.blueprint
+        return self._fleet.spec
 
     async def overview(self, seen: str) -> Overview:
         """What there is, once that is another than the version `seen`, or after a while."""
         if seen == self._version:
             self._news.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(NEWS_S):
                     await self._news.wait()
-            except TimeoutError:
-                pass
         return self._overview()
 
     def _overview(self) -> Overview:
         fleet = self._fleet
-        views = tuple(one.view(fleet.blueprint.plan(one.role)) for one in fleet.replicas)
         return Overview(
-            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted,
+            self._version, dict(fleet.wanted), fleet.views(), self._hopeless, self._adopted,
             self._upgrades, tuple(fleet.last_failures.values()),
         )  # fmt: skip
 
@@ -166,8 +174,8 @@ class Reconciler:
         return self._closing is not None
 
     async def close(self) -> None:
-        """Ends what it was about to do, and all replicas, whoever waits for that; repeating it
-        waits for the same end."""
+        """Ends what it was about to do, and all replicas, also where the caller goes away.
+        Idempotent: concurrent callers await the same end."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -180,7 +188,7 @@ class Reconciler:
         await self._fleet.close()
         try:
             await self._autoscaling.forget()
-            await self._rollout.begin()
+            await self._rolling_update.forget()
         except Unavailable as error:
             _log.warning("changes of this deployment are still kept: %s", error)
         await self._registry.close()
@@ -198,8 +206,8 @@ class Reconciler:
         try:
             if returns:
                 self._check_password()
-                await self._rollout.return_to()
-                await self._autoscaling.return_to()
+                await self._rolling_update.restore()
+                await self._autoscaling.restore()
                 await self._fleet.adopt()
                 self._adopted = True
                 self._tell()
@@ -221,10 +229,10 @@ class Reconciler:
         if self._no_password is not None:
             raise self._no_password
 
-    def _go_by(self, plan: FleetSpec) -> None:
-        log_at(plan.placement.config.coordinator.log_level)
-        self._fleet.go_by(plan)
-        self._autoscaling.go_by(plan.policy)
+    def _use(self, spec: FleetSpec) -> None:
+        log_at(spec.config.coordinator.log_level)
+        self._fleet.use(spec)
+        self._autoscaling.use(spec.config.autoscale.policy)
         self._upgrades = True
         self._tell()
 
@@ -243,8 +251,8 @@ async def _checked(running: TargetConfig, other: TargetConfig) -> None:
     await run_task(check_same_tokens, running, other)
 
 
-def start_reconciler(blueprint: FleetSpec, namespace: str) -> Actor:
-    """Starts the one of a deployment."""
+def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
+    """Starts the reconciler of a deployment."""
     import ray
 
     options = ray.remote(Reconciler).options(
@@ -255,7 +263,7 @@ def start_reconciler(blueprint: FleetSpec, namespace: str) -> Actor:
         max_restarts=-1,
         max_concurrency=CALLS_PER_ACTOR_MAX,
     )
-    return Actor(Demand(RECONCILER, 0, 0), options.remote(blueprint, namespace))
+    return Actor(Demand(RECONCILER, 0, 0), options.remote(spec, namespace))
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
@@ -267,3 +275,78 @@ async def find_reconciler(namespace: str) -> Actor | None:
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
         return Actor(Demand(RECONCILER, 0, 0), handle)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentLocation:
+    """Which deployment, and how its cluster is reached."""
+
+    address: str
+    """Of the Ray cluster, HOST:PORT."""
+    deployment: str
+    """Its name."""
+    elsewhere: bool = False
+    """Whether settings named it, and not the record of this machine."""
+    token: Path | None = None
+    """File of Ray's token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+
+    @property
+    def namespace(self) -> str:
+        """Of its actors."""
+        return namespace_of(self.deployment)
+
+
+def namespace_of(deployment: str) -> str:
+    """The Ray namespace of a deployment's actors."""
+    return f"outrider-{deployment}"
+
+
+@asynccontextmanager
+async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
+    """Connects to the cluster, and leaves it in the end. Raises `SettingError` for one that cannot
+    be reached."""
+    if where.token is not None:
+        use_token(where.token)
+    try:
+        connection = RayConnection(where.address, where.namespace)
+        await connection.connect()
+        try:
+            yield ReconcilerClient(lambda: find_reconciler(where.namespace))
+        finally:
+            await connection.disconnect()
+    finally:
+        if where.token is not None:
+            forget_token()
+
+
+class ReconcilerClient:
+    """Calls a reconciler, and again while it is away."""
+
+    def __init__(self, find: Callable[[], Awaitable[Actor | None]]) -> None:
+        """`find` is asked each time: another one may have taken its place."""
+        self._find = find
+
+    async def call(self, method: str, *arguments: object, timeout_s: float = AWAY_S) -> Any:
+        """What a method returns. It may be called twice. Raises what it raises, and `Unavailable`
+        where there is none, it does not answer in `timeout_s`, or is away for `AWAY_S`."""
+        loop = asyncio.get_running_loop()
+        give_up_at = None
+        while True:
+            try:
+                found = await self._find()
+                if found is not None:
+                    return await found.call(method, *arguments, timeout_s=timeout_s)
+            except Unavailable as error:
+                give_up_at = give_up_at or loop.time() + AWAY_S
+                if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:
+                    raise
+            else:
+                raise Unavailable("no deployment of this name runs on the Ray cluster")
+            await asyncio.sleep(RETRY_PERIOD_S)
+
+    async def change(self, values: Mapping[str, Value]) -> str:
+        """Adds settings to the changes that hold; the name that they have. Raises `ConfigError`
+        where they are refused, and as `call`."""
+        name = uuid.uuid4().hex
+        await self.call("change", name, dict(values), timeout_s=CHANGE_S)
+        return name

@@ -11,25 +11,23 @@ from typing import Any, Final, Self
 from outrider.engine.tensor_parallel.rank_process import Seat
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
-from outrider.registry.membership import Engagement
-from outrider.registry.registry import ROLES, Role
+from outrider.registry.registry import ROLES, Engagement, Role
 from outrider.replica.host import Traffic
 
 from .ray_cluster import Actor
-from .reconciliation import Standing
 from .status import ReplicaView
 
 _log = logging.getLogger(__name__)
 
-ECHO_S: Final = 2.0
+ERROR_GRACE_S: Final = 2.0
 """How long after one rank of a model fails to start another may, before the reason is told."""
 STOP_CALL_TIMEOUT_S: Final = 5.0
 """What an actor may take to stop beyond the time it was given for running requests."""
 SILENCE_S: Final = 30.0
-"""What an actor may take to say what it has come to: Ray keeps the question while its machine
-pauses, and tells at once of one that has died."""
+"""What an actor may take to answer for its state: Ray keeps the call while its machine pauses, and
+tells at once of one that has died."""
 QUIET_S: Final = 1.0
-"""A replica that was sent nothing for so long, once it was to be left, has been."""
+"""A leaving replica that was sent nothing for so long is sent no more."""
 
 
 class Replica:
@@ -53,8 +51,8 @@ class Replica:
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """The replica of a name, which somebody else has started and of which these actors are
-        there; None where it does not serve, or not with all its ranks."""
+        """The replica of a name, which an earlier reconciler has started and of which these actors
+        are there; None where it does not serve, or not with all its ranks."""
         role, age = role_and_age(name)
         if not ranks or ranks[0].rank:
             return None
@@ -77,34 +75,26 @@ class Replica:
         return one
 
     @property
-    def leader(self) -> Actor:
-        """The rank that serves."""
+    def _leader(self) -> Actor:
         return self.ranks[0]
 
     @property
-    def followers(self) -> tuple[Actor, ...]:
-        """The other ranks of its model."""
+    def _followers(self) -> tuple[Actor, ...]:
         return self.ranks[1:]
-
-    def standing(self, plan: str) -> Standing:
-        """See `Standing`; `plan` is the one that holds now."""
-        return Standing(
-            self.name, self.role, self.age, bool(self.address), self.leaves, self.plan != plan
-        )
 
     def view(self, plan: str) -> ReplicaView:
         """What others are told of it; `plan` is the one that holds now."""
-        places = tuple(actor.place for actor in self.ranks) if self.address else ()
-        stale = self.plan != plan
         return ReplicaView(
-            self.name, self.role, self.address, self.leaves, stale, places, self.http_address
-        )
+            self.name, self.role, self.address, self.leaves, stale=self.plan != plan,
+            places=tuple(actor.place for actor in self.ranks) if self.address else (),
+            http_address=self.http_address,
+        )  # fmt: skip
 
-    async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
-        """Starts its service, and the other ranks of its model; its address."""
-        seats = await self._seats(timeout_s)
+    async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
+        """Starts its service, and the other ranks of its model."""
+        seats = await self._seats_of_followers(timeout_s)
         address: str = await _of_the_first(
-            self.leader.call("start", config, log_directory, timeout_s=timeout_s),
+            self._leader.call("start", config, log_directory, timeout_s=timeout_s),
             *(
                 follower.call(
                     "start", config, self.role, seat, timeout_s, log_directory, timeout_s=timeout_s
@@ -113,22 +103,21 @@ class Replica:
             ),
         )
         if self.role == "coordinator":
-            found: Engagement = await self.leader.call("engagement", timeout_s=timeout_s)
+            found: Engagement = await self._leader.call("engagement", timeout_s=timeout_s)
             self.http_address = found.http_address
         self.address = address
-        return address
 
-    async def _seats(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
+    async def _seats_of_followers(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
         """The followers, each with what it is told."""
-        if not self.followers:
+        if not self._followers:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)
-        meeting: Rendezvous = await self.leader.call(
-            "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
+        rendezvous: Rendezvous = await self._leader.call(
+            "open_meeting", len(self.ranks), neighbours[self._leader.place.node], timeout_s
         )
         return [
-            (actor, Seat(meeting, actor.rank, neighbours[actor.place.node]))
-            for actor in self.followers
+            (actor, Seat(rendezvous, actor.rank, neighbours[actor.place.node]))
+            for actor in self._followers
         ]
 
     async def ended(self) -> OutriderError | None:
@@ -148,16 +137,16 @@ class Replica:
         return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
-        """Says that it is to be left, and waits until nothing more is sent to it, at most so
-        long. What a coordinator runs ends while it stops."""
+        """Announces that it leaves, and waits until nothing more is sent to it, at most so long.
+        Sessions of a coordinator end while it stops."""
         if self.role == "coordinator":
             return
         loop = asyncio.get_running_loop()
         try:
-            await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
+            await self._leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
             give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
             while loop.time() < min(give_up_at, since + QUIET_S):
-                traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
+                traffic: Traffic = await self._leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
                 if traffic.num_items != before:
                     before, since = traffic.num_items, loop.time()
                 await asyncio.sleep(QUIET_S / 4)
@@ -167,14 +156,14 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """Lets what runs end within the time, and ends all ranks."""
         if self.ranks:
-            await _stop(self.leader, grace_s)
+            await _stop(self._leader, grace_s)
         # They have ended with their leader, unless it died.
-        await asyncio.gather(*(_stop(actor, grace_s) for actor in self.followers))
+        await asyncio.gather(*(_stop(actor, grace_s) for actor in self._followers))
 
 
 def close_timeout_s(grace_s: float) -> float:
-    """What ending all replicas in order may take: coordinators, and then whom they call; and before
-    that whatever was about to be done."""
+    """What ending all replicas in order may take: coordinators, and then those that they call; and
+    before that whatever was about to be done."""
     return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
 
 
@@ -196,13 +185,13 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
-    """The result of the first, once all have one. Raises as soon as one of them fails: the
-    `ConfigError` of any that fails within `ECHO_S`, because ranks end when another one does."""
+    """The result of the first, once all have one. Raises as soon as one of them fails: a
+    `ConfigError` of any that fails within `ERROR_GRACE_S`, because ranks end when another does."""
     tasks = [asyncio.ensure_future(work) for work in (first, *others)]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
-            await asyncio.wait(pending, timeout=ECHO_S)
+            await asyncio.wait(pending, timeout=ERROR_GRACE_S)
         raise_first([task.exception() for task in tasks if task.done()])
         return tasks[0].result()
     finally:

@@ -13,31 +13,86 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable
 from outrider.registry.registry import ROLES, Registry, Role
 
-from .ray_cluster import Cluster
-from .reconciliation import next_steps
+from .ray_cluster import Cluster, retried
 from .replica import Replica, raise_first, role_and_age
 from .spec import FleetSpec
+from .status import ReplicaView
 
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S: Final = 0.5
 """Between two looks at how many are wanted."""
 FIRST_REST_S: Final = 1.0
-"""Until a replica is started again that did not start, or died; it doubles with each ..."""
+"""Until a replica is started again that did not start, or died; it doubles with each failure ..."""
 REST_S_MAX: Final = 30.0
 """... up to this ..."""
 DOUBLINGS_MAX: Final = 5
 """... which it has reached by then."""
 STABLE_S: Final = 30.0
-"""One that served for so long has not failed when it dies."""
+"""A replica that served for so long and dies does not count as a failed start."""
 HOPELESS_AFTER: Final = 4
 """Failures of a role, one after the other, of which no replica serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What to do next so that there are as many replicas as are wanted."""
+
+    starts: tuple[Role, ...]
+    leaves: tuple[str, ...]
+    """Names of those that are not wanted any more."""
+
+
+ROLLING: Final[tuple[Role, ...]] = ("draft", "target", "coordinator")
+"""Whose stale replicas are replaced first, and then."""
+
+
+def next_steps(
+    wanted: Mapping[Role, int],
+    fleet: Sequence[ReplicaView],
+    held_back: Collection[Role] = (),
+    in_place: Collection[Role] = (),
+    crowded: Collection[Role] = (),
+) -> Steps:
+    """Pure. `fleet` begins with the oldest. As many starts as replicas are missing, but none of a
+    role that is `held_back`; of those that are too many such as do not serve yet leave first, then
+    stale ones, then the youngest.
+
+    Where none is missing, one that is stale is replaced, of one role after the other: another one
+    is started, and the stale one leaves once that serves; or, of a role whose replicas are replaced
+    `in_place`, it leaves first, and another one is started once it has gone. So it does of a
+    `crowded` role even where some are missing, as there is no place for them: but never the last
+    that is there."""
+    starts: list[Role] = []
+    leaves: list[str] = []
+    stale = {one.role for one in fleet if one.stale and not one.leaves}
+    rolled = next((role for role in ROLLING if role in stale), None)
+    for role in ROLES:
+        stay = [one for one in reversed(fleet) if one.role == role and not one.leaves]
+        stay.sort(key=lambda one: (bool(one.address), not one.stale))
+        num_more = wanted.get(role, 0) - len(stay)
+        if role == rolled and all(one.address for one in stay):
+            if num_more == 0:
+                num_more = -1 if role in in_place else 1
+            elif num_more > 0 and role in crowded and len(stay) > 1:
+                num_more = -1
+        elif role == rolled and num_more < 0:
+            num_more += 1  # The one that comes in the place of another.
+        makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
+        is_held = role in held_back or (role in in_place and makes_room)
+        if num_more > 0 and not is_held:
+            starts += [role] * num_more
+        if num_more < 0:
+            leaves += [one.name for one in stay[:-num_more]]
+    return Steps(tuple(starts), tuple(leaves))
 
 
 class Fleet:
@@ -46,16 +101,16 @@ class Fleet:
     def __init__(
         self,
         cluster: Cluster,
-        blueprint: FleetSpec,
+        spec: FleetSpec,
         registry: Registry,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` hears when a replica begins to serve, or is there no more."""
-        self.blueprint = self._plan = blueprint
+        self.spec = self._unsettled = spec
         self._cluster = cluster
         self._registry = registry
         self._on_change = on_change
-        self._wanted: dict[Role, int] = dict(blueprint.counts)
+        self._wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
         self._num_started = self._num_told = 0
         self._failures = dict.fromkeys(ROLES, 0)
@@ -63,12 +118,12 @@ class Fleet:
         self.last_failures: dict[Role, str] = {}
         """Why a replica of a role did not start, until one does."""
         self._crowded: set[Role] = set()
-        """Roles of which another one has found no place: where one is stale it must leave first."""
+        """Roles of which another replica has found no place: a stale one must leave first."""
         self._made_way: set[Role] = set()
-        """Those of them of which one has left for that, and none has begun to serve since: while
-        some are missing no other follows it, for those that come may never serve."""
+        """Crowded roles of which one has left, and none has begun to serve since: meanwhile no
+        other one leaves, as those that come may never serve."""
         self._lives: dict[str, asyncio.Task[None]] = {}
-        """What each replica goes through, by name ..."""
+        """The tasks that start and watch each replica, by name ..."""
         self._leaving: set[asyncio.Task[None]] = set()
         """... and the ends of those that are not wanted."""
         self._changed = asyncio.Event()
@@ -83,6 +138,10 @@ class Fleet:
         """All, the oldest first."""
         return list(self._replicas.values())
 
+    def views(self) -> tuple[ReplicaView, ...]:
+        """What others are told of them, the oldest first."""
+        return tuple(one.view(self.spec.plan(one.role)) for one in self._replicas.values())
+
     def of(self, role: Role) -> list[Replica]:
         """The replicas of a role, the oldest first."""
         return [one for one in self._replicas.values() if one.role == role]
@@ -94,8 +153,8 @@ class Fleet:
         self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
         try:
-            demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
-            actors = await self._cluster.place(demands, self.blueprint.startup_timeout_s)
+            demands = [self.spec.demand(one.role, one.name) for one in replicas]
+            actors = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
         except BaseException:
             self._replicas.clear()
             raise
@@ -134,18 +193,15 @@ class Fleet:
             self._replicas[name] = one
 
     async def _recall(self) -> None:
-        """What the other fleet had been told and has done. Until that is known nothing is: neither
-        could a replica be announced that is started, nor would it surely have a name of its own."""
-        while True:
-            try:
-                wanted = await self._registry.wanted()
-                num_started = await self._registry.started()
-                break
-            except OutriderError as error:
-                _log.warning("what is wanted is not known: %s", error)
-                await asyncio.sleep(LOOK_PERIOD_S)
+        """What the other fleet had been told and has done. Until that is known nothing is done: a
+        replica that is started could not be announced, and its name might not be its own."""
+
+        async def ask() -> tuple[dict[Role, int], int]:
+            return await self._registry.wanted(), await self._registry.started()
+
+        wanted, num_started = await retried("what is wanted", ask)
         there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
-        self._wanted = self.blueprint.bounded(self._wanted | there | wanted)
+        self._wanted = self.spec.bounded(self._wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def _settle(self) -> None:
@@ -155,16 +211,16 @@ class Fleet:
             for one in self.replicas if one.role != "coordinator"
             for actor in one.ranks
         ]  # fmt: skip
-        self.blueprint = self._plan.settled(nodes, models)
+        self.spec = self._unsettled.settled(nodes, models)
 
-    def go_by(self, plan: FleetSpec) -> None:
-        """Another plan: what it changes is replaced, one by one. Raises `SettingError`; then the
+    def use(self, spec: FleetSpec) -> None:
+        """Another spec: what it changes is replaced, one by one. Raises `SettingError`; then the
         one before still holds."""
-        before, self._plan = self._plan, plan
+        before, self._unsettled = self._unsettled, spec
         try:
             self._settle()
         except BaseException:
-            self._plan = before
+            self._unsettled = before
             raise
         self._forget_places()
         self.last_failures.clear()
@@ -174,11 +230,11 @@ class Fleet:
         """Starts the replicas of these roles that have their places, at the same time. Raises what
         the first says that fails, a `ConfigError` before others."""
         starting = [self._begin(one) for role in roles for one in self.of(role)]
-        gathered = asyncio.gather(*starting, return_exceptions=True)
+        started = asyncio.gather(*starting, return_exceptions=True)
         try:
-            raise_first(await asyncio.shield(gathered))
+            raise_first(await asyncio.shield(started))
         except asyncio.CancelledError:
-            gathered.cancel()
+            started.cancel()
             raise
 
     async def run(self) -> Role:
@@ -198,18 +254,19 @@ class Fleet:
             for role in ("target", "coordinator"):
                 if self._failures[role] >= HOPELESS_AFTER and not self.of(role):
                     return role
-            await self._rest()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_PERIOD_S):
+                    await self._changed.wait()
+            self._changed.clear()
 
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()
         held_back = [role for role in ROLES if now < self._not_before[role]]
-        if not self._serves("target"):
+        if not any(one.address for one in self.of("target")):
             held_back.append("coordinator")  # It could say of no model what it is.
-        plan = self.blueprint
-        fleet = [one.standing(plan.plan(one.role)) for one in self._replicas.values()]
-        in_place = {*plan.in_place, *self._crowded}
+        in_place = {*self.spec.in_place, *self._crowded}
         crowded = self._crowded - self._made_way
-        steps = next_steps(self._wanted, fleet, held_back, in_place, crowded)
+        steps = next_steps(self._wanted, self.views(), held_back, in_place, crowded)
         for role in steps.starts:
             one = self._new(role)
             self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
@@ -232,7 +289,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        grace_s = self.blueprint.stop_timeout_s
+        grace_s = self.spec.config.stop_timeout_s
         for roles in (("coordinator",), ("target", "draft")):
             going = [one for one in self._replicas.values() if one.role in roles]
             await asyncio.gather(*(one.stop(grace_s) for one in going))
@@ -240,7 +297,7 @@ class Fleet:
 
     def _new(self, role: Role) -> Replica:
         slot = self._free_slot(role)
-        one = Replica(role, self._num_started, slot, self.blueprint.plan(role))
+        one = Replica(role, self._num_started, slot, self.spec.plan(role))
         self._num_started += 1
         self._replicas[one.name] = one
         return one
@@ -248,9 +305,9 @@ class Fleet:
     def _free_slot(self, role: Role) -> int:
         """The lowest; of a role that keeps its ports that of the stale replica that leaves next, if
         there is one."""
-        plan, taken, stale = self.blueprint.plan(role), set(), []
+        plan, taken, stale = self.spec.plan(role), set(), []
         for one in self.of(role):
-            if role in self.blueprint.keeps_ports and one.plan != plan:
+            if role in self.spec.keeps_ports and one.plan != plan:
                 stale.append(one.slot)  # The oldest first; the youngest leaves first.
             else:
                 taken.add(one.slot)
@@ -258,13 +315,13 @@ class Fleet:
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
     async def _begin(self, one: Replica) -> None:
-        plan = self.blueprint
+        spec = self.spec
         takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
-        config = plan.config(one.role, one.name, one.slot, takes_over=takes_over)
-        await one.begin(config, plan.log_directory, plan.model_timeout_s)
+        config = spec.replica_config(one.role, one.name, one.slot, takes_over=takes_over)
+        await one.begin(config, spec.log_directory, spec.config.model_timeout_s)
 
     async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:
-        """What a replica goes through, and what is left to do when it has."""
+        """Runs `work` until the replica ends, and removes it."""
         is_its_own = True
         try:
             await work(one)
@@ -286,9 +343,9 @@ class Fleet:
 
     async def _start(self, one: Replica) -> None:
         """Places and starts a replica, and stays with it. Raises what keeps it from that."""
-        demand = self.blueprint.demand(one.role, one.name)
+        demand = self.spec.demand(one.role, one.name)
         try:
-            found = await self._cluster.place([demand], self.blueprint.startup_timeout_s)
+            found = await self._cluster.place([demand], self.spec.config.startup_timeout_s)
         except ConfigError:
             self._crowded.add(one.role)
             raise
@@ -315,7 +372,7 @@ class Fleet:
     async def _leave(self, one: Replica) -> None:
         """Ends a replica once nobody uses it, or when the time is over; one that has not started
         yet at once."""
-        grace_s = self.blueprint.stop_timeout_s
+        grace_s = self.spec.config.stop_timeout_s
         try:
             if one.address:
                 await one.drain(grace_s)
@@ -352,9 +409,6 @@ class Fleet:
         self._crowded.clear()
         self._made_way.clear()
 
-    def _serves(self, role: Role) -> bool:
-        return any(one.address for one in self.of(role))
-
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost
         everything, is told; and so it is of what has been started."""
@@ -369,7 +423,7 @@ class Fleet:
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return
-        found = self.blueprint.bounded(self._wanted | wanted)
+        found = self.spec.bounded(self._wanted | wanted)
         if found != self._wanted:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self._wanted = found
@@ -377,14 +431,6 @@ class Fleet:
             self._forget_places()
             self._not_before = dict.fromkeys(ROLES, 0.0)
             self._tell_changed()
-
-    async def _rest(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_PERIOD_S):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        self._changed.clear()
 
     def _tell_changed(self) -> None:
         self._changed.set()

@@ -1,7 +1,9 @@
-"""What a deployment that is started here does about keys and certificates."""
+"""Keys, certificates and secret files of a deployment that is started here."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,31 +22,49 @@ if TYPE_CHECKING:
 Server = TypeVar("Server", bound=ServerConfig)
 
 
-def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
-    """The configuration with hashes in place of keys, and one of its own among them: by that
-    commands of this machine call what was started here. It is new each time; empty where no key is
-    asked for."""
+class SecretFiles:
+    """A directory of files for their owner alone, which processes of this machine read: Ray opens
+    its own directory to all users, and a list of processes shows their arguments. It is made when
+    it is first needed, without what an earlier deployment has left."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._begun = False
+
+    def hide(self, name: str, secret: str) -> Path:
+        """A file with the secret, of mode 0600 in a directory of mode 0700."""
+        if not self._begun:
+            self.forget()
+            self._directory.mkdir(mode=0o700, parents=True)
+            self._begun = True
+        path = self._directory / name
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secret)
+        return path
+
+    def forget(self) -> None:
+        """Removes them."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._begun = False
+
+
+def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
+    """The configuration with hashes in place of keys and without passwords of Redis and Sentinels;
+    a new key for commands of this machine, whose hash is among those (empty where no key is asked
+    for); and the passwords. Neither Ray nor Redis is told any. Raises `SettingError`."""
     config = replace(
         config,
         target=_with_whole_paths(config.target),
         draft=_with_whole_paths(config.draft),
         coordinator=_with_whole_paths(config.coordinator),
     )
-    front = config.coordinator
-    if not front.asks_for_keys:
-        return config, ""
-    key = new_key()
-    hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
-    front = replace(front, api_key=",".join(text for text in hashes if text))
-    return replace(config, coordinator=front), key
-
-
-def sealed(config: DeploymentConfig) -> tuple[DeploymentConfig, Passwords]:
-    """The configuration without the passwords of Redis and Sentinels, and these. Raises
-    `SettingError`."""
-    redis, passwords = without_password(config.coordinator.redis)
-    front = config.coordinator.reaching(redis)
-    return replace(config, coordinator=front), passwords
+    front, key = config.coordinator, ""
+    if front.asks_for_keys:
+        key = new_key()
+        hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
+        front = replace(front, api_key=",".join(text for text in hashes if text))
+    redis, passwords = without_password(front.redis)
+    return replace(config, coordinator=front.reaching(redis)), key, passwords
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:
@@ -56,7 +76,6 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _with_whole_paths(config: Server) -> Server:
-    """The same server; see `whole_paths`."""
     names = [one.name for one in fields(config) if one.name in PATHS]
     paths: dict[str, Any] = {name: _whole(getattr(config, name)) for name in names}
     return replace(config, **paths)
@@ -66,17 +85,9 @@ def _whole(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
-def check_locks(config: CoordinatorConfig) -> None:
+def check_security_files(config: CoordinatorConfig) -> None:
     """Reads the files of keys and certificates, as the replicas of this machine will. Raises
     `SettingError`."""
-    if config.ssl_certfile or config.internal_tls_dir:
-        _check_certificates(config)
-    if config.api_key_file:
-        with blaming("api_key_file"):
-            read_key_file(Path(config.api_key_file))
-
-
-def _check_certificates(config: CoordinatorConfig) -> None:
     from outrider.transport.certificates import INTERNAL_ROLES, RoleFiles, check_pair
 
     if config.ssl_certfile:
@@ -86,6 +97,9 @@ def _check_certificates(config: CoordinatorConfig) -> None:
         with blaming("internal_tls_dir"):
             for role in INTERNAL_ROLES:
                 RoleFiles.of(Path(config.internal_tls_dir), role).check()
+    if config.api_key_file:
+        with blaming("api_key_file"):
+            read_key_file(Path(config.api_key_file))
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:

@@ -11,10 +11,13 @@ from outrider.config.deployments import (
     LEAST,
     WAIT_S_MAX,
     AutoscaleConfig,
+    AutoscalePolicy,
+    Bounds,
     DeploymentConfig,
     configuration,
     deployment_settings,
     load_config,
+    parse_bounds,
 )
 from outrider.config.models import (
     DTYPES,
@@ -44,6 +47,8 @@ __all__ = [
     "TRANSFORMERS",
     "WAIT_S_MAX",
     "AutoscaleConfig",
+    "AutoscalePolicy",
+    "Bounds",
     "CoordinatorConfig",
     "DeploymentConfig",
     "DraftConfig",
@@ -55,5 +60,6 @@ __all__ = [
     "deployment_settings",
     "is_loopback",
     "load_config",
+    "parse_bounds",
     "unlocked",
 ]

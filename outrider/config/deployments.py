@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from outrider.autoscaling import Policy, parse_bounds
 from outrider.config.coordinators import CoordinatorConfig
 from outrider.config.models import EMULATED, DraftConfig, TargetConfig
 from outrider.config.servers import LOOPBACK
@@ -28,9 +28,49 @@ LEAST: Final[dict[Role, int]] = {"coordinator": 1, "target": 1, "draft": 0}
 """Replicas without which a role cannot do."""
 
 
+_Count = Annotated[int, Field(ge=0, strict=True)]
+Bounds = tuple[_Count, _Count]
+"""The least and the largest number of replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscalePolicy:
+    """Which roles are scaled, between which bounds, and when."""
+
+    bounds: Mapping[Role, Bounds] = field(default_factory=dict)
+    """Roles that are not named are left alone."""
+    target_queue_steps: float = 1.5
+    draft_waits: float = 0.25
+    coordinator_sessions: int = 1024
+    calm: float = 0.6
+    cooldown_s: float = 15.0
+    calm_s: float = 120.0
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> AutoscalePolicy:
+        """Raises `ValueError` for what is no policy."""
+        return TypeAdapter(AutoscalePolicy).validate_json(text)
+
+
+def parse_bounds(text: str, role: Role) -> Bounds:
+    """Of `LEAST:MOST`. Raises `ValueError` that says what is allowed."""
+    words = text.split(":")
+    counts = [int(word) for word in words if word.isascii() and word.isdecimal()]
+    if len(words) != 2 or len(counts) != 2 or counts != sorted(counts):
+        raise ValueError("it must be LEAST:MOST, the lesser first")
+    least, most = counts
+    if least < LEAST[role] or most > REPLICAS_MAX:
+        raise ValueError(f"it must be within {LEAST[role]}:{REPLICAS_MAX}")
+    return least, most
+
+
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class AutoscaleConfig:
-    """Bounds and thresholds, see `Policy`."""
+    """The settings of an `AutoscalePolicy`."""
 
     autoscale_targets: str = ""
     """As many targets as the load wants, between LEAST:MOST; empty = as many as was said."""
@@ -53,17 +93,17 @@ class AutoscaleConfig:
         self.policy  # noqa: B018 (raises)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> AutoscalePolicy:
         """What the settings come to. Raises `SettingError`."""
         bounds = {}
         for role in LEAST:
             key = f"autoscale_{role}s"
             if text := getattr(self, key):
                 try:
-                    bounds[role] = parse_bounds(text, LEAST[role], REPLICAS_MAX)
+                    bounds[role] = parse_bounds(text, role)
                 except ValueError as error:
                     raise SettingError(key, f"{text!r} is wrong; {error}") from None
-        return Policy(
+        return AutoscalePolicy(
             bounds=bounds,
             target_queue_steps=self.autoscale_queue_steps,
             draft_waits=self.autoscale_draft_waits,

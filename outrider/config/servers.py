@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from outrider.errors import SettingError
-from outrider.registry.membership import Membership
+from outrider.registry.registry import Membership
 from outrider.security.keys import given_keys
 from outrider.settings import CHECKED, Internal, blaming
 from outrider.telemetry.destination import Destination

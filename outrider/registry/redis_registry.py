@@ -43,14 +43,9 @@ class RedisRegistry:
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
+        key, lease_ms = self._key(record.role, record.name), int(LEASE_S * 1e3)
         await self._run(
-            (
-                "SET",
-                self._key(record.role, record.name),
-                record.to_json(),
-                "PX",
-                int(LEASE_S * 1e3),
-            ),
+            ("SET", key, record.to_json(), "PX", lease_ms),
             ("SADD", self._names(record.role), record.name),
         )
 
@@ -137,7 +132,7 @@ def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
     try:
         record = ReplicaRecord.from_json(text)
         check((record.role, record.name) == (role, name), "it is another replica's")
-    except (ValueError, RecursionError, InvariantError) as error:
+    except (ValueError, InvariantError) as error:
         _log.warning("a %s's record is left out: %s", role, error)
         return None
     return record

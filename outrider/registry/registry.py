@@ -1,53 +1,99 @@
-"""Which replicas there are: each says so itself, again and again, or is forgotten.
+"""Which replicas a deployment has: each announces itself, again and again, or is forgotten.
 
     record      what a replica says of itself                    `ReplicaRecord`
     registry    the records of one deployment, in Redis          `redis_registry.py`
-    announcer   renews one replica's record                      `lease.py`
+    lease       renews one replica's record                      `Lease`
 
-A record is a lease: it lasts `LEASE_S` and is renewed each `RENEWAL_S`. Nothing is decided by it
-alone: coordinators ask a replica themselves what it runs before they use it, and notice by
-themselves when one cannot be reached.
+A record lasts `LEASE_S` and is renewed each `RENEWAL_S`. Nothing is decided by it alone:
+coordinators ask a replica what it runs before they use it, and notice by themselves when it cannot
+be reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Final, Literal, Protocol, Self, get_args
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.errors import OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX
-from outrider.registry.load import NO_FIGURES, Figures
+from outrider.sessions.redis_address import RedisAddress
+
+_log = logging.getLogger(__name__)
 
 Role = Literal["coordinator", "target", "draft"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 LEASE_S: Final = 3.0
 RENEWAL_S: Final = 1.0
+WINDOW_S: Final = 5.0
+"""Time constant of the means in `Figures`."""
+FIGURE_MAX: Final = 1e12
+
+_STRICT: Final = ConfigDict(strict=True)
+_Text = Annotated[str, Field(max_length=REPLICA_TEXT_MAX)]
+_Number = Annotated[int, Field(ge=0, le=REPLICA_NUMBER_MAX)]
+_Figure = Annotated[float, Field(ge=0, le=FIGURE_MAX)] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A replica's load: means over about `WINDOW_S`; None where there is nothing to say, or the
+    figure is another role's."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    busy: _Figure = None
+    """Share of the time in which a step ran, 0 to 1."""
+    fill: _Figure = None
+    """Share of a step's places that were taken, 0 to 1."""
+    step_ms: _Figure = None
+    queue_steps: _Figure = None
+    """How long an item waited for its step, in steps."""
+    kv_usage: _Figure = None
+    """Share of the pages of keys and values that running requests need, 0 to 1."""
+    draft_waits: _Figure = None
+    """Of a coordinator: share of its drafted rounds that waited for their turn at the draft."""
+    acceptance: _Figure = None
+    """Of a coordinator: share of the draft tokens that were accepted."""
+    look_ahead_hits: _Figure = None
+    """Of a coordinator: share of the proposals that were there before their rounds."""
+    tokens_per_second: _Figure = None
+    """Of a coordinator."""
+
+
+NO_FIGURES: Final = Figures()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRecord:
     """What a replica says of itself."""
 
+    __pydantic_config__: ClassVar = _STRICT
+
     role: Role
-    name: str
+    name: _Text
     """Unique in the deployment, for ever: a replica that takes another's place has another one."""
-    address: str
+    address: _Text
     """HOST:PORT that it answers at."""
-    host: str
+    host: _Text
     """Machine that it runs on ..."""
-    pid: int
+    pid: _Number
     """... and its process."""
-    model: str = ""
-    weights: str = ""
+    model: _Text = ""
+    weights: _Text = ""
     """Fingerprint of what it runs, see `ReplicaDescription.weights`; empty for a coordinator."""
-    device: str = ""
+    device: _Text = ""
     leaving: bool = False
-    """Whether it is to be left: it ends soon."""
-    load: int = 0
+    """Whether it ends soon, and gets no more sessions."""
+    load: _Number = 0
     """Of a coordinator the sessions that it runs; of others the items that they were sent since
     they began."""
     figures: Figures = NO_FIGURES
@@ -56,31 +102,50 @@ class ReplicaRecord:
         """One line."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    @staticmethod
+    def from_json(text: str | bytes) -> ReplicaRecord:
         """Raises `ValueError` for what is no record; keys that are not known are left out, as they
         may be of a later version."""
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("a record is an object")
-        known = {one.name: one for one in fields(cls)}
-        found = {name: value for name, value in values.items() if name in known}
-        wrong = [
-            name
-            for name, value in found.items()
-            if name != "figures"
-            and type(value).__name__ != ("str" if name == "role" else known[name].type)
-        ]
-        missing = {"role", "name", "address", "host", "pid"} - found.keys()
-        if wrong or missing or found["role"] not in ROLES:
-            raise ValueError(f"not a record: {', '.join(sorted({*wrong, *missing, 'role'}))}")
-        for name, value in found.items():
-            if isinstance(value, str) and len(value) > REPLICA_TEXT_MAX:
-                raise ValueError(f"{name}: is longer than {REPLICA_TEXT_MAX} characters")
-            if isinstance(value, int) and not 0 <= value <= REPLICA_NUMBER_MAX:
-                raise ValueError(f"{name}: {value} is not 0 to {REPLICA_NUMBER_MAX}")
-        figures = Figures.from_values(found.pop("figures", {}))
-        return cls(**found, figures=figures)
+        try:
+            return _records().validate_json(text)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ValueError(f"not a record: {'; '.join(wrong)}") from None
+
+
+@cache
+def _records() -> TypeAdapter[ReplicaRecord]:
+    return TypeAdapter(ReplicaRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Where a replica is announced, and as what."""
+
+    redis: RedisAddress
+    deployment: str
+    """Name of the deployment in Redis."""
+    name: str
+    """Of the replica, unique in the deployment, for ever."""
+    slot: int = 0
+    """Its place among the replicas of its role that share a machine: ports count up from it."""
+    plan: str = ""
+    """Names what it was started by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engagement:
+    """What a running replica tells a reconciler that takes over its care."""
+
+    address: str
+    """HOST:PORT that it serves at; empty where it does not serve."""
+    slot: int = 0
+    plan: str = ""
+    leaving: bool = False
+    num_ranks: int = 1
+    """Processes that share its model."""
+    http_address: str = ""
+    """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
 
 
 class Registry(Protocol):
@@ -119,10 +184,6 @@ class Registry(Protocol):
         ...
 
 
-RegistrySnapshot = tuple[dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int], int]
-"""Records with the ends of their leases, what is wanted, and how many were started."""
-
-
 class MemoryRegistry:
     """A registry for replicas and coordinators of one process."""
 
@@ -141,11 +202,11 @@ class MemoryRegistry:
         self._wanted.clear()
         self._started = 0
 
-    def snapshot(self) -> RegistrySnapshot:
-        """All that it has now; later calls do not change it."""
+    def snapshot(self) -> Any:
+        """All that it has now, for `restore`; later calls do not change it."""
         return dict(self._records), dict(self._wanted), self._started
 
-    def restore(self, snapshot: RegistrySnapshot) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
         have run on."""
         records, wanted, self._started = snapshot
@@ -168,7 +229,7 @@ class MemoryRegistry:
         now = self._clock()
         return [
             record
-            for (_, _), (until, record) in sorted(self._records.items())
+            for _, (until, record) in sorted(self._records.items())
             if record.role == role and until > now
         ]
 
@@ -193,8 +254,59 @@ class MemoryRegistry:
         return self._started
 
     async def close(self) -> None:
-        """See `Registry.close`: nothing."""
+        """Does nothing."""
 
     def _check(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+
+class Lease:
+    """Announces a replica until it is closed. While the registry is away the replica goes on, and
+    is announced once that is back."""
+
+    def __init__(self, registry: Registry, record: Callable[[], ReplicaRecord]) -> None:
+        """`record()` is what to say now. `close` closes the registry, too."""
+        self._registry = registry
+        self._record = record
+        self._task: asyncio.Task[None] | None = None
+        self._soon = asyncio.Event()
+
+    async def start(self) -> None:
+        """Announces it for the first time, and goes on to. Raises `StoreUnavailable`."""
+        await self._registry.announce(self._record())
+        self._task = asyncio.create_task(self._run())
+
+    def say_again(self) -> None:
+        """Announces the replica at once, as its record has changed."""
+        self._soon.set()
+
+    async def _run(self) -> None:
+        heard = True
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEWAL_S):
+                    await self._soon.wait()
+            self._soon.clear()
+            try:
+                await self._registry.announce(self._record())
+                heard = True
+            except OutriderError as error:
+                if heard:
+                    _log.warning("this replica cannot be announced: %s", error)
+                heard = False
+
+    async def withdraw(self) -> None:
+        """Ends the lease. Repeating it does nothing."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            record = self._record()
+            with suppress(OutriderError):
+                await self._registry.withdraw(record.role, record.name)
+
+    async def close(self) -> None:
+        """Withdraws it, and closes the registry."""
+        await self.withdraw()
+        await self._registry.close()

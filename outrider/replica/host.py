@@ -19,16 +19,14 @@ from outrider.engine.tensor_parallel.rank_process import Leadership
 from outrider.errors import EngineLost
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ReplicaDescription
-from outrider.registry.load import Figures
-from outrider.registry.membership import Engagement
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import Engagement, Figures, ReplicaRecord, Role
 from outrider.replica.process_setup import Place, advertised
 from outrider.settings import blaming
 from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
-    from outrider.registry.lease import Lease
+    from outrider.registry.registry import Lease
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.certificates import InternalRole
@@ -199,8 +197,8 @@ class ReplicaHost(Generic[Item, Answer]):
         member, service, meter = config.membership, self._service, self._metered
         if member is None or service is None or meter is None:
             return
-        from outrider.registry.lease import Lease
         from outrider.registry.redis_registry import RedisRegistry
+        from outrider.registry.registry import Lease
         from outrider.sessions.redis_address import with_password
 
         role: Role = "target" if isinstance(config, TargetConfig) else "draft"

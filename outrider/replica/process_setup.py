@@ -18,8 +18,7 @@ from outrider.config import DraftConfig, TargetConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
-from outrider.telemetry.log_files import LogFile, make_room
-from outrider.telemetry.logs import JsonLines
+from outrider.telemetry.logs import JsonLines, LogFile, make_room
 
 if TYPE_CHECKING:
     import torch

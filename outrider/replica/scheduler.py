@@ -22,7 +22,7 @@ from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
-from outrider.registry.load import NO_FIGURES, WINDOW_S, Figures
+from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
     CANCELLED_CODE,

@@ -16,7 +16,7 @@ from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription, RoundHead
-from outrider.registry.load import Figures
+from outrider.registry.registry import Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.scheduler import StepExecutor, StepScheduler
 from outrider.replica.step_request import (

@@ -36,7 +36,7 @@ from outrider.limits import (
     REDIS_TIMEOUT_MS,
     SOCKET_PATH_BYTES_MAX,
 )
-from outrider.telemetry.log_files import rotate
+from outrider.telemetry.logs import rotate
 
 _SUPERVISE = """
 exec 3<&0

@@ -6,7 +6,7 @@ from typing import Final
 
 from opentelemetry.metrics import Meter
 
-from outrider.telemetry.instruments import times
+from outrider.telemetry.metrics import times
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _OTHER: Final = "_OTHER"

@@ -1,19 +1,28 @@
-"""Log lines as JSON objects that carry the ids of the session and the trace they belong to."""
+"""Log lines as JSON objects with the ids of their session and trace; and log files of bounded size,
+in directories of bounded size."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from outrider.limits import LOG_BYTES_MAX, LOG_DIRECTORY_BYTES_MAX, LOG_FILES_KEPT
 
 _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", default=("", ""))
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Whatever this task, and tasks that it starts later, logs from now on is about a session.
-    To be called in a task of the session's own."""
+    """Marks all later log lines of this task, and of tasks that it starts, with a session. To be
+    called in a task of the session's own."""
     _identity.set((session_id, trace_id))
 
 
@@ -43,3 +52,72 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class LogFile(RotatingFileHandler):
+    """A file of at most `LOG_BYTES_MAX` (a line that is longer goes over it), and `LOG_FILES_KEPT`
+    older ones beside it, by `.1` and so on."""
+
+    def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
+        """Goes on with a file that is there. What this process writes to `descriptors` goes there
+        as well, and follows it."""
+        super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
+        self._descriptors = descriptors
+
+    def _open(self) -> TextIOWrapper:
+        """For this user alone, as prompts may be in it, and locked as long as a process has it
+        open: `make_room` leaves it there."""
+        while True:
+            file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
+            with suppress(OSError):  # Some network file systems have no locks.
+                fcntl.flock(stream, fcntl.LOCK_SH)
+            if os.path.exists(self.baseFilename):
+                return stream
+            stream.close()  # Removed before it was locked.
+
+    def doRollover(self) -> None:  # noqa: N802 (the library's name)
+        """See `RotatingFileHandler.doRollover`."""
+        super().doRollover()
+        if self.stream is not None:
+            for descriptor in self._descriptors:
+                os.dup2(self.stream.fileno(), descriptor)
+
+
+def make_room(directory: Path, bytes_max: int = LOG_DIRECTORY_BYTES_MAX) -> None:
+    """Removes log files of a directory until the rest have at most so many bytes together with a
+    new one: each replica that comes has files of its own. Older files (`.1` and so on) go first,
+    then those of processes that have ended; of each kind those that were written to least recently.
+    The file that a running process writes to stays, even where there is too much."""
+    found = []
+    for path in directory.glob("*.log*"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((path.suffix == ".log", status.st_mtime, status.st_size, path))
+    num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, _, size, _ in found)
+    for is_current, _, size, path in sorted(found):
+        if num_bytes <= bytes_max:
+            return
+        if not (is_current and _is_open(path)):
+            path.unlink(missing_ok=True)
+            num_bytes -= size
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a `LogFile` writes to it; also where that cannot be known."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def rotate(path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
+    """Moves a file aside that has grown beyond this, over the one that was moved before; for a
+    program that opens its log anew for each line, as Redis does."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size > bytes_max:
+            path.replace(path.with_name(f"{path.name}.1"))

@@ -1,7 +1,7 @@
-"""What a coordinator tells of its requests, and the observer that does not listen.
+"""What a coordinator tells of its requests, and the observer that ignores it.
 
-The calls are made in every case; whoever listens overrides them. One that does not listen costs a
-call and allocates nothing.
+The calls are made in every case; `ObservedRequests` overrides them where telemetry is on. Where it
+is off, each costs a call and allocates nothing, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from outrider.speculation.audit_totals import AuditSums
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""What comes of a session that is chosen for an audit. There was none where too many others or all
-seats were busy, or where the session's seed is that of an earlier one: its tokens are none of
-their own."""
+"""What comes of a session that is chosen for an audit. Busy: too many audits run, or all seats are
+taken. Repeated: the session's seed is an earlier session's, so its tokens are not independent."""
 
 
 class RequestObserver:
-    """Hears of one request, from its arrival to its end."""
+    """Follows one request, from its arrival to its end."""
 
     __slots__ = ()
 
@@ -89,8 +88,8 @@ class RequestObserver:
 SILENT: Final = RequestObserver()
 
 
-class Standing(Protocol):
-    """How a coordinator stands. Everything may be read from any thread."""
+class CoordinatorHealth(Protocol):
+    """What a coordinator knows of its surroundings. Everything may be read from any thread."""
 
     @property
     def target_available(self) -> bool | None:
@@ -104,7 +103,7 @@ class Standing(Protocol):
 
     @property
     def replicas_wanted(self) -> Mapping[str, int]:
-        """How many the deployment is to have, by role; empty where nobody says so."""
+        """How many the deployment is to have, by role; empty where that is not known."""
         ...
 
     @property
@@ -129,27 +128,27 @@ class Standing(Protocol):
 
 
 class Observation:
-    """Gives every request its observer; this one gives none that listens."""
+    """Gives every request its observer. This one observes nothing."""
 
     listens: ClassVar[bool] = False
-    """Whether anybody hears what is told."""
+    """Whether anything is observed."""
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         """A request has come, for a model, perhaps as part of its caller's trace."""
         return SILENT
 
     def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Names who knows how many requests run, and how many are being opened. They may be asked
-        from any thread."""
+        """Shows how many requests run, and how many are being opened. Both may be called from any
+        thread."""
+
+    def watch_health(self, health: CoordinatorHealth) -> None:
+        """Shows the coordinator's health."""
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """Tokens of a session that is over have been held against its target's law."""
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
         """A session was chosen for an audit, and this has come of it."""
-
-    def watch_standing(self, standing: Standing) -> None:
-        """Names who knows how the coordinator stands."""
 
 
 UNOBSERVED: Final = Observation()

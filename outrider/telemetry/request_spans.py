@@ -28,17 +28,21 @@ from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
-from outrider.telemetry.audits import AuditMeters
-from outrider.telemetry.context import read_traceparent, write_traceparent
-from outrider.telemetry.health import watch_standing
+from outrider.telemetry.metrics import (
+    PHASES,
+    AuditMetrics,
+    RequestMetrics,
+    watch,
+    watch_health,
+)
 from outrider.telemetry.observer import (
     AuditOutcome,
+    CoordinatorHealth,
     Observation,
     RequestObserver,
     Side,
-    Standing,
 )
-from outrider.telemetry.request_metrics import PHASES, RequestMeters
+from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 PROVIDER: Final = "outrider"
 OPEN_ROUNDS_MAX: Final = 64
@@ -52,7 +56,7 @@ class Detail:
     first_rounds: int
     """So many rounds at its beginning have spans ..."""
     every_rounds: int
-    """... and of those after it each so manieth; 0 = none."""
+    """... and after those every Nth; 0 = none."""
     prompts: bool = False
     """Whether text of prompts is recorded."""
 
@@ -71,8 +75,8 @@ class ObservedRequests(Observation):
     def __init__(self, tracer: Tracer, meter: Meter, detail: Detail) -> None:
         self.tracer = tracer
         self._meter = meter
-        self.meters = RequestMeters(meter)
-        self._audits = AuditMeters(meter)
+        self.metrics = RequestMetrics(meter)
+        self._audits = AuditMetrics(meter)
         self.detail = detail
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
@@ -81,7 +85,12 @@ class ObservedRequests(Observation):
 
     def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """See `Observation.watch_load`."""
-        self.meters.watch_load(running, waiting)
+        watch(self._meter, "num_requests_running", "Sessions that run.", running)
+        watch(self._meter, "num_requests_waiting", "Requests being opened.", waiting)
+
+    def watch_health(self, health: CoordinatorHealth) -> None:
+        """See `Observation.watch_health`."""
+        watch_health(self._meter, health)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """See `Observation.audited`."""
@@ -91,14 +100,8 @@ class ObservedRequests(Observation):
         """See `Observation.audit_ended`."""
         self._audits.outcomes.add(1, outcome)
 
-    def watch_standing(self, standing: Standing) -> None:
-        """See `Observation.watch_standing`."""
-        watch_standing(self._meter, standing)
-
 
 class ObservedRequest(RequestObserver):
-    """See `RequestObserver`."""
-
     __slots__ = (
         "_arrived",
         "_arrived_ns",
@@ -111,7 +114,7 @@ class ObservedRequest(RequestObserver):
         "_genai",
         "_index",
         "_last_shown_at",
-        "_meters",
+        "_metrics",
         "_num_fallbacks",
         "_num_resyncs",
         "_num_sampled",
@@ -134,7 +137,7 @@ class ObservedRequest(RequestObserver):
         caller: Context | None,
     ) -> None:
         self._tracer = shared.tracer
-        self._meters = shared.meters
+        self._metrics = shared.metrics
         self._detail = shared.detail
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
         self._genai = {
@@ -176,17 +179,14 @@ class ObservedRequest(RequestObserver):
 
     @property
     def trace_id(self) -> str:
-        """See `RequestObserver.trace_id`."""
         return self._quiet[3:35]
 
     def context(self, side: Side) -> str:
-        """See `RequestObserver.context`."""
         return self._contexts[side]
 
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
-        """See `RequestObserver.opened`."""
         self._open_s = time.monotonic() - self._arrived
-        self._meters.prompt_tokens.add(num_prompt_tokens)
+        self._metrics.prompt_tokens.add(num_prompt_tokens)
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -203,7 +203,6 @@ class ObservedRequest(RequestObserver):
             ).end()
 
     def round_began(self, index: int) -> None:
-        """See `RequestObserver.round_began`."""
         self._index = index
         self._sampled = None
         if self._detail.samples(index) and self._span.is_recording():
@@ -220,11 +219,9 @@ class ObservedRequest(RequestObserver):
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def chosen(self, num_draft_tokens: int) -> None:
-        """See `RequestObserver.chosen`."""
-        self._meters.chosen_lengths.add(1, str(num_draft_tokens))
+        self._metrics.chosen_lengths.add(1, str(num_draft_tokens))
 
     def asked(self, side: Side) -> None:
-        """See `RequestObserver.asked`."""
         if self._sampled is not None:
             span = self._tracer.start_span(
                 "outrider.wire",
@@ -236,20 +233,17 @@ class ObservedRequest(RequestObserver):
             self._contexts[side] = write_traceparent(span)
 
     def resynced(self, side: Side) -> None:
-        """See `RequestObserver.resynced`."""
         self._num_resyncs += 1
-        self._meters.resyncs.add(1, side)
+        self._metrics.resyncs.add(1, side)
         if self._sampled is not None:
             self._asked[side].add_event("outrider.resync")
 
     def moved(self, side: Side) -> None:
-        """See `RequestObserver.moved`."""
-        self._meters.moves.add(1, side)
+        self._metrics.moves.add(1, side)
         self._span.add_event("outrider.move", {"outrider.peer": side})
 
     def proposal_unreadable(self) -> None:
-        """See `RequestObserver.proposal_unreadable`."""
-        self._meters.unreadable_proposals.add(1)
+        self._metrics.unreadable_proposals.add(1)
 
     def drafted(
         self,
@@ -260,14 +254,13 @@ class ObservedRequest(RequestObserver):
         compute_ms: float,
         ahead: bool = False,
     ) -> None:
-        """See `RequestObserver.drafted`."""
         if ahead:
-            self._meters.look_ahead_hits.add(1)
+            self._metrics.look_ahead_hits.add(1)
         self._seconds["draft"] += seconds
         self._times.append(("draft", seconds))
         if not by_replica:
             self._num_fallbacks += 1
-            self._meters.fallback_rounds.add(1)
+            self._metrics.fallback_rounds.add(1)
         if self._sampled is not None:
             self._asked["draft"].set_attributes(
                 {"outrider.num_draft_tokens": num_tokens, "outrider.by_replica": by_replica}
@@ -275,11 +268,9 @@ class ObservedRequest(RequestObserver):
             self._answered("draft", seconds, queue_ms, compute_ms)
 
     def look_ahead_missed(self) -> None:
-        """See `RequestObserver.look_ahead_missed`."""
-        self._meters.look_ahead_misses.add(1)
+        self._metrics.look_ahead_misses.add(1)
 
     def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        """See `RequestObserver.verified`."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         totals = self._seconds
@@ -288,20 +279,19 @@ class ObservedRequest(RequestObserver):
         totals["verify"] += compute_s
         self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
         if self._index == 0:
-            self._meters.queue.record(self._open_s + queue_s)
+            self._metrics.queue.record(self._open_s + queue_s)
         if self._sampled is not None:
             self._answered("target", seconds, queue_ms, compute_ms)
 
     def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        """See `RequestObserver.decided`."""
-        meters = self._meters
-        meters.rounds.add(1)
+        metrics = self._metrics
+        metrics.rounds.add(1)
         if num_draft_tokens:
-            meters.drafts.add(1)
-            meters.draft_tokens.add(num_draft_tokens)
-            meters.accepted_tokens.add(num_accepted)
+            metrics.drafts.add(1)
+            metrics.draft_tokens.add(num_draft_tokens)
+            metrics.accepted_tokens.add(num_accepted)
             for position in _POSITIONS[:num_accepted]:
-                meters.accepted_per_position.add(1, position)
+                metrics.accepted_per_position.add(1, position)
         if self._sampled is not None:
             self._decided_ns[self._index] = time.time_ns()
             self._sampled.set_attributes(
@@ -313,18 +303,17 @@ class ObservedRequest(RequestObserver):
             )
 
     def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
-        """See `RequestObserver.shown`."""
         now = time.monotonic()
         self._seconds["commit"] += commit_seconds
         self._times.append(("commit", commit_seconds))
         self._record_times()
-        self._meters.generation_tokens.add(num_tokens)
+        self._metrics.generation_tokens.add(num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
-            self._meters.first_token.record(now - self._arrived)
-            self._meters.genai_first_token.record(now - self._arrived, self._genai)
+            self._metrics.first_token.record(now - self._arrived)
+            self._metrics.genai_first_token.record(now - self._arrived, self._genai)
         elif num_tokens:
-            self._meters.inter_token.record((now - self._last_shown_at) / num_tokens)
+            self._metrics.inter_token.record((now - self._last_shown_at) / num_tokens)
         self._last_shown_at = now
         span = self._rounds.pop(round_index, None)
         if span is not None:
@@ -336,15 +325,14 @@ class ObservedRequest(RequestObserver):
             span.end()
 
     def finished(self, event: Finished) -> None:
-        """See `RequestObserver.finished`."""
         seconds = time.monotonic() - self._arrived
         num_tokens = event.usage.completion_tokens
-        self._meters.successes.add(1, event.finish_reason.value)
-        self._meters.latency.record(seconds)
-        self._meters.genai_duration.record(seconds, self._genai)
+        self._metrics.successes.add(1, event.finish_reason.value)
+        self._metrics.latency.record(seconds)
+        self._metrics.genai_duration.record(seconds, self._genai)
         if self._first_token_at is not None and num_tokens > 1:
             after_first = time.monotonic() - self._first_token_at
-            self._meters.genai_per_token.record(after_first / (num_tokens - 1), self._genai)
+            self._metrics.genai_per_token.record(after_first / (num_tokens - 1), self._genai)
         if self._span.is_recording():
             metrics = event.metrics
             self._span.set_attributes(
@@ -361,29 +349,29 @@ class ObservedRequest(RequestObserver):
         self._end()
 
     def failed(self, error: BaseException) -> None:
-        """See `RequestObserver.failed`. A client that goes away is no failure, but a cancel."""
+        """A client that goes away is no failure, but a cancel."""
         if self._ended:
             return
         seconds = time.monotonic() - self._arrived
         if isinstance(error, Exception):
             kind = type(error).__name__
-            self._meters.failures.add(1, kind)
-            self._meters.genai_duration.record(seconds, self._genai | {"error.type": kind})
+            self._metrics.failures.add(1, kind)
+            self._metrics.genai_duration.record(seconds, self._genai | {"error.type": kind})
             self._span.set_attribute("error.type", kind)
             # Nothing but our own errors is sure to say nothing of the prompt.
             message = error.message if isinstance(error, OutriderError) else kind
             self._span.set_status(StatusCode.ERROR, message)
         else:
             reason = FinishReason.CANCELLED.value
-            self._meters.successes.add(1, reason)
-            self._meters.genai_duration.record(seconds, self._genai)
+            self._metrics.successes.add(1, reason)
+            self._metrics.genai_duration.record(seconds, self._genai)
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
         self._end()
 
     def _record_times(self) -> None:
         """Here and not when they are known: the next round is under way, and nobody waits."""
         for phase, seconds in self._times:
-            self._meters.phases[phase].record(seconds)
+            self._metrics.phases[phase].record(seconds)
         self._times.clear()
 
     def _answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:

@@ -1,4 +1,5 @@
-"""Starts and ends a process's OpenTelemetry SDK. Nothing global: Ray has one of its own."""
+"""Starts and ends a process's OpenTelemetry SDK, and carries traces between processes. Nothing
+global: Ray has an SDK of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from threading import Thread
 from typing import Final
 from wsgiref.simple_server import WSGIServer
 
+from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.errors import SettingError
 from outrider.telemetry.destination import Destination
@@ -150,3 +153,28 @@ def _otlp(endpoint: str) -> tuple[SpanProcessor, MetricReader]:
     spans = OTLPSpanExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
     metrics = OTLPMetricExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
     return BatchSpanProcessor(spans), PeriodicExportingMetricReader(metrics)
+
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+_TRACEPARENT: Final = "traceparent"
+
+
+def write_traceparent(span: Span, *, sampled: bool = True) -> str:
+    """W3C trace context that makes others children of `span`; without `sampled` they only know its
+    trace. Empty for a span that is not valid."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    text = carrier.get(_TRACEPARENT, "")
+    return text if sampled or not text else f"{text[:-2]}00"
+
+
+def read_traceparent(text: str) -> Context | None:
+    """The context of a remote span; None for what is none."""
+    return _PROPAGATOR.extract({_TRACEPARENT: text}, Context()) or None
+
+
+def read_sampled(text: str) -> Context | None:
+    """As `read_traceparent`, and None for a trace in which this item is not sampled."""
+    if not text or text[-1] not in "13579bdf":
+        return None
+    return read_traceparent(text)

@@ -6,51 +6,34 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
-from outrider.errors import InvariantError
 from outrider.messages import ProposalReply, Refused, Resync
 from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
-from outrider.telemetry.context import read_sampled
-from outrider.telemetry.instruments import ITEMS, PREFIX, Counts, times, watch
-
-if TYPE_CHECKING:
-    from outrider.engine.interface import PageCounts
+from outrider.telemetry.metrics import ITEMS, PREFIX, ObservedCounter, times, watch
+from outrider.telemetry.setup import read_sampled
 
 _KINDS: Final = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
-_FIGURES: Final[dict[str, tuple[str, Callable[[StepFigures], float]]]] = {
-    "num_preemptions": (
-        "Sequences whose pages were taken for an older one.",
-        lambda figures: figures.num_preemptions,
-    ),
-    "num_prefill_chunks": (
-        "Parts of prefixes that were run on their own.",
-        lambda figures: figures.num_prefill_chunks,
-    ),
+_FIGURES: Final = {
+    "num_preemptions": "Sequences whose pages were taken for an older one.",
+    "num_prefill_chunks": "Parts of prefixes that were run on their own.",
 }
-_PAGES: Final[dict[str, tuple[str, Callable[[PageCounts], float]]]] = {
-    "kv_cache_usage_perc": (
-        "Share of the pages that somebody waits for the contents of, 0..1.",
-        lambda pages: pages.usage,
-    ),
-    "kv_cache_pages": ("Pages of keys and values.", lambda pages: pages.num_pages),
-    "kv_cache_pages_free": ("Pages that hold nothing.", lambda pages: pages.num_free),
-    "kv_cache_pages_evictable": (
-        "Pages that hold what nobody waits for.",
-        lambda pages: pages.num_evictable,
-    ),
-    "prefix_cache_queries": (
-        "Tokens looked up in the prefix cache.",
-        lambda pages: pages.prefix_queries,
-    ),
-    "prefix_cache_hits": ("Tokens of them found.", lambda pages: pages.prefix_hits),
+"""Counters that `StepFigures` has by these names."""
+_PAGES: Final[dict[str, tuple[str, str]]] = {
+    "kv_cache_usage_perc": ("usage", "Share of the pages that running requests need, 0..1."),
+    "kv_cache_pages": ("num_pages", "Pages of keys and values."),
+    "kv_cache_pages_free": ("num_free", "Pages that hold nothing."),
+    "kv_cache_pages_evictable": ("num_evictable", "Pages whose contents no request needs."),
+    "prefix_cache_queries": ("prefix_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Tokens of them found."),
 }
+"""By name: the attribute of `PageCounts`, and what it says."""
 
 
 class ObservedSteps:
@@ -61,11 +44,11 @@ class ObservedSteps:
         self._tracer = tracer
         self._meter = meter
         self._name = SPAN_OF[role]
-        self._steps = Counts(meter, "steps", "", "Steps run.")
-        self._crashes = Counts(meter, "step_crashes", "", "Steps that crashed.")
-        self._stale = Counts(meter, "stale_items", "", "Items of a round that was over.")
-        self._answers = Counts(
-            meter, "step_answers", "", "Answers of steps, by kind.", "kind", _KINDS
+        self._steps = ObservedCounter(meter, "steps", "Steps run.")
+        self._crashes = ObservedCounter(meter, "step_crashes", "Steps that crashed.")
+        self._stale = ObservedCounter(meter, "stale_items", "Items of a round that was over.")
+        self._answers = ObservedCounter(
+            meter, "step_answers", "Answers of steps, by kind.", "kind", _KINDS
         )
         self._queue = times(
             meter, PREFIX + "step_queue_time_seconds", "From an item's arrival to its step."
@@ -78,13 +61,13 @@ class ObservedSteps:
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
         """Shows how many items wait for a step, and what the steps have come to."""
         watch(self._meter, "num_items_waiting", "Items that wait for a step.", queued)
-        for name, (about, read) in _FIGURES.items():
-            watch(self._meter, name, about, partial(_read, read, figures), grows=True)
+        for name, about in _FIGURES.items():
+            watch(self._meter, name, about, partial(_read, figures, name), grows=True)
         if figures().pages is None:
             return
-        for name, (about, read_pages) in _PAGES.items():
+        for name, (attribute, about) in _PAGES.items():
             grows = name.startswith("prefix_cache")
-            watch(self._meter, name, about, partial(_read_pages, read_pages, figures), grows)
+            watch(self._meter, name, about, partial(_read_pages, figures, attribute), grows)
 
     def stale(self) -> None:
         """An item came for a round that is over."""
@@ -107,8 +90,10 @@ class ObservedSteps:
         self._batch.record(len(works))
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
-            if isinstance(answer, Unfinished) or _is_pushed(answer):
+            if isinstance(answer, Unfinished):
                 continue
+            if isinstance(answer, ProposalReply) and answer.assumed:
+                continue  # Looked ahead: no request has asked for it yet.
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))
             if work.item.head.traceparent:
@@ -143,11 +128,6 @@ class ObservedSteps:
         ).end(end_ns)
 
 
-def _is_pushed(answer: Any) -> bool:
-    """Whether nobody has asked for it yet."""
-    return isinstance(answer, ProposalReply) and bool(answer.assumed)
-
-
 def _kind(answer: Any) -> str:
     if isinstance(answer, Resync):
         return "resync"
@@ -156,12 +136,9 @@ def _kind(answer: Any) -> str:
     return "refused" if isinstance(answer, Refused) else "answered"
 
 
-def _read(read: Callable[[StepFigures], float], figures: Callable[[], StepFigures]) -> float:
-    return read(figures())
+def _read(figures: Callable[[], StepFigures], name: str) -> float:
+    return float(getattr(figures(), name))
 
 
-def _read_pages(read: Callable[[PageCounts], float], figures: Callable[[], StepFigures]) -> float:
-    pages = figures().pages
-    if pages is None:
-        raise InvariantError("an engine has lost its pages")
-    return read(pages)
+def _read_pages(figures: Callable[[], StepFigures], name: str) -> float:
+    return float(getattr(figures().pages, name))

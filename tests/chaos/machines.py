@@ -13,8 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from deploy.fleet.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
-from deploy.fleet.ray_token import forget_token, new_token, use_token
+from deploy.fleet.ray_connection import (
+    ENVIRONMENT,
+    OBJECT_STORE_BYTES,
+    forget_token,
+    new_token,
+    use_token,
+)
 from outrider.sessions.embedded import find_server
 from tests.chaos.proxy import FaultProxy
 from tests.redis_servers import RedisServers

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.fleet.autoscaler import Autoscaling
-from deploy.fleet.placement import plan_placement
+from deploy.fleet.autoscaling import Autoscaling
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec
-from outrider.autoscaling import Policy
+from deploy.fleet.spec import FleetSpec, plan_fleet
+from outrider.config import AutoscalePolicy as Policy
 from outrider.config import load_config
 from outrider.errors import OutriderError
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
@@ -60,12 +59,9 @@ async def registry(server: EmbeddedRedis) -> AsyncIterator[RedisRegistry]:
     await made.close()
 
 
-def blueprint() -> FleetSpec:
+def spec() -> FleetSpec:
     config = load_config(SETTINGS, {})
-    return FleetSpec(
-        placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
-        local=True, given=config,
-    )  # fmt: skip
+    return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
 
 
 class Wants:
@@ -89,7 +85,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
 ) -> None:
     """The text stands in every field that is read, in those that were once read as settings, and as
     a replica's record under every role."""
-    plan = blueprint()
+    plan = spec()
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)
     scaling = Autoscaling(Wants(), registry, Policy(bounds={"draft": (1, 2)}))
@@ -109,8 +105,8 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
         for role, least in (("coordinator", 1), ("target", 1), ("draft", 0))
     )
     assert scaling.policy == Policy(bounds={"draft": (1, 2)})
-    assert fleet.blueprint == plan
-    assert fleet.blueprint.given == load_config(SETTINGS, {})
+    assert fleet.spec == plan
+    assert fleet.spec.given == load_config(SETTINGS, {})
 
 
 @pytest.mark.parametrize("count", [0, 3, REPLICAS_MAX])
@@ -118,7 +114,7 @@ async def test_a_count_is_taken_within_bounds(
     admin: redis.Redis, registry: RedisRegistry, count: int
 ) -> None:
     cluster: Any = None
-    fleet = Fleet(cluster, blueprint(), registry)
+    fleet = Fleet(cluster, spec(), registry)
     for role in ROLES:
         admin.hset("p:wanted:{d}", role, count)
     await hear(fleet)
@@ -161,7 +157,7 @@ async def test_a_key_of_another_type_changes_nothing(
 ) -> None:
     """The fleet goes on with what it was told before."""
     cluster: Any = None
-    fleet = Fleet(cluster, blueprint(), registry)
+    fleet = Fleet(cluster, spec(), registry)
     put = {"set": admin.sadd, "list": admin.rpush, "string": admin.set}[kind]
     put("p:wanted:{d}", "3")
     with pytest.raises(OutriderError):

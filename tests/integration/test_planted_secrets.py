@@ -26,7 +26,7 @@ from deploy.cli.serve import record_of
 from deploy.cli.status import ask_registry
 from deploy.cli.status_table import status_table
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_token import check_asks_for_token
+from deploy.fleet.ray_connection import check_asks_for_token
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
 from outrider.errors import SettingError
@@ -199,7 +199,7 @@ async def test_ray_answers_nobody_without_its_token(deployment: Deployment) -> N
 async def test_a_cluster_without_a_token_is_refused() -> None:
     """In a process of its own, as Ray reads that once."""
     code = (
-        "import ray, sys; from deploy.fleet.ray_token import check_asks_for_token\n"
+        "import ray, sys; from deploy.fleet.ray_connection import check_asks_for_token\n"
         "ray.init(address='local', include_dashboard=False, logging_level='ERROR')\n"
         "check_asks_for_token(ray.get_runtime_context().gcs_address)\n"
     )

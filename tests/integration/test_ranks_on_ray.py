@@ -16,7 +16,7 @@ import ray
 
 from deploy.fleet.ray_cluster import Actor, Cluster, Demand
 from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.secret_files import Secrets
+from deploy.fleet.security_setup import SecretFiles
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import Place
 
@@ -53,7 +53,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
-        secrets = Secrets(tmp_path_factory.mktemp("ranks") / "secrets")
+        secrets = SecretFiles(tmp_path_factory.mktemp("ranks") / "secrets")
         connection = RayConnection("", "outrider-test", secrets)
         await connection.connect()
     yield Cluster(connection.namespace, local=True)

@@ -10,7 +10,7 @@ import yaml
 
 from deploy.cli.main import COMMANDS
 from outrider.config import deployment_settings
-from outrider.telemetry.request_metrics import PHASES
+from outrider.telemetry.metrics import PHASES
 from tests.manifests.settings_schema import CHART
 
 ROOT = Path(__file__).resolve().parents[2]

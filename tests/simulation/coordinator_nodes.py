@@ -17,9 +17,7 @@ from coordinator.routing.request_header import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
-from outrider.registry.lease import Lease
-from outrider.registry.membership import Engagement
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from tests.simulation.network import Network
 from tests.simulation.processes import Process

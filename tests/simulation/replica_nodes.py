@@ -10,9 +10,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.errors import InvariantError, OutriderError
 from outrider.messages import ProposalReply
-from outrider.registry.lease import Lease
-from outrider.registry.membership import Engagement
-from outrider.registry.registry import ReplicaRecord, Role
+from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
 from outrider.replica.host import MeteredService, Traffic
 from outrider.replica.scheduler import InlineExecutor
 from target_service.service import TargetService

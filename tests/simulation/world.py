@@ -10,9 +10,8 @@ from functools import cache
 from typing import Any
 
 from coordinator.decoding.generation import COMMIT_GRACE_S
-from deploy.fleet.placement import plan_placement
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec
+from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
 from outrider.client.failover import ResumingTransport
 from outrider.config import load_config
@@ -45,7 +44,7 @@ WHOLE_S_MAX = 90.0
 
 
 @cache
-def blueprint(num_coordinators: int, with_ports: bool) -> FleetSpec:
+def spec(num_coordinators: int, with_ports: bool) -> FleetSpec:
     """Of two replicas a role, which take the ports of those before them or new ones."""
     settings = {
         "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
@@ -55,10 +54,7 @@ def blueprint(num_coordinators: int, with_ports: bool) -> FleetSpec:
     if with_ports:
         settings |= {"target_port": 7000, "draft_port": 8000}
     config = load_config(settings, {})
-    return FleetSpec(
-        placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
-        local=True, given=config,
-    )  # fmt: skip
+    return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
 
 
 class CountedMoves(Observation, RequestObserver):
@@ -111,7 +107,7 @@ class World:
         """... and what it did before."""
         self._operator = Process("operator")
         """Who says how many are wanted."""
-        self._blueprint = blueprint(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
+        self._spec = spec(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
         self.fleet = self._new_fleet()
         self._fleet_task: asyncio.Task[None] | None = None
         ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
@@ -120,7 +116,7 @@ class World:
 
     def _new_fleet(self) -> Fleet:
         cluster: Any = self.machines
-        return Fleet(cluster, self._blueprint, self.redis.registry())
+        return Fleet(cluster, self._spec, self.redis.registry())
 
     def _built(self, role: str, name: str) -> Node:
         if role == "coordinator":

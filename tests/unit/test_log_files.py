@@ -17,7 +17,7 @@ from deploy.fleet.local_state import LOG_NAME
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
 from outrider.replica.process_setup import log_to
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.telemetry import log_files
+from outrider.telemetry import logs as log_files
 
 SMALL = 2_000
 """Bytes of a file in these tests."""
@@ -109,7 +109,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
     the file that commands look at."""
     code = (
         "import logging, os, sys; from pathlib import Path\n"
-        "from outrider.telemetry import log_files; from deploy.cli import serve\n"
+        "from outrider.telemetry import logs as log_files; from deploy.cli import serve\n"
         f"log_files.LOG_BYTES_MAX = {SMALL}\n"
         "logging.basicConfig(stream=sys.stderr)\n"
         "serve._bound_log(Path(sys.argv[1]))\n"

@@ -19,12 +19,17 @@ from opentelemetry.trace import get_current_span
 from outrider.config import CoordinatorConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.request import ChatMessage, GenerateRequest
-from outrider.telemetry.context import read_sampled, read_traceparent, write_traceparent
 from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
 from outrider.telemetry.request_spans import OPEN_ROUNDS_MAX, Detail, ObservedRequests
-from outrider.telemetry.setup import Exports, start_exports
+from outrider.telemetry.setup import (
+    Exports,
+    read_sampled,
+    read_traceparent,
+    start_exports,
+    write_traceparent,
+)
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"

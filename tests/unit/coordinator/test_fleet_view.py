@@ -13,8 +13,7 @@ from coordinator.routing.fleet_view import FleetView, SeenReplica
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
-from outrider.registry.load import Figures
-from outrider.registry.registry import MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import Figures, MemoryRegistry, ReplicaRecord, Role
 
 FIGURES = Figures(tokens_per_second=80.0)
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from coordinator.http_api.app import OPEN_PATHS, build_app
 from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import Overloaded, StoreUnavailable, Unavailable
-from outrider.registry.load import NO_FIGURES
+from outrider.registry.registry import NO_FIGURES
 from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.draft_length.round_meter import RoundMeter
 from coordinator.routing.drafts import Drafted
-from outrider.registry.load import WINDOW_S, Figures
+from outrider.registry.registry import WINDOW_S, Figures
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 TOKENS = SealedProposal((1, 2, 3, 4))

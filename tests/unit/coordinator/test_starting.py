@@ -18,7 +18,7 @@ from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import Unavailable
-from outrider.registry.membership import Membership
+from outrider.registry.registry import Membership
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
 

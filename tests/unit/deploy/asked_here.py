@@ -53,9 +53,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
     async def find(namespace: str) -> Any:
         return Reconciler() if answers else None
 
-    monkeypatch.setattr("deploy.fleet.reconciler_client.RayConnection", Connection)
-    monkeypatch.setattr("deploy.fleet.reconciler_client.find_reconciler", find)
-    monkeypatch.setattr("deploy.fleet.reconciler_client.RETRY_PERIOD_S", 0.01)
+    monkeypatch.setattr("deploy.fleet.reconciler.RayConnection", Connection)
+    monkeypatch.setattr("deploy.fleet.reconciler.find_reconciler", find)
+    monkeypatch.setattr("deploy.fleet.reconciler.RETRY_PERIOD_S", 0.01)
     return seen
 
 

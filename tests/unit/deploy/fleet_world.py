@@ -7,18 +7,37 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from deploy.fleet.placement import plan_placement
-from deploy.fleet.ray_cluster import Actor, Demand
+from deploy.fleet.ray_cluster import Actor, Demand, Topic
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec
+from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.clock import run_virtually
 from outrider.config import load_config
-from outrider.errors import ConfigError, Unavailable
-from outrider.registry.membership import Engagement
-from outrider.registry.registry import MemoryRegistry, Role
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.registry.registry import Engagement, MemoryRegistry, Role
 from outrider.replica.process_setup import Place
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
+
+
+class SavedInMemory:
+    """What a reconciler keeps, without Ray."""
+
+    def __init__(self) -> None:
+        self.texts: dict[Topic, str] = {}
+        self.failure: OutriderError | None = None
+        """What each call raises, while it is set."""
+
+    async def load(self, topic: Topic) -> str:
+        self._check()
+        return self.texts.get(topic, "")
+
+    async def save(self, topic: Topic, text: str) -> None:
+        self._check()
+        self.texts[topic] = text
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 class Sitter(Actor):
@@ -38,12 +57,12 @@ class Sitter(Actor):
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.calls.append(method)
         if method == "start":
-            self._cluster.starts.append(self.role)
+            self._cluster.starts.append(self.demand.role)
         if method == "wait":
             await asyncio.shield(self.end)
         if method == "start":
             await self._cluster.loading.wait()
-        if method == "start" and (error := self._cluster.failures.get(self.role)):
+        if method == "start" and (error := self._cluster.failures.get(self.demand.role)):
             raise error
         if method == "start" and not self.rank:
             self.config = arguments[0]
@@ -127,26 +146,23 @@ class World:
     def __init__(self, **settings: Any) -> None:
         self.machines, self.registry = Machines(), MemoryRegistry()
         self.settings = settings
-        self.blueprint = self._plan()
+        self.spec = self._plan()
         self.fleet = self._fleet()
         self.running: asyncio.Task[Role] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
         config = load_config(SETTINGS | self.settings | changes, {})
-        return FleetSpec(
-            placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
-            local=True, given=config,
-        )  # fmt: skip
+        return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
         """Another one takes over, with another plan."""
         await self.die()
-        self.blueprint = self._plan(**changes)
+        self.spec = self._plan(**changes)
         await self.come_back()
 
     def _fleet(self) -> Fleet:
         cluster: Any = self.machines
-        return Fleet(cluster, self.blueprint, self.registry)
+        return Fleet(cluster, self.spec, self.registry)
 
     async def start(self) -> None:
         self.others = asyncio.all_tasks()

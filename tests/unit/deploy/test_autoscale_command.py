@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 from asked_here import deployed_here
-from kept_in_memory import KeptInMemory
+from fleet_world import SavedInMemory
 
 from deploy.cli.autoscale import parsed_bounds
 from deploy.cli.main import main
-from deploy.fleet.autoscaler import Autoscaling
-from outrider.autoscaling import Policy
+from deploy.fleet.autoscaling import Autoscaling
+from outrider.config import AutoscalePolicy as Policy
 from outrider.config import load_config
 from outrider.errors import ConfigError, StoreUnavailable, Unavailable
-from outrider.registry.load import Figures
-from outrider.registry.registry import MemoryRegistry, ReplicaRecord
+from outrider.registry.registry import Figures, MemoryRegistry, ReplicaRecord
 
 
 @pytest.fixture
 def scaling(monkeypatch: pytest.MonkeyPatch) -> Autoscaling:
     """Of a deployment that runs."""
-    made = Autoscaling(KeptInMemory(), MemoryRegistry(lambda: 0.0), Policy(calm_s=7.0))
+    made = Autoscaling(SavedInMemory(), MemoryRegistry(lambda: 0.0), Policy(calm_s=7.0))
     deployed_here(monkeypatch, {"bound": made.bound})
     return made
 
@@ -63,7 +62,7 @@ def test_settings_are_the_policy_at_first() -> None:
 
 async def test_what_is_wanted_follows_what_replicas_say() -> None:
     registry = MemoryRegistry()
-    scaling = Autoscaling(KeptInMemory(), registry, Policy())
+    scaling = Autoscaling(SavedInMemory(), registry, Policy())
     await registry.want({"target": 1, "draft": 1, "coordinator": 1})
     busy: Any = {"role": "target", "name": "t", "address": "h:1", "host": "h", "pid": 1}
     await registry.announce(ReplicaRecord(**busy, figures=Figures(queue_steps=3.0)))
@@ -79,21 +78,21 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
 
 async def test_bounds_hold_also_for_a_reconciler_that_returns() -> None:
     """Thresholds are settings, and bounds are not. What cannot be kept does not hold."""
-    kept, registry = KeptInMemory(), MemoryRegistry()
+    kept, registry = SavedInMemory(), MemoryRegistry()
     scaling = Autoscaling(kept, registry, Policy())
     await scaling.begin()
     await scaling.bound({"target": (1, 4)})
-    scaling.go_by(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
+    scaling.use(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
     assert scaling.policy == Policy(bounds={"target": (1, 4)}, calm_s=5.0)
     kept.failure = Unavailable("away")
     with pytest.raises(Unavailable):
         await scaling.bound({"target": None})
     kept.failure = None
     again = Autoscaling(kept, registry, Policy(calm_s=6.0))
-    await again.return_to()
+    await again.restore()
     assert again.policy == Policy(bounds={"target": (1, 4)}, calm_s=6.0)
     await again.begin()
     third = Autoscaling(kept, registry, Policy(bounds={"draft": (1, 2)}))
     await third.begin()
-    await third.return_to()
+    await third.restore()
     assert third.policy.bounds == {"draft": (1, 2)}

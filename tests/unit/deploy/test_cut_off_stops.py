@@ -11,13 +11,12 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
-from kept_in_memory import KeptInMemory
+from fleet_world import SavedInMemory
 
 from deploy.fleet import launcher
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.placement import plan_placement
 from deploy.fleet.reconciler import Reconciler
-from deploy.fleet.spec import FleetSpec
+from deploy.fleet.spec import plan_fleet
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import log_at
@@ -77,13 +76,10 @@ async def test_a_reconciler_logs_at_the_level_of_its_plan(
     """Also once that is another one."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
+    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
     quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
     plans = [
-        FleetSpec(
-            placement=plan_placement(one, {}), deployment="d", log_directory="", local=False,
-            given=one,
-        )
+        plan_fleet(one, one, {}, "d", local=False)
         for one in (quiet, config)
     ]  # fmt: skip
     logger = logging.getLogger("deploy")
@@ -91,7 +87,7 @@ async def test_a_reconciler_logs_at_the_level_of_its_plan(
     try:
         reconciler = Reconciler(plans[0], "namespace")
         assert logger.level == logging.WARNING
-        reconciler._go_by(plans[1])
+        reconciler._use(plans[1])
         assert logger.level == logging.INFO
         await reconciler.close()
     finally:
@@ -105,11 +101,8 @@ async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
     """Also where whoever told it so has gone."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
-    plan = FleetSpec(
-        placement=plan_placement(config, {}), deployment="d", log_directory="", local=False,
-        given=config,
-    )  # fmt: skip
+    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
+    plan = plan_fleet(config, config, {}, "d", local=False)
     reconciler = Reconciler(plan, "namespace")
     assert not await reconciler.ends()
     may_end = asyncio.Event()

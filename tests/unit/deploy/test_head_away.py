@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import ray
 
-from deploy.fleet import reconciler_client as asking
+from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import Actor, Cluster, Demand
 from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.reconciler import find_reconciler
-from deploy.fleet.reconciler_client import Asked
+from deploy.fleet.reconciler import ReconcilerClient, find_reconciler
 from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 
@@ -53,7 +52,7 @@ async def test_a_head_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyP
             raise away.pop()
         return Reconciler()
 
-    assert await Asked(find).call("ends") == "answer"
+    assert await ReconcilerClient(find).call("ends") == "answer"
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -82,7 +81,7 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
     deployment._reconciler, deployment._redis = Lost(), Redis()
     monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
     monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
-    monkeypatch.setattr(deployment._secrets, "forget", lambda: done.append("secrets"))
+    monkeypatch.setattr(deployment._secret_files, "forget", lambda: done.append("secrets"))
     if local:
         await deployment.stop()
     else:

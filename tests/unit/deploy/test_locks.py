@@ -20,7 +20,7 @@ from deploy.cli.settings import SECRETS, public_settings
 from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
 from deploy.fleet.preflight import check_before_start
 from deploy.fleet.rolling_update import changed
-from deploy.fleet.security_setup import locked, own_trust, warnings, whole_paths
+from deploy.fleet.security_setup import own_trust, warnings, whole_paths, without_secrets
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, unlocked
 from outrider.errors import BadRequest, ConfigError, SettingError
@@ -90,19 +90,19 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
     """Neither what is given nor that one is anywhere in what Ray and Redis are told; relative
     paths do not depend on who reads them."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
-    config, own = locked(given)
+    config, own, _ = without_secrets(given)
     ring = Keyring(given_keys(config.coordinator.api_key))
     assert len(ring.entries) == 3
     assert ring.find(KEY) != ring.find(own) is not None
     assert KEY not in str(config.values())
     assert own not in str(config.values())
-    assert own != locked(given)[1]
-    assert locked(DeploymentConfig())[1] == ""
+    assert own != without_secrets(given)[1]
+    assert without_secrets(DeploymentConfig())[1] == ""
     files = {
         "internal_tls_dir": "tls", "api_key_file": "keys", "redis_ca_file": "ca.pem",
         "redis_password_file": "~/redis",
     }  # fmt: skip
-    config, _ = locked(load_config(files, {}))
+    config, _, _ = without_secrets(load_config(files, {}))
     for one in (config.target, config.draft, config.coordinator):
         assert one.internal_tls_dir == str(Path.cwd() / "tls")
     assert config.coordinator.api_key_file == str(Path.cwd() / "keys")

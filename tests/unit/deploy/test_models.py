@@ -18,8 +18,12 @@ from models import (
     save_tiny_model,
 )
 
-from deploy.fleet.model_files import check_same_tokens, resolve_models, tokenizer_warning
-from deploy.fleet.preflight import check_before_start
+from deploy.fleet.preflight import (
+    check_before_start,
+    check_same_tokens,
+    resolve_models,
+    tokenizer_warning,
+)
 from outrider.config import DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.fleet.placement import (
+from deploy.fleet.ray_cluster import Demand, beyond, strategy
+from deploy.fleet.spec import (
+    FleetSpec,
     are_apart,
     look_ahead_outcomes,
-    plan_placement,
+    plan_fleet,
     share_cores,
 )
-from deploy.fleet.ray_cluster import Demand, beyond, strategy
-from outrider.config import load_config
+from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT
 
 
+def plan(config: DeploymentConfig, amounts: dict[str, float]) -> FleetSpec:
+    return plan_fleet(config, config, amounts, local=False)
+
+
 def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
-    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0, "GPU": gpus})
-    config = placement.config
+    spec = plan(load_config(settings, {}), {"CPU": 8.0, "GPU": gpus})
+    config, demands = spec.config, spec.demands
     return (
-        (placement.target.num_gpus, config.target.device),
-        (0 if placement.draft is None else placement.draft.num_gpus, config.draft.device),
+        (demands["target"].num_gpus, config.target.device),
+        (demands["draft"].num_gpus if "draft" in demands else 0, config.draft.device),
     )
 
 
@@ -106,7 +111,7 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 ) -> None:
     """A device, a node or cores of its own; what the configuration states wins."""
     config = load_config({"draft_model": "small", **settings}, {})
-    placed = plan_placement(config, {"CPU": 8.0, "GPU": gpus}).config
+    placed = plan(config, {"CPU": 8.0, "GPU": gpus}).config
     assert (
         look_ahead_outcomes(placed, apart=are_apart(placed, same_node=same_node, num_cores=8))
         == expected
@@ -128,7 +133,7 @@ def test_a_look_up_takes_a_core_of_each_coordinator(
     settings: dict[str, object], expected: bool
 ) -> None:
     config = load_config({"draft_model": "suffix", **settings}, {})
-    placed = plan_placement(config, {"CPU": 8.0, "GPU": 0.0}).config
+    placed = plan(config, {"CPU": 8.0, "GPU": 0.0}).config
     assert are_apart(placed, same_node=True, num_cores=8) is expected
 
 
@@ -157,10 +162,10 @@ def test_cpus_are_asked_for_as_stated() -> None:
         "draft_num_cpus": "0.25",
         "coordinator_num_cpus": 0,
     }
-    placement = plan_placement(load_config(settings, {}), {"CPU": 2.0})
-    demands = (placement.target, placement.draft, placement.coordinator)
-    assert [demand.num_cpus for demand in demands] == [1.5, 0.25, 0]
-    assert str(placement.target) == "1.5 CPUs and 0 GPUs"
+    demands = plan(load_config(settings, {}), {"CPU": 2.0}).demands
+    num_cpus = {role: demand.num_cpus for role, demand in demands.items()}
+    assert num_cpus == {"target": 1.5, "draft": 0.25, "coordinator": 0}
+    assert str(demands["target"]) == "1.5 CPUs and 0 GPUs"
 
 
 def test_demands_beyond_a_cluster_are_those_that_do_not_fit_beside_the_others() -> None:
@@ -176,14 +181,14 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
         "tensor_parallel_size": 3, "target_num_cpus": 2, "target_num_gpus": 0.25,
         "draft_model": "small", "draft_tensor_parallel_size": 2, "draft_num_gpus": 0.5,
     }  # fmt: skip
-    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0, "GPU": 4.0})
-    assert placement.target == Demand("target", 2.0, 0.25, 3)
-    assert placement.draft == Demand("draft", 0.25, 0.5, 2)
-    assert str(placement.target) == "3 times 2 CPUs and 0.25 GPUs"
-    both = [placement.target, placement.draft]
+    demands = plan(load_config(settings, {}), {"CPU": 8.0, "GPU": 4.0}).demands
+    assert demands["target"] == Demand("target", 2.0, 0.25, 3)
+    assert demands["draft"] == Demand("draft", 0.25, 0.5, 2)
+    assert str(demands["target"]) == "3 times 2 CPUs and 0.25 GPUs"
+    both = [demands["target"], demands["draft"]]
     assert not beyond(both, {"CPU": 6.5, "GPU": 1.75})
-    assert beyond(both, {"CPU": 6.5, "GPU": 1.5}) == [placement.draft]
-    assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [placement.target]
+    assert beyond(both, {"CPU": 6.5, "GPU": 1.5}) == [demands["draft"]]
+    assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [demands["target"]]
 
 
 def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
@@ -195,13 +200,13 @@ def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
     "named", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram", "suffix"]
 )
 def test_no_replica_drafts_where_the_target_or_a_coordinator_does(named: str) -> None:
-    placement = plan_placement(load_config({"draft_model": named}, {}), {"CPU": 2.0})
-    assert placement.draft is None
+    demands = plan(load_config({"draft_model": named}, {}), {"CPU": 2.0}).demands
+    assert "draft" not in demands
 
 
 def test_drafts_that_there_are_not_take_no_share_of_a_gpu() -> None:
     config = load_config({"draft_model": "medusa:heads", "num_targets": 2, "num_drafts": 8}, {})
-    assert plan_placement(config, {"CPU": 8.0, "GPU": 2.0}).target.num_gpus == 1
+    assert plan(config, {"CPU": 8.0, "GPU": 2.0}).demands["target"].num_gpus == 1
 
 
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
@@ -233,19 +238,18 @@ def test_what_else_a_role_asks_for_says_where_it_may_be_placed() -> None:
         "target_num_cpus": 2, "draft_num_cpus": 0, "tensor_parallel_size": 2, "model": "m",
         "draft_model": "small",
     }  # fmt: skip
-    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0})
-    assert placement.target.each == {"CPU": 2.0, "rack": 1.0, "disk": 0.5}
-    assert str(placement.target) == "2 times 2 CPUs and 0 GPUs and 1 rack and 0.5 disk"
-    assert placement.draft is not None
-    assert placement.draft.each == {"small": 2.0}
-    assert placement.coordinator.resources == {}
-    both = [placement.target, placement.draft]
+    demands = plan(load_config(settings, {}), {"CPU": 8.0}).demands
+    assert demands["target"].each == {"CPU": 2.0, "rack": 1.0, "disk": 0.5}
+    assert str(demands["target"]) == "2 times 2 CPUs and 0 GPUs and 1 rack and 0.5 disk"
+    assert demands["draft"].each == {"small": 2.0}
+    assert demands["coordinator"].resources == {}
+    both = [demands["target"], demands["draft"]]
     assert not beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0, "small": 2.0})
     assert beyond(both, {"CPU": 4.0, "rack": 1.0, "disk": 1.0, "small": 2.0}) == both[:1]
     assert beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0}) == both[1:]
     coordinator = {"coordinator_resources": "edge=1"}
-    placement = plan_placement(load_config(coordinator, {}), {"CPU": 8.0})
-    assert placement.coordinator.resources == {"edge": 1.0}
+    demands = plan(load_config(coordinator, {}), {"CPU": 8.0}).demands
+    assert demands["coordinator"].resources == {"edge": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_what_else_a_role_asks_for_says_where_it_may_be_placed() -> None:
 @pytest.mark.parametrize("key", ["target_resources", "draft_resources", "coordinator_resources"])
 def test_resources_that_are_none_are_refused_by_name(key: str, text: str) -> None:
     with pytest.raises(SettingError, match="it must be NAME=AMOUNT") as caught:
-        plan_placement(load_config({key: text}, {}), {"CPU": 8.0})
+        plan(load_config({key: text}, {}), {"CPU": 8.0})
     assert caught.value.key == key
     assert repr(text) in str(caught.value)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from deploy.fleet import ray_token
-from deploy.fleet.ray_token import check_asks_for_token
+from deploy.fleet import ray_connection as ray_token
+from deploy.fleet.ray_connection import check_asks_for_token
 from outrider.errors import SettingError
 
 REFUSED, DOWN = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from fleet_world import World, play
-from kept_in_memory import KeptInMemory
+from fleet_world import SavedInMemory, World, play
 
 from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler
@@ -33,18 +32,18 @@ async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray may restart it while it places. In the end nothing is kept."""
-    kept = KeptInMemory()
+    kept = SavedInMemory()
     kept.texts |= {"changes": "of an earlier one", "policy": "of an earlier one"}
     seen: list[dict[Any, str]] = []
 
     async def place(self: Fleet) -> None:
         seen.append(dict(kept.texts))
 
-    monkeypatch.setattr(module, "KeptByRay", lambda namespace: kept)
+    monkeypatch.setattr(module, "RaySavedState", lambda namespace: kept)
     monkeypatch.setattr(module, "RedisRegistry", lambda *_: MemoryRegistry())
     monkeypatch.setattr(Fleet, "place", place)
     for failure in (None, Unavailable("the Ray head does not answer")):
-        found = Reconciler(World().blueprint, "outrider-d")
+        found = Reconciler(World().spec, "outrider-d")
         await found.place()
         [texts] = seen
         assert texts == {"changes": "", "policy": found._autoscaling.policy.to_json()}
@@ -60,21 +59,21 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
 ) -> None:
     """An error of the constructor would come as Ray's text of a traceback."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
-    blueprint = World(redis_url="redis://h:1").blueprint
-    config = blueprint.placement.config
+    spec = World(redis_url="redis://h:1").spec
+    config = spec.config
     asking = replace(config.coordinator.redis, asks_for_password=True)
     config = replace(config, coordinator=config.coordinator.reaching(asking))
-    blueprint = replace(blueprint, placement=replace(blueprint.placement, config=config))
-    found = Reconciler(blueprint, "outrider-d")
+    spec = replace(spec, config=config)
+    found = Reconciler(spec, "outrider-d")
     with pytest.raises(SettingError, match="redis_password: is not known on"):
         await found.place()
 
 
 def reconciler_of(world: World, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
     monkeypatch.setattr(module, "Cluster", lambda *_, **__: world.machines)
-    monkeypatch.setattr(module, "KeptByRay", lambda namespace: KeptInMemory())
+    monkeypatch.setattr(module, "RaySavedState", lambda namespace: SavedInMemory())
     monkeypatch.setattr(module, "RedisRegistry", lambda *_: world.registry)
-    return Reconciler(world.blueprint, "outrider-d")
+    return Reconciler(world.spec, "outrider-d")
 
 
 def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +86,7 @@ def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyP
         await found.begin("target", "draft", "coordinator")
         await found.keep()
         await asyncio.sleep(1)
-        found._go_by(world._plan(max_num_seqs=5))
+        found._use(world._plan(max_num_seqs=5))
         world.machines.loading.clear()
         for replaced in (False, True):
             overview = await found.overview("")

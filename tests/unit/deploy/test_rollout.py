@@ -7,13 +7,12 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from kept_in_memory import KeptInMemory
+from fleet_world import SavedInMemory
 
 from deploy.fleet import rolling_update as rollout
-from deploy.fleet.model_files import check_same_tokens
-from deploy.fleet.placement import plan_placement
-from deploy.fleet.rolling_update import Changes, Rollout, changed
-from deploy.fleet.spec import FleetSpec
+from deploy.fleet.preflight import check_same_tokens
+from deploy.fleet.rolling_update import Changes, RollingUpdate, changed
+from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, TargetConfig, load_config
 from outrider.errors import ConfigError, SettingError, Unavailable
@@ -43,7 +42,7 @@ class World:
     """What a deployment keeps, its registry, and who makes plans for it."""
 
     def __init__(self, cluster_gpus: float = 0.0, **settings: object) -> None:
-        self.kept = KeptInMemory()
+        self.kept = SavedInMemory()
         self.registry = MemoryRegistry(lambda: 0.0)
         self.cluster_gpus = cluster_gpus
         """At the start."""
@@ -58,11 +57,8 @@ class World:
         config = given(**self.settings)
         found = replace(config, coordinator=replace(config.coordinator, redis_url="unix:///x"))
         amounts = {"CPU": 64, "GPU": self.cluster_gpus}
-        self.original = FleetSpec(
-            placement=plan_placement(found, amounts), deployment="d", log_directory="",
-            local=True, given=config,
-        )  # fmt: skip
-        self.rollout = Rollout(
+        self.original = plan_fleet(config, found, amounts, "d", local=True)
+        self.rollout = RollingUpdate(
             self.kept, self.registry, self.original, self._resolve, self._check, self._go
         )
 
@@ -94,10 +90,10 @@ def test_changes_add_up_and_make_a_plan() -> None:
         second = await world.tell(max_model_len=99)
         assert [plan.given.target.max_num_seqs for plan in world.plans] == [7, 7]
         assert world.plans[1].given.target.max_model_len == 99
-        assert world.plans[1].redis.url == "unix:///x"
+        assert world.plans[1].config.coordinator.redis.url == "unix:///x"
         assert world.plans[0].plan("draft") == world.plans[1].plan("draft")
         assert world.plans[0].plan("target") != world.plans[1].plan("target")
-        assert (world.rollout._holds.name, first != second) == (second, True)
+        assert (world.rollout._changes.name, first != second) == (second, True)
 
     run_virtually(main())
 
@@ -111,7 +107,7 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
             await world.tell(draft_model="ngram")
         with pytest.raises(ConfigError, match=r"num_targets: .*use `outrider scale`"):
             await world.tell(num_targets=3)
-        assert (len(world.plans), world.rollout._holds.name) == (1, name)
+        assert (len(world.plans), world.rollout._changes.name) == (1, name)
         await world.tell(max_model_len=99)
         assert world.plans[1].given.draft.model == "emulated"
         assert world.plans[1].given.target.max_num_seqs == 7
@@ -138,12 +134,12 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
 
     async def main() -> None:
         world = World()
-        await world.rollout.return_to()
+        await world.rollout.restore()
         assert world.plans == []
         name = await world.tell(draft_model="ngram")
         world.again()
         world.missing.add("ngram")
-        returning = asyncio.create_task(world.rollout.return_to())
+        returning = asyncio.create_task(world.rollout.restore())
         await asyncio.sleep(5)
         assert (len(world.plans), returning.done()) == (1, False)
         world.kept.failure = Unavailable("away")
@@ -152,12 +148,12 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
         world.missing.clear()
         await returning
         assert world.plans[1] == world.plans[0]
-        assert world.rollout._holds.name == name
+        assert world.rollout._changes.name == name
         world.missing.add("suffix")
         with pytest.raises(ConfigError, match="is not to be had"):
             await world.tell(draft_model="suffix")
         world.again()
-        await world.rollout.return_to()
+        await world.rollout.restore()
         assert world.plans[2] == world.plans[0]
 
     run_virtually(main())
@@ -173,10 +169,10 @@ def test_gpus_that_come_or_go_replace_no_model(machine: dict[str, float], gpus_n
         machine["GPU"] = gpus_now
         await world.tell(run_ahead_rounds=2)
         world.again()
-        await world.rollout.return_to()
+        await world.rollout.restore()
         for plan in world.plans:
             assert [plan.plan("target"), plan.plan("draft")] == models
-            assert plan.placement.config.target.device == "cuda"
+            assert plan.config.target.device == "cuda"
             assert plan.plan("coordinator") != world.original.plan("coordinator")
 
     run_virtually(main())
@@ -204,11 +200,11 @@ def test_gpus_are_shared_out_anew_where_changes_say_how(
         machine["GPU"] = 8.0
         await world.tell(run_ahead_rounds=2)
         world.again()
-        await world.rollout.return_to()
+        await world.rollout.restore()
         for plan in world.plans:
-            draft = plan.placement.draft
+            draft = plan.demands.get("draft")
             assert draft is not None
-            assert [plan.placement.target.num_gpus, draft.num_gpus] == shares
+            assert [plan.demands["target"].num_gpus, draft.num_gpus] == shares
 
     run_virtually(main())
 
@@ -220,8 +216,8 @@ def test_a_deployment_that_begins_anew_has_no_changes() -> None:
         world = World()
         await world.tell(max_num_seqs=7)
         world.again()
-        await world.rollout.begin()
-        await world.rollout.return_to()
+        await world.rollout.forget()
+        await world.rollout.restore()
         assert len(world.plans) == 1
 
     run_virtually(main())
@@ -234,7 +230,7 @@ def test_a_request_that_is_made_again_after_a_lost_answer_changes_nothing() -> N
         world = World()
         await world.rollout.change("first", {"max_num_seqs": 7})
         world.again()
-        await world.rollout.return_to()
+        await world.rollout.restore()
         await world.rollout.change("first", {"max_num_seqs": 7})
         assert len(world.plans) == 2
         await world.rollout.change("second", {"max_num_seqs": 9})
@@ -257,7 +253,7 @@ def test_of_several_that_ask_at_once_each_is_heard() -> None:
         assert (given.target.max_num_seqs, given.target.max_model_len) == (7, 99)
         assert given.coordinator.run_ahead_rounds == 2
         assert len(set(names)) == len(world.plans) == 3
-        assert world.rollout._holds.name == names[-1]
+        assert world.rollout._changes.name == names[-1]
 
     run_virtually(main())
 
@@ -272,7 +268,7 @@ def test_changes_that_cannot_be_kept_do_not_hold() -> None:
         with pytest.raises(Unavailable):
             await world.rollout.change("lost", {"max_num_seqs": 9})
         assert world.plans[-1].given.target.max_num_seqs == 7
-        assert world.rollout._holds.name == name
+        assert world.rollout._changes.name == name
         world.kept.failure = None
         await world.rollout.change("lost", {"max_num_seqs": 9})
         assert world.plans[-1].given.target.max_num_seqs == 9
@@ -286,7 +282,7 @@ def test_a_plan_that_fits_no_machine_is_not_kept() -> None:
         name = await world.tell(max_num_seqs=7)
         with pytest.raises(SettingError, match="does not fit"):
             await world.tell(max_num_seqs=FITS_NOWHERE)
-        assert world.rollout._holds.name == name
+        assert world.rollout._changes.name == name
         assert Changes.from_json(world.kept.texts["changes"]).name == name
 
     run_virtually(main())

@@ -14,9 +14,9 @@ from recorded import RAY, record
 from deploy.cli.main import main
 from deploy.cli.scale import parsed_counts
 from deploy.fleet.local_state import publish, state_directory
-from deploy.fleet.ray_token import new_token
+from deploy.fleet.ray_connection import new_token
 from deploy.fleet.status import Overview, ReplicaView
-from outrider.autoscaling import Policy
+from outrider.config import AutoscalePolicy as Policy
 from outrider.errors import ConfigError
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role

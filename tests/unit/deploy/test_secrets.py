@@ -14,19 +14,19 @@ import ray
 from ray._common.utils import try_to_create_directory
 
 from deploy.fleet.ray_connection import RayConnection, _without_secrets
-from deploy.fleet.secret_files import Secrets
+from deploy.fleet.security_setup import SecretFiles
 from outrider.errors import SettingError
 
 
 def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Path) -> None:
     place = tmp_path / "state" / "secrets"
-    secrets = Secrets(place)
+    secrets = SecretFiles(place)
     path = secrets.hide("one", "first")
     assert secrets.hide("two", "second").read_text() == "second"
     assert path.read_text() == "first"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert Secrets(place).hide("two", "of another start").read_text() == "of another start"
+    assert SecretFiles(place).hide("two", "of another start").read_text() == "of another start"
     assert not path.exists()
     secrets.forget()
     assert not place.exists()
@@ -45,7 +45,7 @@ def test_other_users_do_not_enter_the_directory_of_a_local_ray(
         raise ConnectionError
 
     monkeypatch.setattr(ray, "init", init)
-    connection = RayConnection("", "outrider-test", Secrets(tmp_path / "secrets"))
+    connection = RayConnection("", "outrider-test", SecretFiles(tmp_path / "secrets"))
     with pytest.raises(SettingError):
         asyncio.run(connection.connect())
     [ours] = told[0].relative_to("/tmp").parts[:1]

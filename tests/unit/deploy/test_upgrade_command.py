@@ -35,7 +35,7 @@ class Fleet:
         self.num_unanswered = 0
         """Changes that are heard, and then it dies."""
 
-    async def blueprint(self) -> Any:
+    async def spec(self) -> Any:
         return SimpleNamespace(given=self.given)
 
     async def change(self, name: str, values: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def fleet() -> Fleet:
 
 @pytest.fixture
 def ray(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Connections:
-    answers = {one: getattr(fleet, one) for one in ("blueprint", "change", "overview")}
+    answers = {one: getattr(fleet, one) for one in ("spec", "change", "overview")}
     return deployed_here(monkeypatch, answers)
 
 

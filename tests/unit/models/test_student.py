@@ -14,7 +14,7 @@ from models import save_tiny_drafter, save_tiny_model, tiny_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from deploy.fleet.model_files import resolve_models
+from deploy.fleet.preflight import resolve_models
 from outrider.config import load_config
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError

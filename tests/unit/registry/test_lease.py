@@ -11,8 +11,14 @@ import pytest
 
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
-from outrider.registry.lease import Lease
-from outrider.registry.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import (
+    LEASE_S,
+    RENEWAL_S,
+    Lease,
+    MemoryRegistry,
+    ReplicaRecord,
+    Role,
+)
 
 RECORD = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
 

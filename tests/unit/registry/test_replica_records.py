@@ -76,19 +76,9 @@ def test_a_record_with_a_value_of_another_kind_is_none(name: str, value: object)
         ReplicaRecord.from_json(json.dumps(LEAST | {name: value}))
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "Expecting value"),
-        ("{", "Expecting property name"),
-        (b"\xff\xff", "can't decode"),
-        ("7", "a record is an object"),
-        ("null", "a record is an object"),
-        ('["role", "name", "address", "host", "pid"]', "a record is an object"),
-    ],
-)
-def test_what_is_no_object_is_no_record(text: str | bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+@pytest.mark.parametrize("text", ["", "{", b"\xff\xff", "7", "null", '["role", "name"]'])
+def test_what_is_no_object_is_no_record(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="not a record"):
         ReplicaRecord.from_json(text)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import PageCounts
-from outrider.registry.load import WINDOW_S
+from outrider.registry.registry import WINDOW_S
 from outrider.replica.scheduler import StepLoad
 from outrider.replica.step_request import StepFigures
 

@@ -1,0 +1,234 @@
+"""Changes how many replicas are wanted, by what they say of their work.
+
+| role | more, where |
+| --- | --- |
+| target | an item waits more than `target_queue_steps` steps for its own |
+| draft | a larger share of the rounds than `draft_waits` waits for its turn |
+| coordinator | it runs more than `coordinator_sessions` sessions |
+
+One fewer where what that is about is below `calm` of its bound, and so would be the share of time
+and places that one fewer would be busy with.
+
+Growing is quick: by as many as the excess asks for, at most to twice the number. Shrinking is slow:
+by one at a time, after it would have been right for `calm_s` on end. Between two changes of a role
+pass at least `cooldown_s`.
+
+Where fewer are there than are wanted the number does not grow, for those that are missing may be
+enough. It shrinks by what those that are there are busy with, to as many as were there at most in
+that time: they have been enough. While one of them leaves, or where there is none, nothing changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from outrider.config import AutoscalePolicy, Bounds
+from outrider.errors import OutriderError
+from outrider.registry.registry import ROLES, Registry, ReplicaRecord, Role
+
+from .ray_cluster import SavedState, retried
+
+_log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 1.0
+"""Between two looks at what replicas say of their work."""
+GROWTH_MAX: Final = 2
+"""Times as many at once."""
+IDLE: Final = 0.01
+"""A replica that is busy for a smaller share of the time is idle."""
+
+
+Records = Mapping[Role, Sequence[ReplicaRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another number of a role's replicas."""
+
+    role: Role
+    count: int
+    reason: str
+
+
+class Autoscaler:
+    """Decides; remembers what was changed, and how long it has been calm."""
+
+    def __init__(self) -> None:
+        self._changed_at: dict[Role, float] = {}
+        self._calm: dict[Role, tuple[float, int]] = {}
+        """Since when, and how many replicas have been there at most since."""
+
+    def decide(
+        self, now: float, policy: AutoscalePolicy, wanted: Mapping[Role, int], records: Records
+    ) -> list[Change]:
+        """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
+        changes = []
+        for role, (least, most) in policy.bounds.items():
+            if (count := wanted.get(role)) is None:
+                continue
+            change = None
+            if not least <= count <= most:
+                bounded = min(max(count, least), most)
+                change = Change(role, bounded, f"it must be {least} to {most}")
+            elif self._is_settled(now, policy, role, count, records[role]):
+                change = self._change(now, policy, role, count, records)
+            if change is not None:
+                self._changed_at[role] = now
+                self._calm.pop(role, None)
+                changes.append(change)
+        return changes
+
+    def _is_settled(
+        self,
+        now: float,
+        policy: AutoscalePolicy,
+        role: Role,
+        count: int,
+        records: Sequence[ReplicaRecord],
+    ) -> bool:
+        rests = now < self._changed_at.get(role, -math.inf) + policy.cooldown_s
+        num_there = _num_staying(records)
+        is_short = 0 < num_there < count and num_there == len(records)
+        return not rests and (num_there == count or is_short)
+
+    def _change(
+        self, now: float, policy: AutoscalePolicy, role: Role, count: int, records: Records
+    ) -> Change | None:
+        least, most = policy.bounds[role]
+        num_there = _num_staying(records[role])
+        excess, load, reason = _LOADS[role](policy, records)
+        if excess > 1:
+            self._calm.pop(role, None)
+            if num_there < count:
+                return None
+            grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
+            return Change(role, grown, reason) if grown > count else None
+        fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
+        if fewer_load >= policy.calm or count <= least:
+            self._calm.pop(role, None)
+            return None
+        since, num_enough = self._calm.get(role, (now, num_there))
+        num_enough = max(num_enough, num_there)
+        self._calm[role] = since, num_enough
+        if now < since + policy.calm_s:
+            return None
+        return Change(role, max(least, min(num_enough, count - 1)), reason)
+
+
+_Load = tuple[float, float, str]
+"""How far above its threshold the load is (1 = at it), how busy the replicas are (1 = wholly), and
+both in words."""
+
+
+def _target_load(policy: AutoscalePolicy, records: Records) -> _Load:
+    found = [one.figures for one in records["target"]]
+    queue = _mean([one.queue_steps for one in found])
+    used = _mean([(one.busy or 0.0) * (one.fill or 0.0) for one in found])
+    reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
+    return queue / policy.target_queue_steps, used, reason
+
+
+def _draft_load(policy: AutoscalePolicy, records: Records) -> _Load:
+    if not _num_staying(records["draft"]):
+        sessions = sum(one.load for one in records["coordinator"])
+        return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
+    waits = _mean([one.figures.draft_waits for one in records["coordinator"]])
+    busy = _mean([one.figures.busy for one in records["draft"]])
+    reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
+    return waits / policy.draft_waits, busy, reason
+
+
+def _coordinator_load(policy: AutoscalePolicy, records: Records) -> _Load:
+    found = records["coordinator"]
+    sessions = sum(one.load for one in found)
+    each = sessions / max(1, _num_staying(found)) / policy.coordinator_sessions
+    return each, each, f"{sessions} sessions run"
+
+
+_LOADS: Final = {"target": _target_load, "draft": _draft_load, "coordinator": _coordinator_load}
+
+
+def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
+    """The load of each that is left of those that are there."""
+    if num_left > 0:
+        return load * num_there / num_left
+    return math.inf if load > IDLE else 0.0
+
+
+def _num_staying(records: Sequence[ReplicaRecord]) -> int:
+    return sum(not one.leaving for one in records)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """A replica without a figure has had nothing to do."""
+    return sum(value or 0.0 for value in values) / len(values) if values else 0.0
+
+
+class Autoscaling:
+    """Looks at the registry until it is cancelled."""
+
+    def __init__(self, saved: SavedState, registry: Registry, policy: AutoscalePolicy) -> None:
+        """`policy` is the one at first; `outrider autoscale` changes its bounds."""
+        self._saved = saved
+        self._registry = registry
+        self._scaler = Autoscaler()
+        self.policy = policy
+
+    async def begin(self) -> None:
+        """Forgets what a deployment of this name had before. Raises `Unavailable`."""
+        await self._saved.save("policy", self.policy.to_json())
+
+    async def forget(self) -> None:
+        """Keeps no policy any more, at the end of a deployment. Raises `Unavailable`."""
+        await self._saved.save("policy", "")
+
+    async def restore(self) -> None:
+        """Takes over the bounds that an earlier reconciler of the deployment had saved."""
+
+        async def load() -> None:
+            if text := await self._saved.load("policy"):
+                self.use(self.policy, AutoscalePolicy.from_json(text).bounds)
+
+        await retried("the bounds that hold", load)
+
+    async def bound(self, changes: Mapping[Role, Bounds | None]) -> AutoscalePolicy:
+        """Other bounds for some roles, None for a role whose number the load no longer decides;
+        the policy that holds then. Raises `Unavailable`; then the one before still holds."""
+        bounds = {**self.policy.bounds, **changes}
+        kept = {role: pair for role, pair in bounds.items() if pair is not None}
+        policy = replace(self.policy, bounds=kept)
+        if policy != self.policy:
+            await self._saved.save("policy", policy.to_json())
+            self.policy = policy
+        return self.policy
+
+    def use(self, policy: AutoscalePolicy, bounds: Mapping[Role, Bounds] | None = None) -> None:
+        """Other thresholds from now on; bounds stay as they are unless they are given."""
+        self.policy = replace(policy, bounds=self.policy.bounds if bounds is None else bounds)
+
+    async def run(self) -> None:
+        """Looks again and again."""
+        while True:
+            try:
+                await self.look()
+            except OutriderError as error:
+                _log.warning("the numbers of replicas stay: %s", error)
+            except Exception:  # noqa: BLE001 (the fleet goes on with the numbers that it has)
+                _log.exception("the numbers of replicas stay")
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def look(self) -> None:
+        """Once. Raises `StoreUnavailable`."""
+        if not self.policy.bounds:
+            return
+        wanted = await self._registry.wanted()
+        records = {role: await self._registry.records(role) for role in ROLES}
+        now = asyncio.get_running_loop().time()
+        for change in self._scaler.decide(now, self.policy, wanted, records):
+            _log.info("wanted: %s=%d, %s", change.role, change.count, change.reason)
+            await self._registry.want({change.role: change.count})
