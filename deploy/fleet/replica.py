@@ -75,7 +75,8 @@ class Replica:
         return one
 
     @property
-    def _leader(self) -> Actor:
+    def leader(self) -> Actor:
+        """The rank that serves."""
         return self.ranks[0]
 
     @property
@@ -94,7 +95,7 @@ class Replica:
         """Starts its service, and the other ranks of its model."""
         seats = await self._seats_of_followers(timeout_s)
         address: str = await _of_the_first(
-            self._leader.call("start", config, log_directory, timeout_s=timeout_s),
+            self.leader.call("start", config, log_directory, timeout_s=timeout_s),
             *(
                 follower.call(
                     "start", config, self.role, seat, timeout_s, log_directory, timeout_s=timeout_s
@@ -103,7 +104,7 @@ class Replica:
             ),
         )
         if self.role == "coordinator":
-            found: Engagement = await self._leader.call("engagement", timeout_s=timeout_s)
+            found: Engagement = await self.leader.call("engagement", timeout_s=timeout_s)
             self.http_address = found.http_address
         self.address = address
 
@@ -112,8 +113,8 @@ class Replica:
         if not self._followers:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)
-        rendezvous: Rendezvous = await self._leader.call(
-            "open_meeting", len(self.ranks), neighbours[self._leader.place.node], timeout_s
+        rendezvous: Rendezvous = await self.leader.call(
+            "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
         )
         return [
             (actor, Seat(rendezvous, actor.rank, neighbours[actor.place.node]))
@@ -143,10 +144,10 @@ class Replica:
             return
         loop = asyncio.get_running_loop()
         try:
-            await self._leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
+            await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
             give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
             while loop.time() < min(give_up_at, since + QUIET_S):
-                traffic: Traffic = await self._leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
+                traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
                 if traffic.num_items != before:
                     before, since = traffic.num_items, loop.time()
                 await asyncio.sleep(QUIET_S / 4)
@@ -156,7 +157,7 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """Lets what runs end within the time, and ends all ranks."""
         if self.ranks:
-            await _stop(self._leader, grace_s)
+            await _stop(self.leader, grace_s)
         # They have ended with their leader, unless it died.
         await asyncio.gather(*(_stop(actor, grace_s) for actor in self._followers))
 

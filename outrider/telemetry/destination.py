@@ -27,16 +27,17 @@ class Destination:
     @classmethod
     def parse(cls, text: str) -> Destination:
         """From `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
-        values: dict[str, str] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            key, _, value = part.partition("=")
-            if key not in ("otlp", "prometheus") or key in values:
-                raise _wrong(text)
-            values[key] = value
-        return cls(
-            _endpoint(values["otlp"], text) if "otlp" in values else "",
-            _port(values["prometheus"], text) if "prometheus" in values else None,
-        )
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        values = {key: value for key, _, value in (part.partition("=") for part in parts)}
+        endpoint, port = values.get("otlp"), values.get("prometheus")
+        if (
+            len(values) < len(parts)
+            or not values.keys() <= {"otlp", "prometheus"}
+            or (endpoint is not None and not _is_endpoint(endpoint))
+            or (port is not None and not _is_port(port))
+        ):
+            raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
+        return cls(endpoint or "", None if port is None else int(port))
 
     @property
     def nowhere(self) -> bool:
@@ -52,23 +53,14 @@ class Destination:
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot
 
 
-def _wrong(text: str) -> SettingError:
-    return SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
-
-
-def _endpoint(value: str, text: str) -> str:
+def _is_endpoint(value: str) -> bool:
     try:
         url = urlsplit(value)
-        known = url.scheme in ("http", "https") and url.hostname and url.port
+        return bool(url.scheme in ("http", "https") and url.hostname and url.port)
     except ValueError:
-        raise _wrong(text) from None
-    if not known:
-        raise _wrong(text)
-    return value
+        return False
 
 
-def _port(value: str, text: str) -> int:
+def _is_port(value: str) -> bool:
     last = PROMETHEUS_PORT_MAX - len(ROLES) + 1
-    if not (value.isascii() and value.isdecimal() and int(value) <= last):
-        raise _wrong(text)
-    return int(value)
+    return value.isascii() and value.isdecimal() and int(value) <= last

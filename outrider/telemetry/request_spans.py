@@ -102,33 +102,6 @@ class ObservedRequests(Observation):
 
 
 class ObservedRequest(RequestObserver):
-    __slots__ = (
-        "_arrived",
-        "_arrived_ns",
-        "_asked",
-        "_contexts",
-        "_decided_ns",
-        "_detail",
-        "_ended",
-        "_first_token_at",
-        "_genai",
-        "_index",
-        "_last_shown_at",
-        "_metrics",
-        "_num_fallbacks",
-        "_num_resyncs",
-        "_num_sampled",
-        "_open_s",
-        "_parent",
-        "_quiet",
-        "_rounds",
-        "_sampled",
-        "_seconds",
-        "_span",
-        "_times",
-        "_tracer",
-    )
-
     def __init__(
         self,
         shared: ObservedRequests,
