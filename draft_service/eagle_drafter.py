@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, check
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
 from outrider.models.eagle import LoadedEagle, Pairs
-from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 
 
@@ -63,7 +63,7 @@ class EagleDrafter:
         never. `entries_max` bounds the support of each draft distribution."""
         check(sessions_max > 0, "sessions_max must be positive")
         self._head = eagle.module
-        self._draws = RoundDraws(DraftVocabulary.of(eagle.token_ids), entries_max)
+        self._sampler = DraftSampler(DraftVocabulary.of(eagle.token_ids), entries_max)
         self._lookup = lookup
         self._min_score = min_score
         self._sessions_max = sessions_max
@@ -183,7 +183,7 @@ class EagleDrafter:
     def _draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """A token of every round at a time."""
         windows = [self._windows[request.session_id] for request in requests]
-        growing = [GrowingRound(_wanted(request)) for request in requests]
+        drafts = [AutoregressiveDraft(request) for request in requests]
         keys = nn.utils.rnn.pad_sequence([window.keys for window in windows], batch_first=True)
         values = nn.utils.rnn.pad_sequence([window.values for window in windows], batch_first=True)
         lengths = torch.tensor([len(window.keys) for window in windows], device=keys.device)
@@ -192,40 +192,22 @@ class EagleDrafter:
         queries = torch.stack([window.last.queries for window in windows])
         joined = torch.stack([window.last.joined for window in windows])
         features = torch.stack([window.features for window in windows])
-        for depth in range(max(request.num_draft_tokens for request in requests)):
-            active = [index for index, entry in enumerate(growing) if entry.goes_on()]
-            if not active:
-                break
+
+        def next_logits(active: Sequence[int]) -> torch.Tensor:
+            nonlocal features, joined, keys, queries, seen, values
+            depth = len(drafts[active[0]].token_ids)
             if depth > 0:
-                newest = torch.tensor([entry.newest for entry in growing], device=keys.device)
+                newest = torch.tensor([draft.newest for draft in drafts], device=keys.device)
                 pairs = self._head.pairs(features, newest, places + (depth - 1))
                 queries, joined = pairs.queries, pairs.joined
                 keys = torch.cat([keys, pairs.keys[:, None]], 1)
                 values = torch.cat([values, pairs.values[:, None]], 1)
                 seen = nn.functional.pad(seen, (0, 1), value=True)
-            mixed = _attend(queries, keys, values, seen)
-            features = self._head.guess(features, joined, mixed)
-            logits = self._head.logits(features[active])
-            self._draws.draw([growing[index] for index in active], logits, depth)
-        return [entry.result() for entry in growing]
+            features = self._head.guess(features, joined, _attend(queries, keys, values, seen))
+            return self._head.logits(features[active])
 
-
-def _wanted(request: DraftRequest) -> RoundWanted:
-    token_ids, prompt_length = request.token_ids, request.prompt_length
-    history = NO_HISTORY
-    if request.sampling.penalised:
-        history = TokenHistory(tuple(token_ids[:prompt_length]), tuple(token_ids[prompt_length:]))
-    return RoundWanted(
-        newest=token_ids[-1],
-        num_draft_tokens=request.num_draft_tokens,
-        sampling=request.sampling,
-        rule=request.rule,
-        noise=request.noise,
-        history=history,
-        siblings=request.siblings,
-        allowed=request.allowed,
-        deadline=request.deadline,
-    )
+        self._sampler.run(drafts, next_logits)
+        return [draft.proposal for draft in drafts]
 
 
 def _behind(request: DraftRequest, rows: Features) -> Sequence[int]:

@@ -24,7 +24,8 @@ from itertools import count
 
 import torch
 
-from draft_service.model_drafter import Branch, ModelDrafter
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import EngineLost, OutOfPages, OutriderError
@@ -41,7 +42,7 @@ from outrider.speculation.outcome_prediction import (
     guess_round,
     with_bonus,
 )
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -179,7 +180,9 @@ class LookAhead:
         self._fan_out(before).note(guesses, num_accepted, guesses.rank(num_accepted, outcome[-1]))
         return outcome
 
-    def _taken(self, before: RoundAhead | None, outcome: tuple[int, ...] | None) -> Branch | None:
+    def _taken(
+        self, before: RoundAhead | None, outcome: tuple[int, ...] | None
+    ) -> AutoregressiveDraft | None:
         """The branch of an outcome of the round before, out of its hands."""
         if before is None:
             return None
@@ -189,7 +192,9 @@ class LookAhead:
                 return found.branch
         return None
 
-    def _begin_wanted(self, now: RoundAhead, taken: Branch | None) -> list[DraftAnswer]:
+    def _begin_wanted(
+        self, now: RoundAhead, taken: AutoregressiveDraft | None
+    ) -> list[DraftAnswer]:
         """Somebody waits for a proposal: the branch that came true goes on, or the session is
         drafted. A branch with half of its tokens is answered as it is: the others are the least
         likely to be accepted, and each takes a pass. This depends on when it was asked for, and on
@@ -314,9 +319,9 @@ class LookAhead:
         for found in [one for one in now.outcomes if one.branch.is_whole]:
             now.outcomes.remove(found)
             self._keep_or_release(now, found)
-            result = found.branch.result()
-            if isinstance(result, Proposal):
-                answers += self._pushed(now, found.assumed, SealedProposal.of(result))
+            if found.branch.error is None:
+                sealed = SealedProposal.of(found.branch.proposal)
+                answers += self._pushed(now, found.assumed, sealed)
         return answers
 
     def _keep_or_release(self, now: RoundAhead, found: Outcome) -> None:
@@ -326,22 +331,21 @@ class LookAhead:
         else:
             self._engine.release(found.name)
 
-    def _record_wanted(self, now: RoundAhead, branch: Branch) -> None:
+    def _record_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> None:
         """Notes what the session's own sequence has run."""
         if branch.request.session_id == now.session_id and self._stands(branch):
             run = (*now.committed, *branch.token_ids)
             now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
 
-    def _answer_wanted(self, now: RoundAhead, branch: Branch) -> DraftAnswer:
+    def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
         """Answers with the proposal that was waited for; the round is to be read then."""
         now.wanted = None
         name = branch.request.session_id
-        result = branch.result()
-        if not isinstance(result, Proposal):
+        if branch.error is not None:
             if name != now.session_id:
                 self._engine.release(name)
-            return refusal(now.item.head.key, result)
-        answer = self._answer(now, SealedProposal.of(result), branch.deadline.has_cut)
+            return refusal(now.item.head.key, branch.error)
+        answer = self._answer(now, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
         if branch.is_seen and self._stands(branch):
             now.basis = Basis(name, branch.rows[: len(now.drafted)])
         elif name != now.session_id:
@@ -370,7 +374,7 @@ class LookAhead:
         now.bytes_left -= reply.num_bytes
         return [reply]
 
-    def _recover(self, wanted: Sequence[Branch], error: Exception) -> bool:
+    def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
         """A pass has failed: nothing is worked out ahead for now. False where the error may be the
         engine's own, and nobody's drawn tokens would be lost by that."""
         _log.info("a pass of the draft failed: %r", error)
@@ -385,7 +389,7 @@ class LookAhead:
                 self._drafter.end(branch, error)
         return True
 
-    def _advance_alone(self, branch: Branch) -> None:
+    def _advance_alone(self, branch: AutoregressiveDraft) -> None:
         """Again for one of those whose pass has failed. That left the sequence as it was, or
         forgot it: then there is nothing to go on from."""
         if not self._stands(branch):
@@ -404,7 +408,7 @@ class LookAhead:
             now.wanted.num_wanted = len(now.wanted.token_ids)
         now.outcomes = [found for found in now.outcomes if self._stands(found.branch)]
 
-    def _stands(self, branch: Branch) -> bool:
+    def _stands(self, branch: AutoregressiveDraft) -> bool:
         held = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self._engine.length(branch.request.session_id) == held
 
@@ -457,7 +461,7 @@ class Outcome:
 
     assumed: tuple[int, ...]
     chance: float
-    branch: Branch
+    branch: AutoregressiveDraft
 
     @property
     def name(self) -> str:
@@ -501,7 +505,7 @@ class RoundAhead:
         """Tokens that its table has while its own proposal grows."""
         self.drafted: tuple[int, ...] = ()
         """x_1..x_K, once they are known."""
-        self.wanted: Branch | None = None
+        self.wanted: AutoregressiveDraft | None = None
         """The proposal that is waited for, as it grows."""
         self.basis: Basis | None = None
         """Where outcomes can branch off before the round is read."""

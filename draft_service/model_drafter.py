@@ -12,28 +12,23 @@ from typing import Final
 
 import torch
 
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Chain, ChainEngine, Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.draft_sampling import (
     DeviceDraws,
-    DraftedGroup,
     Drawing,
-    LikelyTokens,
     can_draw,
-    draw_from_logits,
-    draw_siblings,
 )
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     DraftVocabulary,
-    TokenHistory,
-    draft_mask,
-    masked_logits,
 )
-from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal, comb
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.proposal import (
+    EMPTY_PROPOSAL,
+    Proposal,
+)
 
 _UNSEEN_OF_A_ROUND: Final = 2
 """Tokens of a prefix that a call may run in the time of its draws."""
@@ -49,72 +44,6 @@ class Unended:
 
     token_ids: tuple[int, ...]
     """What it has so far."""
-
-
-class Branch:
-    """One proposal as it grows."""
-
-    __slots__ = (
-        "beside", "deadline", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen",
-    )  # fmt: skip
-
-    def __init__(self, request: DraftRequest, unseen: tuple[int, ...], num_wanted: int) -> None:
-        self.request = request
-        self.unseen = unseen
-        """Tokens that the engine must run before the next draw."""
-        self.num_wanted = num_wanted
-        self.deadline = request.deadline
-        self.token_ids: list[int] = []
-        self.beside: list[tuple[int, ...]] = []
-        """The other candidates for the place of each."""
-        self.q: list[DraftDistribution | None] = []
-        self.rows: list[LikelyTokens] = []
-        """What each of its tokens was drawn from, where that is kept."""
-        self.error: OutriderError | None = None
-        """Why nothing could be drawn."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all its tokens, or will never have one more."""
-        return self.error is not None or len(self.token_ids) >= self.num_wanted
-
-    def goes_on(self) -> bool:
-        """Whether a further token is to be drawn: asked before each draw, which follows if so. A
-        branch without time for it is whole as it is."""
-        if self.is_whole:
-            return False
-        if not self.deadline.allows_draw():
-            self.num_wanted = len(self.token_ids)
-            return False
-        return True
-
-    @property
-    def num_candidates(self) -> int:
-        """That are wanted for the next place."""
-        depth, siblings = len(self.token_ids), self.request.siblings
-        return 1 + siblings[depth] if depth < len(siblings) else 1
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether it has tokens, and what all of them were drawn from is known."""
-        return 0 < len(self.token_ids) == len(self.rows)
-
-    def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Goes on with the first of these; the others are candidates for its place."""
-        self.token_ids.append(token_ids[0])
-        self.beside.append(token_ids[1:])
-        self.q.append(q)
-
-    def result(self) -> Proposal | OutriderError:
-        """What has been drafted, with q where the rule looks at it; or why nothing could be."""
-        if self.error is not None:
-            return self.error
-        q = tuple(self.q) if self.request.rule.needs_q else ()
-        parents = comb([len(others) for others in self.beside])
-        if not parents:
-            return Proposal(tuple(self.token_ids), q)
-        groups = zip(self.token_ids, self.beside, strict=True)
-        return Proposal(tuple(v for first, others in groups for v in (first, *others)), q, parents)
 
 
 class ModelDrafter:
@@ -133,13 +62,13 @@ class ModelDrafter:
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
-        self._entries_max = entries_max
-        self._growing: dict[str, Branch] = {}
+        self._growing: dict[str, AutoregressiveDraft] = {}
         """By session: what has not ended."""
         self._draw_s = 0.0
         """What a draw takes where several are made in one call, with its pass; 0 = not known."""
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
+        self._sampler = DraftSampler(self.vocabulary, entries_max)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:
         """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
@@ -166,7 +95,7 @@ class ModelDrafter:
             raise
         return [EMPTY_PROPOSAL if branch is None else self._result(branch) for branch in branches]
 
-    def _begin_or_go_on(self, request: DraftRequest) -> Branch | None:
+    def _begin_or_go_on(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """A branch that goes on has ended if it has lost its pages: what was drawn is proposed."""
         if not request.goes_on:
             self._growing.pop(request.session_id, None)
@@ -174,24 +103,24 @@ class ModelDrafter:
         branch = self._growing[request.session_id]
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         if self._engine.length(request.session_id) != length:
-            branch.num_wanted = len(branch.token_ids)
+            branch.stop()
         return branch
 
-    def _result(self, branch: Branch) -> Proposal | OutriderError | Unended:
+    def _result(self, branch: AutoregressiveDraft) -> Proposal | OutriderError | Unended:
         session_id = branch.request.session_id
         if branch.token_ids and not branch.is_whole:
             branch.unseen = (branch.token_ids[-1],)
             self._growing[session_id] = branch
             return Unended(tuple(branch.token_ids))
         self._growing.pop(session_id, None)
-        return branch.result()
+        return branch.error or branch.proposal
 
     def release(self, session_id: str) -> None:
         """See `Drafter.release`."""
         self._growing.pop(session_id, None)
         self._engine.release(session_id)
 
-    def begin(self, request: DraftRequest) -> Branch | None:
+    def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """A proposal without tokens yet; None where the model cannot go on after the prefix."""
         info = self._engine.info
         committed = request.token_ids
@@ -202,10 +131,10 @@ class ModelDrafter:
         unseen = tuple(committed[held:])
         if len(committed) > info.max_model_len or max(unseen) >= info.vocab_size:
             return None
-        return Branch(request, unseen, num_wanted)
+        return AutoregressiveDraft(request, num_wanted, unseen)
 
     def advance(
-        self, branches: Sequence[Branch], beside: Sequence[SequenceStep] = ()
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[torch.Tensor]:
         """One pass for proposals that are not whole, of any length so far: each has a token more
         then, or all of them, or an error. Returns the logits of other sequences' steps, which run
@@ -222,7 +151,9 @@ class ModelDrafter:
             self._draw(others, logits[len(beside) :])
         return logits[: len(beside)]
 
-    def _grow_at_once(self, branches: Sequence[Branch], beside: Sequence[Branch]) -> bool:
+    def _grow_at_once(
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[AutoregressiveDraft]
+    ) -> bool:
         """Each branch to its length in one call of the engine, or as far as there is time for all
         of those `beside` it; False, and nothing has changed, where that cannot be done."""
         engine = self._engine
@@ -237,7 +168,7 @@ class ModelDrafter:
         together = min(other.deadline.num_draws(longest, self._draw_s) for other in beside)
         counts = [min(num, together) for num in own]
         num_depths = max(counts)
-        draws = DeviceDraws(drawings, num_depths, self._entries_max, self.vocabulary)
+        draws = DeviceDraws(drawings, num_depths, self._sampler.entries_max, self.vocabulary)
         began = time.perf_counter()
         chains = [Chain(_step(branch), num) for branch, num in zip(branches, counts, strict=True)]
         drawn = engine.draw_chains(chains, draws)
@@ -259,7 +190,9 @@ class ModelDrafter:
                 branch.add((token_id,), q)
         return True
 
-    def _grow(self, active: list[Branch], together: Sequence[Branch]) -> None:
+    def _grow(
+        self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
+    ) -> None:
         """Each branch to its length: one pass over all that lack a token, then their draws. It
         stops between two passes once the time of one of those `together` is over that has ended:
         its answer leaves with the step."""
@@ -280,110 +213,38 @@ class ModelDrafter:
             if any(other.deadline.is_over and other not in active for other in together):
                 return
 
-    def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
-        """Draws the next token of each branch from its row of logits [1, V]; those that got one. An
-        error is some branch's own: each then draws alone, which gives the same tokens."""
-        if any(branch.request.allowed is not None for branch in branches):
-            branches, rows = self._masked(branches, rows)
-        try:
-            drawn = self._drawn(branches, rows)
-        except OutriderError as error:
-            if len(branches) > 1:
-                alone = zip(branches, rows, strict=True)
-                return [got for branch, row in alone for got in self._draw([branch], [row])]
-            self.end(branches[0], error)
-            return []
-        for branch, ((token_ids, q), row) in zip(branches, drawn, strict=True):
-            branch.add(token_ids, q)
-            branch.unseen = token_ids[:1]
-            if row is not None:
-                branch.rows.append(row)
-        return branches
+    def _draw(
+        self, branches: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+    ) -> list[AutoregressiveDraft]:
+        """Draws the next token of each from its row of logits [1, V]; those that got one."""
+        drawn = self._sampler.draw(branches, rows)
+        if len(drawn) < len(branches):
+            for branch in branches:
+                if branch.is_whole:
+                    self._undo_last_pass(branch)
+        return drawn
 
-    def _masked(
-        self, branches: list[Branch], rows: list[torch.Tensor]
-    ) -> tuple[list[Branch], list[torch.Tensor]]:
-        """The branches that may go on, and what their grammars leave of their rows."""
-        going_on: list[Branch] = []
-        left: list[torch.Tensor] = []
-        for branch, row in zip(branches, rows, strict=True):
-            allowed = branch.request.allowed
-            mask = None
-            if allowed is not None:
-                mask = draft_mask(allowed, branch.token_ids, self.vocabulary)
-                if mask is None:
-                    self._stop(branch)
-                    continue
-            going_on.append(branch)
-            left.append(masked_logits(row, [mask], self.vocabulary))
-        return going_on, left
+    def end(self, branch: AutoregressiveDraft, error: Exception) -> None:
+        """The branch draws no more: see `AutoregressiveDraft.end`."""
+        branch.end(error)
+        self._undo_last_pass(branch)
 
-    def _drawn(
-        self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
-    ) -> list[tuple[DraftedGroup, LikelyTokens | None]]:
-        """A token of each branch, or candidates for its place, and the row that a single one was
-        drawn from."""
-        drawn: dict[int, tuple[DraftedGroup, LikelyTokens | None]] = {}
-        for indices in _drawn_together(branches):
-            together = [branches[index] for index in indices]
-            sampling = together[0].request.sampling
-            logits = _side_by_side([rows[index] for index in indices])
-            noises = [branch.request.noise for branch in together]
-            depths = [len(branch.token_ids) for branch in together]
-            counts = [branch.num_candidates for branch in together]
-            if max(counts) > 1:
-                groups = draw_siblings(
-                    logits, sampling, noises, depths, counts, self._entries_max, self.vocabulary
-                )
-                drawn |= {
-                    index: (group, None) for index, group in zip(indices, groups, strict=True)
-                }
-                continue
-            tokens, drawn_from = draw_from_logits(
-                logits,
-                sampling,
-                noises,
-                depths,
-                self._entries_max,
-                _history(together[0]) if sampling.penalised else NO_HISTORY,
-                self.vocabulary,
-            )
-            for place, (index, (token_id, q)) in enumerate(zip(indices, tokens, strict=True)):
-                row = None if drawn_from is None else drawn_from.row(place)
-                drawn[index] = ((token_id,), q), row
-        return [drawn[index] for index in range(len(branches))]
-
-    def end(self, branch: Branch, error: Exception) -> None:
-        """The branch draws no more. What it has drawn is proposed: whatever went wrong may be due
-        to that, and a token that is dropped for what it is biases the output."""
-        if branch.token_ids:
-            logger.info("a draft ends after %d tokens: %s", len(branch.token_ids), error)
-            self._stop(branch)
-        elif isinstance(error, OutriderError):
-            branch.error = error
-        else:
-            branch.error = OutriderError(f"the draft's pass failed: {error!r}")
-
-    def _stop(self, branch: Branch) -> None:
-        """The branch is whole as it is."""
-        if branch.token_ids:
-            self._undo_last_pass(branch)
-        branch.num_wanted = len(branch.token_ids)
-
-    def _undo_all(self, branch: Branch) -> None:
+    def _undo_all(self, branch: AutoregressiveDraft) -> None:
         """Back to what was held of a branch that was drawn at once."""
         request = branch.request
         self._engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
 
-    def _undo_last_pass(self, branch: Branch) -> None:
-        """Gives up the slot of the last drawn token, whose pass failed."""
+    def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
+        """Gives up the slot of the last drawn token, if that was run."""
+        if not branch.token_ids:
+            return
         session_id = branch.request.session_id
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
         if self._engine.length(session_id) > length:
             self._engine.keep(session_id, length)
 
 
-def _needs_no_look(branch: Branch) -> bool:
+def _needs_no_look(branch: AutoregressiveDraft) -> bool:
     """Whether all its tokens can be drawn before anybody looks at one."""
     request = branch.request
     if any(request.siblings) or request.allowed is not None:
@@ -391,51 +252,15 @@ def _needs_no_look(branch: Branch) -> bool:
     return branch.num_wanted > 0 and can_draw(request.sampling)
 
 
-def _step(branch: Branch) -> SequenceStep:
+def _step(branch: AutoregressiveDraft) -> SequenceStep:
     num_logits = 1 if branch.num_wanted > 0 else 0
     return SequenceStep(branch.request.session_id, branch.unseen, num_logits)
 
 
 def _that_go_on(
-    branches: Sequence[Branch], logits: Sequence[torch.Tensor]
-) -> tuple[list[Branch], list[torch.Tensor]]:
+    branches: Sequence[AutoregressiveDraft], logits: Sequence[torch.Tensor]
+) -> tuple[list[AutoregressiveDraft], list[torch.Tensor]]:
     """Behind a pass: the branches that draw a token, and the row [1, V] that each draws it from.
     Those whose prefix it ran are asked only now."""
     going_on = [i for i, branch in enumerate(branches) if branch.token_ids or branch.goes_on()]
     return [branches[i] for i in going_on], [logits[i] for i in going_on]
-
-
-def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows [1, V] as [R, V]; without a copy where they are neighbours in memory already, as those
-    of one pass are."""
-    first = rows[0]
-    num_bytes = first.nbytes
-    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    if first.is_contiguous() and all(
-        row.data_ptr() == begin + index * num_bytes and row.untyped_storage().data_ptr() == storage
-        for index, row in enumerate(rows)
-    ):
-        width = first.shape[1]
-        return first.as_strided((len(rows), width), (width, 1))
-    return torch.cat(list(rows))
-
-
-def _drawn_together(branches: Sequence[Branch]) -> list[list[int]]:
-    """The branches, by index, in groups of one rule and the same parameters; where these look at
-    the tokens so far, each branch is a group of its own. Those that want several candidates are
-    apart."""
-    groups: dict[tuple[Rule, SamplingParams, int, bool], list[int]] = {}
-    for index, branch in enumerate(branches):
-        rule, sampling = branch.request.rule, branch.request.sampling
-        alone = index if sampling.penalised else -1
-        groups.setdefault((rule, sampling, alone, branch.num_candidates > 1), []).append(index)
-    return list(groups.values())
-
-
-def _history(branch: Branch) -> TokenHistory:
-    """Penalties count what has been drafted as if it were output: for the target it will be."""
-    committed, prompt_length = branch.request.token_ids, branch.request.prompt_length
-    return TokenHistory(
-        prompt_ids=committed[:prompt_length],
-        output_ids=(*committed[prompt_length:], *branch.token_ids),
-    )

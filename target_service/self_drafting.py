@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep, ShallowEngine
 from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
@@ -21,20 +21,6 @@ from outrider.speculation.proposal import Proposal
 
 logger = logging.getLogger(__name__)
 
-NO_FEATURES: Final = torch.empty(0)
-
-
-@dataclass(frozen=True, slots=True)
-class NextRound:
-    """What is known of a round that has not begun."""
-
-    features: torch.Tensor
-    """[D]: what the target's head read at the token before the newest one; `NO_FEATURES` for a
-    drafter that does not look at it."""
-    wanted: RoundWanted
-    sequence_id: str
-    """The target's, which holds the committed tokens but the newest one."""
-
 
 class SelfDrafter(Protocol):
     """Proposes for rounds of the target that it is a part of. As of any drafter, a proposal depends
@@ -42,12 +28,19 @@ class SelfDrafter(Protocol):
 
     @property
     def reads_features(self) -> bool:
-        """Whether it looks at `NextRound.features`; constant."""
+        """Whether it looks at the target's hidden states; constant."""
         ...
 
-    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """One proposal for each, in order; of what is wanted or less. The target's sequences are
-        then as they were."""
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+    ) -> list[Proposal]:
+        """One proposal for each request, in order; of what is wanted or less. A request is of the
+        target's sequence, which holds its tokens but the newest one; without penalties it names
+        that token alone. `hidden_states`, [D] each, are what the target's head read at the token
+        before; none for a drafter that does not read them. The sequences are then as they were.
+
+        A round has what was drawn so far where its logits cannot be drawn from, and where a pass
+        fails: a token that is dropped for what it is would bias the output."""
         ...
 
 
@@ -59,34 +52,32 @@ class HeadDrafter:
     def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         """`entries_max` bounds the support of each draft distribution."""
         self._heads = heads.module
-        self._draws = RoundDraws(DraftVocabulary.of(heads.token_ids), entries_max)
+        self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids), entries_max)
 
-    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """See `SelfDrafter.propose`. A round has what was drawn so far where its logits cannot be
-        drawn from, and where a head fails: a token that is dropped for what it is would bias the
-        output."""
-        growing = [GrowingRound(entry.wanted) for entry in rounds]
-        try:
-            self._grow(growing, [entry.features for entry in rounds])
-        except Exception:
-            logger.exception("drafts of %d sessions end early", len(growing))
-        return [entry.result() for entry in growing]
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+    ) -> list[Proposal]:
+        """See `SelfDrafter.propose`."""
+        depths = len(self._heads.heads)
+        drafts = [
+            AutoregressiveDraft(request, min(request.num_draft_tokens, depths))
+            for request in requests
+        ]
+        features = list(hidden_states)
 
-    def _grow(self, growing: Sequence[GrowingRound], features: list[torch.Tensor]) -> None:
-        for depth in range(len(self._heads.heads)):
-            active = [index for index, entry in enumerate(growing) if entry.goes_on()]
-            if not active:
-                break
+        def next_logits(active: Sequence[int]) -> torch.Tensor:
             given = torch.stack([features[index] for index in active])
-            newest = torch.tensor([growing[index].newest for index in active], device=given.device)
-            found = self._heads.advance(depth, given, newest)
+            newest = torch.tensor([drafts[index].newest for index in active], device=given.device)
+            found = self._heads.advance(len(drafts[active[0]].token_ids), given, newest)
             for index, row in zip(active, found, strict=True):
                 features[index] = row
-            logits = self._heads.logits(found)
-            self._draws.draw([growing[index] for index in active], logits, depth)
+            return self._heads.logits(found)
 
-
-logger = logging.getLogger(__name__)
+        try:
+            self._sampler.run(drafts, next_logits)
+        except Exception:
+            logger.exception("drafts of %d sessions end early", len(drafts))
+        return [draft.proposal for draft in drafts]
 
 
 class ExitDrafter:
@@ -103,45 +94,44 @@ class ExitDrafter:
             raise InvariantError("a target that drafts with its first layers runs them alone")
         self._head = exit_head.module
         self._engine = engine
-        self._draws = RoundDraws(DraftVocabulary.of(exit_head.token_ids), entries_max)
+        self._sampler = DraftSampler(DraftVocabulary.of(exit_head.token_ids), entries_max)
 
-    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """See `SelfDrafter.propose`. A round has what was drawn so far where its logits cannot be
-        drawn from, where pages are missing, and where the engine fails."""
-        growing = {entry.sequence_id: GrowingRound(entry.wanted) for entry in rounds}
-        with self._given_back(growing):
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor] = ()
+    ) -> list[Proposal]:
+        """See `SelfDrafter.propose`. A round without a page for more has what was drawn so far."""
+        drafts = [AutoregressiveDraft(request) for request in requests]
+        with self._given_back([request.session_id for request in requests]):
             try:
-                self._grow(growing)
+                for draft in drafts:  # Elsewhere it would go on from what is not committed.
+                    request = draft.request
+                    held = self._engine.length(request.session_id)
+                    if held != request.noise.committed_length - 1:
+                        draft.stop()
+                self._sampler.run(drafts, lambda active: self._next_logits(drafts, active))
             except Exception:
-                logger.exception("drafts of %d sessions end early", len(growing))
-        return [growing[entry.sequence_id].result() for entry in rounds]
+                logger.exception("drafts of %d sessions end early", len(drafts))
+        return [draft.proposal for draft in drafts]
 
-    def _grow(self, growing: dict[str, GrowingRound]) -> None:
-        for name, entry in growing.items():  # Elsewhere it would go on from what is not committed.
-            entry.ended = self._engine.length(name) != entry.wanted.noise.committed_length - 1
-        depth = 0
-        while steps := self._that_fit(growing):
-            active = [growing[step.sequence_id] for step in steps]
-            hidden = torch.cat(self._engine.forward_shallow(steps))
-            self._draws.draw(active, self._head.logits(hidden), depth)
-            depth += 1
-
-    def _that_fit(self, growing: dict[str, GrowingRound]) -> list[SequenceStep]:
-        """The next token of each round that wants more; one that there is no page for ends."""
-        steps = [
-            SequenceStep(name, (entry.newest,), num_logits=1)
-            for name, entry in growing.items()
-            if entry.goes_on()
-        ]
-        if not steps or self._engine.can_hold(steps):
-            return steps
-        fitting: list[SequenceStep] = []
-        for step in steps:
-            if self._engine.can_hold([*fitting, step]):
-                fitting.append(step)
-            else:
-                growing[step.sequence_id].ended = True
-        return fitting
+    def _next_logits(
+        self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
+    ) -> torch.Tensor:
+        """One that there is no page for ends."""
+        steps = {
+            index: SequenceStep(drafts[index].request.session_id, (drafts[index].newest,), 1)
+            for index in active
+        }
+        if not self._engine.can_hold([*steps.values()]):
+            fitting: list[SequenceStep] = []
+            for index, step in steps.items():
+                if self._engine.can_hold([*fitting, step]):
+                    fitting.append(step)
+                else:
+                    drafts[index].stop()
+            steps = dict(enumerate(fitting))
+        if not steps:
+            return torch.empty(0, 1)
+        return self._head.logits(torch.cat(self._engine.forward_shallow([*steps.values()])))
 
     @contextmanager
     def _given_back(self, sequence_ids: Iterable[str]) -> Iterator[None]:

@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from outrider.drafters.autoregressive_draft import RoundWanted
-from outrider.drafters.drafter import DraftDeadline
+from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError, OutriderError
@@ -48,13 +47,14 @@ from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
-from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
+
+from .self_drafting import SelfDrafter
 
 logger = logging.getLogger(__name__)
 
-_STAND_IN = 0
+_REPLACEMENT: Final = 0
 """Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
-never accepted, so nobody looks at what follows it."""
+never accepted, so what follows it is never used."""
 
 _ROWS_AT_ONCE: Final = 64
 """Rows of logits that verdicts are made from at once: on one thread a verdict on one row of 49,152
@@ -117,28 +117,6 @@ class _Judged:
         return cls(entry, logits, question, untold)
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Who drafts for a target that does so itself, and the engine that shows it features, where it
-    looks at them."""
-
-    drafter: SelfDrafter
-    engine: FeatureEngine | None
-
-    @classmethod
-    def of(cls, drafter: SelfDrafter, engine: Engine) -> _Own:
-        if not drafter.reads_features:
-            return cls(drafter, None)
-        shown = shown_by(engine)
-        if shown is None:
-            raise InvariantError("a target whose heads draft shows its features")
-        return cls(drafter, shown)
-
-    def shown(self, index: int, row: int) -> torch.Tensor:
-        """What this row of the last pass's step `index` was made of."""
-        return NO_FEATURES if self.engine is None else self.engine.features()[index][row]
-
-
 class Verifier:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
@@ -156,7 +134,9 @@ class Verifier:
         self._engine = engine
         self._clock = clock
         self._shown = shown_by(engine)
-        self._own = None if self_drafter is None else _Own.of(self_drafter, engine)
+        self._self_drafter = self_drafter
+        if self_drafter is not None and self_drafter.reads_features and self._shown is None:
+            raise InvariantError("a target whose heads draft shows its hidden states")
         self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
         self._figures = self._admissions.figures
@@ -224,7 +204,7 @@ class Verifier:
             self._forget(head.session_id)
             return refusal(head.key, error)
         vocab_size = self._engine.info.vocab_size
-        drafted = tuple(v if v < vocab_size else _STAND_IN for v in question.proposal.token_ids)
+        drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in question.proposal.token_ids)
         step = SequenceStep(
             head.session_id,
             (*new_tokens, *drafted),
@@ -338,51 +318,53 @@ class Verifier:
     ) -> list[VerifyAnswer | Unfinished]:
         """The answers of a pass, with what is drafted behind those that are verdicts and want it.
         A proposal that fails costs speed alone."""
-        if self._own is None:
+        drafter = self._self_drafter
+        if drafter is None:
             return answers
         found = list(answers)
-        wanting: list[tuple[int, VerdictReply, NextRound]] = []
+        replies: list[tuple[int, VerdictReply]] = []
+        requests: list[DraftRequest] = []
+        features: list[torch.Tensor] = []
         proposals: list[Proposal] = []
         draft_ms = 0.0
         try:
+            shown = self._shown.features() if self._shown and drafter.reads_features else ()
             for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
                 if not isinstance(answer, VerdictReply):
                     continue
                 outcome = _outcome(entry, answer.verdict)
-                following = self._next_round(entry, outcome, self._own.shown(index, outcome.last))
-                if following is not None:
-                    found[index] = reply = self._given_up(answer, following)
-                    wanting.append((index, reply, following))
-            if wanting:
+                request = self._next_request(entry, outcome)
+                if request is not None:
+                    found[index] = reply = self._given_up(answer, request)
+                    replies.append((index, reply))
+                    requests.append(request)
+                    features += [rows[outcome.last] for rows in shown[index : index + 1]]
+            if requests:
                 began = self._clock()
-                proposals = self._own.drafter.propose([following for *_, following in wanting])
+                proposals = drafter.propose(requests, features)
                 draft_ms = (self._clock() - began) * 1e3
         except Exception:
-            logger.exception("nothing is proposed behind %d verdicts", len(wanting))
+            logger.exception("nothing is proposed behind %d verdicts", len(requests))
             return found
-        for (index, reply, following), proposal in zip(wanting, proposals, strict=True):
-            length = following.wanted.noise.committed_length
-            sealed = SealedProposal.of(proposal)
+        for (index, reply), request, proposal in zip(replies, requests, proposals, strict=True):
             found[index] = replace(
                 reply,
-                next_proposal=sealed,
-                next_base_length=length,
+                next_proposal=SealedProposal.of(proposal),
+                next_base_length=request.noise.committed_length,
                 next_draft_ms=draft_ms,
-                next_work_ms=draft_ms / len(wanting),
-                next_out_of_time=following.wanted.deadline.has_cut,
+                next_work_ms=draft_ms / len(requests),
+                next_out_of_time=request.deadline.has_cut,
             )
         return found
 
-    def _given_up(self, reply: VerdictReply, following: NextRound) -> VerdictReply:
+    def _given_up(self, reply: VerdictReply, request: DraftRequest) -> VerdictReply:
         """A verdict behind which only the slots of what will be committed are held."""
-        num_run = following.wanted.noise.committed_length - 1
-        return replace(reply, cached_length=self._table.keep(following.sequence_id, num_run))
+        num_run = request.noise.committed_length - 1
+        return replace(reply, cached_length=self._table.keep(request.session_id, num_run))
 
-    def _next_round(
-        self, entry: _Pass, outcome: Outcome, features: torch.Tensor
-    ) -> NextRound | None:
-        """The round behind an outcome, whose last token was drawn from a row that these features
-        [D] were read for; None where nothing is wanted of it, or nothing more fits."""
+    def _next_request(self, entry: _Pass, outcome: Outcome) -> DraftRequest | None:
+        """Asks for the proposal behind an outcome; None where nothing is wanted of it, or nothing
+        more fits."""
         head, sampling = entry.question.item.head, entry.question.sampling
         length = head.committed_length + len(outcome.token_ids)
         item = entry.question.item
@@ -390,22 +372,22 @@ class Verifier:
         num_draft_tokens = min(item.num_next_draft_tokens, room)
         if num_draft_tokens <= 0:
             return None
-        history = entry.history
+        token_ids = outcome.token_ids[-1:]
         if sampling.penalised:
-            output_ids = (*history.output_ids, *outcome.token_ids)
-            history = TokenHistory(history.prompt_ids, output_ids)
-        wanted = RoundWanted(
-            newest=outcome.token_ids[-1],
+            token_ids = (*entry.history.prompt_ids, *entry.history.output_ids, *outcome.token_ids)
+        return DraftRequest(
+            session_id=head.session_id,
+            tenant=head.tenant,
+            token_ids=token_ids,
+            prompt_length=len(entry.history.prompt_ids),
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, length),
-            history=history,
             siblings=item.next_siblings,
             allowed=None if entry.allowed is None else entry.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
         )
-        return NextRound(features, wanted, head.session_id)
 
     def _judge(
         self, passes: Sequence[_Pass], logits: Sequence[torch.Tensor]

@@ -1,175 +1,252 @@
-"""Proposals that grow a token at a time from logits, many rounds of one step side by side."""
+"""Proposals that are drawn a token at a time from logits, many of one step side by side: what
+drafts with a model and drafts with a head have in common."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
+from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
-from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.speculation.draft_sampling import DraftedGroup, draw_from_logits, draw_siblings
+from outrider.speculation.draft_sampling import (
+    DraftedGroup,
+    LikelyTokens,
+    draw_from_logits,
+    draw_siblings,
+)
 from outrider.speculation.logits_processing import (
+    NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
     draft_mask,
     masked_logits,
 )
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal, comb
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.proposal import (
+    EMPTY_PROPOSAL,
+    DraftDistribution,
+    Proposal,
+    caterpillar_tree,
+)
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundWanted:
-    """What is wanted of a round that has not begun."""
+class AutoregressiveDraft:
+    """One proposal as it is drawn."""
 
-    newest: int
-    """The last token that will be committed when it begins."""
-    num_draft_tokens: int
-    """K, at least 1."""
-    sampling: SamplingParams
-    rule: Rule
-    noise: RoundNoise
-    """Its own."""
-    history: TokenHistory
-    """What penalties count, the newest token included; nothing where there are none."""
-    siblings: tuple[int, ...] = ()
-    """Candidates that are wanted beside the first, second, ... token; none with penalties, which
-    count tokens."""
-    allowed: Allowed | None = None
-    """What may follow the newest token; None = anything."""
-    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Asked before each draw."""
+    __slots__ = (
+        "beside", "deadline", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen",
+    )  # fmt: skip
 
+    def __init__(
+        self,
+        request: DraftRequest,
+        num_wanted: int | None = None,
+        unseen: tuple[int, ...] = (),
+    ) -> None:
+        """Of `num_wanted` tokens; None = as many as are asked for."""
+        self.request = request
+        self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
+        self.unseen = unseen
+        """Tokens that a model must run before the next draw."""
+        self.deadline = request.deadline
+        self.token_ids: list[int] = []
+        self.beside: list[tuple[int, ...]] = []
+        """The other candidates for the place of each."""
+        self.q: list[DraftDistribution | None] = []
+        self.rows: list[LikelyTokens] = []
+        """What each of its tokens was drawn from, where that is kept."""
+        self.error: OutriderError | None = None
+        """Why nothing could be drawn."""
 
-class GrowingRound:
-    """A proposal as it grows."""
-
-    __slots__ = ("drawn", "ended", "wanted")
-
-    def __init__(self, wanted: RoundWanted) -> None:
-        self.wanted = wanted
-        self.drawn: list[DraftedGroup] = []
-        """What stands at each place of the proposal; the next one follows its first token."""
-        self.ended = False
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its tokens, or will never have one more."""
+        return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
         """Whether a further token is to be drawn: asked once before each draw, which follows if so.
-        A round without time for it ends with what it has."""
-        if self.ended or len(self.drawn) >= self.wanted.num_draft_tokens:
+        Without time for one the draft is whole as it is."""
+        if self.is_whole:
             return False
-        self.ended = not self.wanted.deadline.allows_draw()
-        return not self.ended
+        if not self.deadline.allows_draw():
+            self.stop()
+            return False
+        return True
 
     @property
     def newest(self) -> int:
         """The token that the next one follows."""
-        return self.drawn[-1][0][0] if self.drawn else self.wanted.newest
+        return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
-    def siblings(self, depth: int) -> int:
-        """That are wanted at a place."""
-        wanted = self.wanted.siblings
-        return wanted[depth] if depth < len(wanted) else 0
+    @property
+    def num_candidates(self) -> int:
+        """That are wanted for the next place."""
+        depth, siblings = len(self.token_ids), self.request.siblings
+        return 1 + siblings[depth] if depth < len(siblings) else 1
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it has tokens, and what all of them were drawn from is known."""
+        return 0 < len(self.token_ids) == len(self.rows)
 
     @property
     def history(self) -> TokenHistory:
-        """Penalties count what was drafted as if it were output."""
-        if not self.wanted.sampling.penalised:
-            return self.wanted.history
-        drafted = tuple(group[0] for group, _ in self.drawn)
-        history = self.wanted.history
-        return replace(history, output_ids=(*history.output_ids, *drafted))
+        """Penalties count what has been drafted as if it were output: for the target it will be."""
+        if not self.request.sampling.penalised:
+            return NO_HISTORY
+        committed, prompt_length = self.request.token_ids, self.request.prompt_length
+        return TokenHistory(
+            prompt_ids=committed[:prompt_length],
+            output_ids=(*committed[prompt_length:], *self.token_ids),
+        )
 
-    def result(self) -> Proposal:
-        """With q where the rule looks at it."""
-        if not self.drawn:
+    def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
+        """Goes on with the first of these; the others are candidates for its place."""
+        self.token_ids.append(token_ids[0])
+        self.beside.append(token_ids[1:])
+        self.q.append(q)
+
+    def stop(self) -> None:
+        """It is whole as it is."""
+        self.num_wanted = len(self.token_ids)
+
+    def end(self, error: Exception) -> None:
+        """It draws no more. What it has drawn is proposed: whatever went wrong may be due to that,
+        and a token that is dropped for what it is biases the output."""
+        if self.token_ids:
+            logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
+            self.stop()
+        elif isinstance(error, OutriderError):
+            self.error = error
+        else:
+            self.error = OutriderError(f"the draft's pass failed: {error!r}")
+
+    @property
+    def proposal(self) -> Proposal:
+        """What has been drafted, with q where the rule looks at it."""
+        if not self.token_ids:
             return EMPTY_PROPOSAL
-        groups, q = zip(*self.drawn, strict=True)
-        parents = comb([len(group) - 1 for group in groups])
-        token_ids = tuple(token_id for group in groups for token_id in group)
-        return Proposal(token_ids, q if self.wanted.rule.needs_q else (), parents)
+        q = tuple(self.q) if self.request.rule.needs_q else ()
+        parents = caterpillar_tree([len(others) for others in self.beside])
+        if not parents:
+            return Proposal(tuple(self.token_ids), q)
+        groups = zip(self.token_ids, self.beside, strict=True)
+        return Proposal(tuple(v for first, others in groups for v in (first, *others)), q, parents)
 
 
-class RoundDraws:
-    """Draws the next token of many rounds from a model's logits."""
+class DraftSampler:
+    """Draws the next tokens of many drafts from a model's logits."""
 
     def __init__(self, vocabulary: DraftVocabulary | None, entries_max: int) -> None:
         """The logits are of `vocabulary`; `entries_max` bounds the support of each draft
         distribution."""
-        self._vocabulary = vocabulary
-        self._entries_max = entries_max
+        self.vocabulary = vocabulary
+        self.entries_max = entries_max
 
-    def draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
-        """The next token of each, at the same place `depth` of all, from its row of [R, N]. One
-        whose row cannot be drawn from, or whose completion ends, ends there."""
-        rounds, logits = self._masked(rounds, logits)
-        for together in _drawn_together(rounds):
-            self._draw([rounds[i] for i in together], logits[together], depth)
+    def run(
+        self,
+        drafts: Sequence[AutoregressiveDraft],
+        next_logits: Callable[[Sequence[int]], torch.Tensor],
+    ) -> None:
+        """Draws all of them to their end. `next_logits` is told which of them go on, by index, may
+        stop some, and gives the rows [R, N] of the others."""
+        while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
+            logits = next_logits(active)
+            going_on = [drafts[index] for index in active if not drafts[index].is_whole]
+            self.draw(going_on, torch.split(logits, 1))
+
+    def draw(
+        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+    ) -> list[AutoregressiveDraft]:
+        """Draws the next token of each from its row of logits [1, N]; returns those that got one.
+        One whose row cannot be drawn from, or whose completion ends, ends there."""
+        if any(draft.request.allowed is not None for draft in drafts):
+            drafts, rows = self._masked(drafts, rows)
+        lengths = [len(draft.token_ids) for draft in drafts]
+        for indices in _alike(drafts):
+            self._draw([drafts[index] for index in indices], [rows[index] for index in indices])
+        before = zip(drafts, lengths, strict=True)
+        return [draft for draft, length in before if len(draft.token_ids) > length]
 
     def _masked(
-        self, rounds: Sequence[GrowingRound], logits: torch.Tensor
-    ) -> tuple[Sequence[GrowingRound], torch.Tensor]:
-        """Those that go on, and what they may draw."""
-        if all(entry.wanted.allowed is None for entry in rounds):
-            return rounds, logits
-        masks: list[TokenMask | None] = []
-        kept: list[int] = []
-        for index, entry in enumerate(rounds):
-            mask = None
-            if entry.wanted.allowed is not None:
-                drafted = [group[0] for group, _ in entry.drawn]
-                mask = draft_mask(entry.wanted.allowed, drafted, self._vocabulary)
-                entry.ended = mask is None
-            if not entry.ended:
-                kept.append(index)
-                masks.append(mask)
-        going_on = [rounds[index] for index in kept]
-        return going_on, masked_logits(logits[kept], masks, self._vocabulary)
+        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+    ) -> tuple[list[AutoregressiveDraft], list[torch.Tensor]]:
+        """Those that may go on, and what their grammars leave of their rows."""
+        going_on: list[AutoregressiveDraft] = []
+        left: list[torch.Tensor] = []
+        for draft, row in zip(drafts, rows, strict=True):
+            allowed, mask = draft.request.allowed, None
+            if allowed is not None:
+                mask = draft_mask(allowed, draft.token_ids, self.vocabulary)
+                if mask is None:
+                    draft.stop()
+                    continue
+            going_on.append(draft)
+            left.append(masked_logits(row, [mask], self.vocabulary))
+        return going_on, left
 
-    def _draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
-        """Of rounds that share rule and parameters."""
+    def _draw(self, drafts: list[AutoregressiveDraft], rows: list[torch.Tensor]) -> None:
+        """Of drafts that are alike. An error is some draft's own: each then draws alone, which
+        gives the same tokens."""
         try:
-            groups = self._drawn(rounds, logits, depth)
+            groups, drawn_from = self._drawn(drafts, _side_by_side(rows))
         except OutriderError as error:
-            if len(rounds) > 1:  # It is one's own: each then draws alone, the same tokens.
-                for index, entry in enumerate(rounds):
-                    self._draw([entry], logits[index : index + 1], depth)
+            if len(drafts) == 1:
+                drafts[0].end(error)
                 return
-            logger.info("a draft ends after %d tokens: %s", depth, error)
-            rounds[0].ended = True
-        else:
-            for entry, group in zip(rounds, groups, strict=True):
-                entry.drawn.append(group)
+            for draft, row in zip(drafts, rows, strict=True):
+                self._draw([draft], [row])
+            return
+        for place, (draft, (token_ids, q)) in enumerate(zip(drafts, groups, strict=True)):
+            draft.add(token_ids, q)
+            draft.unseen = token_ids[:1]
+            if drawn_from is not None:
+                draft.rows.append(drawn_from.row(place))
 
     def _drawn(
-        self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int
-    ) -> list[DraftedGroup]:
-        sampling = rounds[0].wanted.sampling
-        noises, depths = [entry.wanted.noise for entry in rounds], [depth] * len(rounds)
-        counts = [1 + entry.siblings(depth) for entry in rounds]
+        self, drafts: Sequence[AutoregressiveDraft], logits: torch.Tensor
+    ) -> tuple[list[DraftedGroup], LikelyTokens | None]:
+        """A token of each, or candidates for its place; and the rows that single ones were drawn
+        from."""
+        sampling = drafts[0].request.sampling
+        noises = [draft.request.noise for draft in drafts]
+        depths = [len(draft.token_ids) for draft in drafts]
+        counts = [draft.num_candidates for draft in drafts]
         if max(counts) > 1:
             return draw_siblings(
-                logits, sampling, noises, depths, counts, self._entries_max, self._vocabulary
-            )
-        tokens, _ = draw_from_logits(
-            logits, sampling, noises, depths, self._entries_max, rounds[0].history,
-            self._vocabulary,
-        )  # fmt: skip
-        return [((token_id,), q) for token_id, q in tokens]
+                logits, sampling, noises, depths, counts, self.entries_max, self.vocabulary
+            ), None
+        tokens, drawn_from = draw_from_logits(
+            logits, sampling, noises, depths, self.entries_max, drafts[0].history, self.vocabulary
+        )
+        return [((token_id,), q) for token_id, q in tokens], drawn_from
 
 
-def _drawn_together(rounds: Sequence[GrowingRound]) -> list[list[int]]:
-    """Rounds, by index, of one rule and the same parameters; each alone where these look at its
-    tokens."""
-    groups: dict[tuple[Rule, SamplingParams, int], list[int]] = {}
-    for index, entry in enumerate(rounds):
-        sampling = entry.wanted.sampling
+def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows [1, V] as [R, V]; without a copy where they are neighbours in memory already, as those
+    of one pass are."""
+    first = rows[0]
+    num_bytes = first.nbytes
+    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    if first.is_contiguous() and all(
+        row.data_ptr() == begin + index * num_bytes and row.untyped_storage().data_ptr() == storage
+        for index, row in enumerate(rows)
+    ):
+        width = first.shape[1]
+        return first.as_strided((len(rows), width), (width, 1))
+    return torch.cat(list(rows))
+
+
+def _alike(drafts: Sequence[AutoregressiveDraft]) -> list[list[int]]:
+    """Drafts, by index, in groups of one rule and the same parameters; where these look at the
+    tokens so far, each is a group of its own. Those that want several candidates are apart."""
+    groups: dict[tuple[Rule, SamplingParams, int, bool], list[int]] = {}
+    for index, draft in enumerate(drafts):
+        rule, sampling = draft.request.rule, draft.request.sampling
         alone = index if sampling.penalised else -1
-        groups.setdefault((entry.wanted.rule, sampling, alone), []).append(index)
+        groups.setdefault((rule, sampling, alone, draft.num_candidates > 1), []).append(index)
     return list(groups.values())

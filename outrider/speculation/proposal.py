@@ -100,8 +100,8 @@ class SealedProposal:
 
     def cut(self, num_depths: int) -> SealedProposal:
         """The first `num_depths` tokens of each path, with what they were drawn from; of a tree
-        that is listed depth by depth, as `comb` lists it. To be exact, how many must depend on
-        nothing that the proposal says."""
+        that is listed depth by depth, as `caterpillar_tree` lists it. To be exact, how many must
+        depend on nothing that the proposal says."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
@@ -293,7 +293,7 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
     )
 
 
-def comb(siblings: Sequence[int]) -> tuple[int, ...]:
+def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
     """The parents of a chain with so many other candidates beside each of its tokens, none of which
     is followed by anything; depth by depth, the chain's own token first. () for a chain alone."""
     if not any(siblings):

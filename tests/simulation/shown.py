@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from draft_service.eagle_drafter import EagleDrafter
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -19,7 +20,7 @@ from outrider.models.eagle import EagleHead, LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
-from target_service.self_drafting import ExitDrafter, NextRound
+from target_service.self_drafting import ExitDrafter
 from tests.simulation.toy import QuickEngine
 
 
@@ -49,17 +50,19 @@ class ShownDrafter:
     def __init__(self, spec: EmulatedSpec) -> None:
         self._draft = QuickEngine(spec, "draft")
 
-    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        return [self._propose(entry) for entry in rounds]
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+    ) -> list[Proposal]:
+        return [self._propose(*entry) for entry in zip(requests, hidden_states, strict=True)]
 
-    def _propose(self, entry: NextRound) -> Proposal:
-        wanted = entry.wanted
-        context = [*entry.features.tolist()[1:], wanted.newest]
+    def _propose(self, wanted: DraftRequest, hidden_states: torch.Tensor) -> Proposal:
+        context = [*hidden_states.tolist()[1:], wanted.token_ids[-1]]
+        history = AutoregressiveDraft(wanted).history
         token_ids, q = [], []
         for depth in range(wanted.num_draft_tokens):
             logits = self._draft._logits(np.array([context], dtype=np.uint64))
             [(token_id, drawn_from)], _ = draw_from_logits(
-                logits, wanted.sampling, [wanted.noise], [depth], history=wanted.history
+                logits, wanted.sampling, [wanted.noise], [depth], history=history
             )
             token_ids.append(token_id)
             q.append(drawn_from)

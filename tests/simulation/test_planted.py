@@ -14,7 +14,7 @@ from coordinator.decoding.take_over import TakeOvers
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
 from coordinator.routing.session_mailbox import Mailbox
-from draft_service.model_drafter import Branch
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.sessions import redis_store
@@ -157,16 +157,16 @@ def change_arguments(
 
 def test_a_deadline_that_is_asked_after_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was drawn too late is dropped, so the length of a proposal depends on its tokens."""
-    add = Branch.add
+    add = AutoregressiveDraft.add
 
-    def in_time(self: Branch, token_ids: tuple[int, ...], q: Any) -> None:
+    def in_time(self: AutoregressiveDraft, token_ids: tuple[int, ...], q: Any) -> None:
         if self.deadline.allows_draw():
             add(self, token_ids, q)
         else:
             self.num_wanted = len(self.token_ids)
 
-    monkeypatch.setattr(Branch, "goes_on", lambda self: not self.is_whole)
-    monkeypatch.setattr(Branch, "add", in_time)
+    monkeypatch.setattr(AutoregressiveDraft, "goes_on", lambda self: not self.is_whole)
+    monkeypatch.setattr(AutoregressiveDraft, "add", in_time)
     assert found(monkeypatch)
 
 

@@ -1,7 +1,7 @@
 """The law of what is committed behind proposals of the product's own drafting code, under a grammar
 with a token that ends the text.
 
-Every model drafts either with `RoundDraws` (heads, exits, heads that read features) or with
+Every model drafts with a `DraftSampler`: heads, exits and EAGLE by its `run`, others in a
 `ModelDrafter`. Both stop behind the end of the text, so the length of a proposal depends on what
 was drawn. That is exact as long as the token that ends it is proposed, and not dropped for what it
 is.
@@ -21,13 +21,12 @@ from core_rounds import accepted_of, cells_of, seeds_of
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.logits_processing import (
-    NO_HISTORY,
     masked_logits,
     row_masks,
     target_probabilities,
@@ -98,41 +97,45 @@ def noises(rule: Rule) -> list[RoundNoise]:
     return [RoundNoise(int(seed), rule, len(PROMPT)) for seed in seeds_of(NUM_ROUNDS, 11)]
 
 
-def by_rounds(rule: Rule, draws: type[RoundDraws] = RoundDraws) -> list[Proposal]:
-    """As heads draft: a token of all rounds at a time."""
-    drawing = draws(None, DRAFT_SUPPORT_ENTRIES)
-    growing = [
-        GrowingRound(RoundWanted(PROMPT[-1], K, PLAIN, rule, noise, NO_HISTORY, (), Grammar()))
-        for noise in noises(rule)
-    ]
-    for depth in range(K):
-        active = [entry for entry in growing if entry.goes_on()]
-        paths = [(*PROMPT, *(group[0] for group, _ in entry.drawn)) for entry in active]
-        logits = torch.stack([toy_logits(DRAFT_SALT, path, V) for path in paths])
-        drawing.draw(active, logits, depth)
-    return [entry.result() for entry in growing]
-
-
-def by_model(rule: Rule, drafter: type[ModelDrafter] = ModelDrafter) -> list[Proposal]:
-    requests = [
+def requests(rule: Rule) -> list[DraftRequest]:
+    return [
         DraftRequest(f"s{index}", "", PROMPT, len(PROMPT), K, PLAIN, rule, noise, allowed=Grammar())
         for index, noise in enumerate(noises(rule))
     ]
-    found = drafter(ToyEngine(V, DRAFT_SALT, num_pages=4 * NUM_ROUNDS)).propose(requests)
+
+
+def by_rounds(rule: Rule, sampler: type[DraftSampler] = DraftSampler) -> list[Proposal]:
+    """As heads draft: a token of all rounds at a time."""
+    drafts = [AutoregressiveDraft(request) for request in requests(rule)]
+
+    def next_logits(active: Sequence[int]) -> torch.Tensor:
+        paths = [(*PROMPT, *drafts[index].token_ids) for index in active]
+        return torch.stack([toy_logits(DRAFT_SALT, path, V) for path in paths])
+
+    sampler(None, DRAFT_SUPPORT_ENTRIES).run(drafts, next_logits)
+    return [draft.proposal for draft in drafts]
+
+
+def by_model(rule: Rule, drafter: type[ModelDrafter] = ModelDrafter) -> list[Proposal]:
+    found = drafter(ToyEngine(V, DRAFT_SALT, num_pages=4 * NUM_ROUNDS)).propose(requests(rule))
     for proposal in found:
         check(not isinstance(proposal, OutriderError), f"a draft failed: {proposal}")
     return [proposal for proposal in found if isinstance(proposal, Proposal)]
 
 
-class RoundsDropTheEnd(RoundDraws):
+class RoundsDropTheEnd(DraftSampler):
     """A fault: a token that ends the text is not proposed."""
 
-    def draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
-        super().draw(rounds, logits, depth)
-        for entry in rounds:
-            if entry.newest == END and entry.drawn:
-                entry.drawn.pop()
-                entry.ended = True
+    def draw(
+        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+    ) -> list[AutoregressiveDraft]:
+        found = super().draw(drafts, rows)
+        for draft in drafts:
+            if draft.newest == END and draft.token_ids:
+                for drawn in (draft.token_ids, draft.beside, draft.q):
+                    drawn.pop()
+                draft.stop()
+        return found
 
 
 class ModelDropsTheEnd(ModelDrafter):

@@ -25,7 +25,7 @@ from outrider.speculation.proposal import (
     DraftDistribution,
     DraftTree,
     Proposal,
-    comb,
+    caterpillar_tree,
     draft_tree,
 )
 from outrider.speculation.random_streams import RoundNoise
@@ -34,7 +34,7 @@ from outrider.speculation.verification import score, tree_law, verdict_from_logi
 
 SAMPLED = SamplingParams()
 SHAPES = {
-    "comb": comb((2, 1)),
+    "comb": caterpillar_tree((2, 1)),
     "two of two": (-1, -1, 0, 0, 1, 1),
     "behind the second": (-1, -1, 1, 1),
     "three at once": (-1, -1, -1),
@@ -147,7 +147,7 @@ def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
 def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
     """Whether there is a second place depends on the candidates for the first one, siblings
     included: decided before it is drawn, as a deadline does."""
-    short, long = comb((num_siblings,)), comb((num_siblings, 1))
+    short, long = caterpillar_tree((num_siblings,)), caterpillar_tree((num_siblings, 1))
     pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
     pair = next(p for p in pairs if fits(p, long) and bool((p.mass[0][0] > 0).all()))
 
@@ -219,7 +219,7 @@ def play(
             [group] = draw_siblings(row, params, [numbers], [depth], [1 + others])
             groups.append(group)
             states.append(int(pair.step[states[-1], group[0][0]]))
-        parents = comb([len(ids) - 1 for ids, _ in groups])
+        parents = caterpillar_tree([len(ids) - 1 for ids, _ in groups])
         ids = tuple(token_id for group, _ in groups for token_id in group)
         q = tuple(q for _, q in groups) if rule.needs_q else ()
         proposal = Proposal(ids, q, parents)

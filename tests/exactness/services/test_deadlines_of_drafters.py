@@ -19,11 +19,11 @@ from toy_engine import ToyEngine, toy_logits
 from draft_service import model_drafter
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.lookahead import LookAheadLimits
-from draft_service.model_drafter import Branch, ModelDrafter
+from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft as growing_rounds
-from outrider.drafters.autoregressive_draft import GrowingRound, RoundWanted
-from outrider.drafters.drafter import DraftDeadline
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
+from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -39,7 +39,6 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import NextRound
 
 VOCAB, LENGTH, K = 24, 40, 3
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -134,19 +133,16 @@ def by_target(kind: str) -> Propose:
     def propose(
         seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
     ) -> list[Proposal]:
-        rounds = [
-            NextRound(
-                features,
-                RoundWanted(
-                    PROMPT[-1], K, PLAIN, Rule.TOKEN, RoundNoise(seed, Rule.TOKEN, len(PROMPT)),
-                    NO_HISTORY, siblings, deadline=draws.deadline(seed, ends_at),
-                ),
-                name,
+        requests = [
+            DraftRequest(
+                name, "", PROMPT, len(PROMPT), K, PLAIN, Rule.TOKEN,
+                RoundNoise(seed, Rule.TOKEN, len(PROMPT)), siblings,
+                deadline=draws.deadline(seed, ends_at),
             )
             for name, seed in zip(names, seeds, strict=False)
         ]  # fmt: skip
         with torch.inference_mode():
-            return drafter.propose(rounds)
+            return drafter.propose(requests, [features] * len(requests))
 
     return propose
 
@@ -259,16 +255,8 @@ def test_a_deadline_keeps_the_law_of_each_drafter(kind: str, draws: Draws) -> No
     assert result.power > 0.99
 
 
-def dropping(entry: GrowingRound) -> bool:
+def dropping(branch: AutoregressiveDraft) -> bool:
     """Draws first, and drops the token if it is late then."""
-    if entry.drawn and not entry.wanted.deadline.allows_draw():
-        entry.drawn.pop()
-        entry.ended = True
-    return not entry.ended and len(entry.drawn) < entry.wanted.num_draft_tokens
-
-
-def dropping_of_a_branch(branch: Branch) -> bool:
-    """The same of a model's."""
     if branch.token_ids and not branch.deadline.allows_draw():
         for drawn in (branch.token_ids, branch.beside, branch.q):
             drawn.pop()
@@ -281,8 +269,7 @@ def test_a_late_token_that_is_drawn_and_dropped_is_found(
     kind: str, draws: Draws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault."""
-    monkeypatch.setattr(GrowingRound, "goes_on", dropping)
-    monkeypatch.setattr(Branch, "goes_on", dropping_of_a_branch)
+    monkeypatch.setattr(AutoregressiveDraft, "goes_on", dropping)
     found = list(proposals(kind, draws, 1.5, NUM_ROUNDS))
     result = fitted(found)
     print(kind, result)

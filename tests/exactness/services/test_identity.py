@@ -18,6 +18,7 @@ from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, t
 from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
+from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
@@ -30,7 +31,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import NextRound, SelfDrafter
+from target_service.self_drafting import SelfDrafter
 
 pytestmark = pytest.mark.xdist_group("identity")
 
@@ -280,8 +281,10 @@ class Counted:
         self.reads_features = drafter.reads_features
         self.num_tokens = 0
 
-    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        found = self._drafter.propose(rounds)
+    def propose(
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+    ) -> list[Proposal]:
+        found = self._drafter.propose(requests, hidden_states)
         self.num_tokens += sum(map(len, found))
         return found
 

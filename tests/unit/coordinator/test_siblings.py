@@ -18,12 +18,12 @@ from coordinator.draft_length.siblings import (
     sibling_chances,
 )
 from outrider.limits import SIBLINGS_MAX, TREE_TOKENS_MAX
-from outrider.speculation.proposal import comb, draft_tree
+from outrider.speculation.proposal import caterpillar_tree, draft_tree
 
 
 def test_a_verdict_says_what_siblings_were_worth() -> None:
     """Two places: the first with two siblings of three asked, the second with one of one."""
-    tree = draft_tree(comb((2, 1)), 5)
+    tree = draft_tree(caterpillar_tree((2, 1)), 5)
     accept = (0.5, 0.4, 0.25, 0.2, 0.1)
     found = sibling_chances(tree, accept, (3, 1))
     assert found.asked == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.5 * 0.6 * 0.75))

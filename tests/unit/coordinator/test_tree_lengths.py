@@ -11,7 +11,7 @@ from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.draft_length.siblings import sibling_chances
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
-from outrider.speculation.proposal import comb, draft_tree
+from outrider.speculation.proposal import caterpillar_tree, draft_tree
 from outrider.speculation.sampling_params import Rule
 
 BOUND = 4
@@ -44,7 +44,7 @@ def play(
         chosen.append(length)
         num, siblings = length.num_draft_tokens, length.siblings
         counts = [siblings[d] if d < len(siblings) else 0 for d in range(num)]
-        tree = draft_tree(comb(counts), num + sum(counts))
+        tree = draft_tree(caterpillar_tree(counts), num + sum(counts))
         accept = [
             ACCEPTED if tree.ranks[i] == 0 else taken[tree.ranks[i] - 1]
             for i in range(len(tree.parents))

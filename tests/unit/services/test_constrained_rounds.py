@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from stack import draft_without_model
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
-from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
+from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
@@ -28,7 +30,7 @@ from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
-from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -467,25 +469,27 @@ async def test_what_is_looked_up_is_cut_where_the_grammar_ends_it() -> None:
 def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...]) -> None:
     """Those of several sessions, with and without a constraint, drawn together."""
     vocabulary = DraftVocabulary.of(columns)
-    draws = RoundDraws(vocabulary, 16)
+    sampler = DraftSampler(vocabulary, 16)
     matchers, grown = Matchers(grammars()), []
     for session in range(12):
         allowed = None
         if session % 3:
             allowed = matchers.follow(str(session), grammar("regex"), [])
         noise = RoundNoise(session, Rule.TOKEN, 4)
-        wanted = RoundWanted(1, 5, SAMPLED, Rule.TOKEN, noise, NO_HISTORY, allowed=allowed)
-        grown.append(GrowingRound(wanted))
-    for depth in range(5):
-        active = [entry for entry in grown if entry.goes_on()]
-        if not active:
-            break
-        width = len(columns) or VOCAB
-        logits = torch.stack([toy_logits(9, [depth, i], width) for i in range(len(active))])
-        draws.draw(active, logits, depth)
+        request = DraftRequest(
+            str(session), "", (1,), 0, 5, SAMPLED, Rule.TOKEN, noise, allowed=allowed
+        )
+        grown.append(AutoregressiveDraft(request))
+    depths, width = count(), len(columns) or VOCAB
+
+    def next_logits(active: Sequence[int]) -> torch.Tensor:
+        depth = next(depths)
+        return torch.stack([toy_logits(9, [depth, i], width) for i in range(len(active))])
+
+    sampler.run(grown, next_logits)
     lengths = set()
     for session, entry in enumerate(grown):
-        drafted = entry.result().token_ids
+        drafted = entry.proposal.token_ids
         if session % 3:
             check_meets("regex", drafted)
             lengths.add(len(drafted))

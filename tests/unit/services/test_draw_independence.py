@@ -19,15 +19,12 @@ from toy_engine import ToyEngine
 
 from draft_service import worker as proposing
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.drafters.autoregressive_draft import RoundWanted
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
-from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from target_service.self_drafting import NO_FEATURES, NextRound
 
 SEEDS = range(1, 21)
 TEXTS = ((1, 2, 3, 4, 1, 2, 3), (1, 2, 3, 4, 5, 6, 0), (2, 2, 2, 2, 2), (0, 5, 3, 5, 1, 5))
@@ -120,11 +117,11 @@ def test_a_target_runs_the_same_products_for_its_drafts_whatever_it_draws(
 ) -> None:
     _, engine = tiny_engine(kind)
     engine.forward([SequenceStep("s", PROMPT[:-1], num_logits=1)])
-    features = NO_FEATURES
+    features: list[torch.Tensor] = []
     if kind == MEDUSA:
         assert engine.draft_heads is not None
         module = engine.draft_heads.module
-        features = torch.full((module.embeddings.shape[1],), 0.5, dtype=torch.float64)
+        features = [torch.full((module.embeddings.shape[1],), 0.5, dtype=torch.float64)]
         place, name = module, "advance"
     else:
         place, name = engine, "forward_shallow"
@@ -142,9 +139,9 @@ def test_a_target_runs_the_same_products_for_its_drafts_whatever_it_draws(
     for seed in SEEDS:
         shapes.clear()
         noise = RoundNoise(seed, Rule.TOKEN, len(PROMPT))
-        wanted = RoundWanted(PROMPT[-1], 3, SamplingParams(), Rule.TOKEN, noise, NO_HISTORY)
+        request = DraftRequest("s", "", PROMPT, len(PROMPT), 3, SamplingParams(), Rule.TOKEN, noise)
         with torch.inference_mode():
-            [proposal] = drafter.propose([NextRound(features, wanted, "s")])
+            [proposal] = drafter.propose([request], features)
         found.add((tuple(shapes), len(proposal)))
         tokens.add(proposal.token_ids)
     assert len(found) == 1

@@ -14,7 +14,8 @@ from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
 from draft_service import worker as proposing
-from draft_service.model_drafter import Branch, ModelDrafter
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest, OutOfPages
@@ -108,7 +109,7 @@ async def test_a_session_may_lose_its_pages_before_the_first_pass_of_its_round(
     num_passes = len(draft.engine.batches)
     begin = ModelDrafter.begin
 
-    def begin_and_evict(drafter: ModelDrafter, request: DraftRequest) -> Branch | None:
+    def begin_and_evict(drafter: ModelDrafter, request: DraftRequest) -> AutoregressiveDraft | None:
         branch = begin(drafter, request)
         draft.engine.release(request.session_id)
         return branch

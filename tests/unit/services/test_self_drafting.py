@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import GREEDY, Listener, ask, make_head
 from toy_engine import ToyEngine
 
-from outrider.drafters.autoregressive_draft import RoundWanted
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import InvariantError
@@ -28,7 +28,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import NO_FEATURES, ExitDrafter, NextRound, SelfDrafter
+from target_service.self_drafting import ExitDrafter, SelfDrafter
 from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 40
@@ -263,7 +263,9 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
     class Broken:
         reads_features = True
 
-        def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
+        def propose(
+            self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+        ) -> list[Proposal]:
             raise RuntimeError("no memory")
 
     async with running() as target:
@@ -289,21 +291,19 @@ async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:
     async with running() as target:
         drafter = drafter_of(target.engine)
         features = torch.randn(64, dtype=torch.float64)[: target.module.config.hidden_size]
-        wanted = RoundWanted(
-            1, 2, SamplingParams(), Rule.COUPLED, RoundNoise(1, Rule.COUPLED, 5), TokenHistory()
-        )
-        good = NextRound(features, wanted, "a")
-        bad = replace(good, features=features * float("nan"))
+        noise = RoundNoise(1, Rule.COUPLED, 5)
+        request = DraftRequest("a", "", (1,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
+        bad = features * float("nan")
         with torch.inference_mode():
-            [alone] = drafter.propose([good])
-            assert drafter.propose([bad, good]) == [Proposal(), alone]
+            [alone] = drafter.propose([request], [features])
+            assert drafter.propose([request] * 2, [bad, features]) == [Proposal(), alone]
         assert len(alone) == 2
 
 
 async def test_the_target_says_that_it_drafts() -> None:
     async with running() as target:
         assert (await target.link.describe(1.0)).drafts_itself
-    with pytest.raises(InvariantError, match="shows its features"):
+    with pytest.raises(InvariantError, match="shows its hidden states"):
         TargetService(
             ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1,
             self_drafter=drafter_of(target.engine),
@@ -406,10 +406,10 @@ async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
     _, engine = tiny_engine(EARLY_EXIT)
     drafter = drafter_of(engine)
     noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
-    wanted = RoundWanted(3, 2, SamplingParams(), Rule.COUPLED, noise, TokenHistory())
     with torch.inference_mode():
         for name, tokens in (("right", PROMPT), ("less", PROMPT[1:]), ("more", (*PROMPT, 1))):
             engine.forward([SequenceStep(name, tokens, 1)])
-            [found] = drafter.propose([NextRound(NO_FEATURES, wanted, name)])
+            request = DraftRequest(name, "", (3,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
+            [found] = drafter.propose([request], [])
             assert len(found) == (2 if name == "right" else 0)
             assert engine.length(name) == len(tokens)

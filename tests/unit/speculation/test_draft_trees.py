@@ -13,7 +13,7 @@ from outrider.speculation.proposal import (
     DraftDistribution,
     Proposal,
     SealedProposal,
-    comb,
+    caterpillar_tree,
     draft_tree,
 )
 from outrider.speculation.random_streams import RoundNoise, Stream
@@ -40,8 +40,8 @@ def test_a_chain_is_a_tree() -> None:
 
 
 def test_combs() -> None:
-    assert comb((2, 0, 1)) == (-1, -1, -1, 0, 3, 3)
-    assert comb((0, 0)) == comb(()) == ()
+    assert caterpillar_tree((2, 0, 1)) == (-1, -1, -1, 0, 3, 3)
+    assert caterpillar_tree((0, 0)) == caterpillar_tree(()) == ()
 
 
 @given(st.lists(st.integers(-2, 5), max_size=6), st.integers(0, 7))
