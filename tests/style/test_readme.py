@@ -16,6 +16,7 @@ from tests.style.settings_table import README, SETTINGS, with_table
 ROOT = README.parent
 JOBS = (
     "demo", "test", "test-full", "test-clients", "check", "proto", "bench", "sim", "help",
+    "programs", "test-page", "fuzz", "peers", "install",
 )  # fmt: skip
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
