@@ -16,7 +16,7 @@ from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Timeouts
+from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import EMULATED, CoordinatorConfig, TargetConfig
 from outrider.drafters.lookup import NgramDrafter

@@ -103,7 +103,7 @@ async def _coordinating(
     from coordinator.grpc_api import CoordinatorServicer
     from coordinator.options import CoordinatorOptions
     from coordinator.requests.validation import RequestDefaults
-    from coordinator.routing.request_header import Timeouts
+    from coordinator.routing.target_client import Timeouts
     from coordinator.service import CoordinatorService
     from outrider.drafters.lookup import NgramDrafter
     from outrider.sessions.redis_store import RedisStore

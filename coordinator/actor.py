@@ -34,12 +34,12 @@ from outrider.speculation.sampling_params import Rule
 if TYPE_CHECKING:
     from grpc import ServerCredentials
 
+    from coordinator.auth.access_control import Gate
     from coordinator.http_api.server import HttpServer
-    from coordinator.requests.tokenization import Text
+    from coordinator.requests.validation import Text
     from outrider.drafters.lookup import LookupDrafter
     from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
     from outrider.registry.registry import Lease, Registry
-    from outrider.security.gate import Gate
     from outrider.sessions.redis_store import RedisStore
     from outrider.telemetry.observer import Observation
     from outrider.telemetry.setup import Exports
@@ -85,7 +85,7 @@ class CoordinatorActor:
         log_to(log_directory, config.log_name("coordinator"))
         config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
-        from outrider.transport.authorization import KeyGuard
+        from coordinator.auth.access_control import KeyGuard
         from outrider.transport.server import RpcServer, ServerOptions, Service
         from outrider.v1 import coordinator_pb2
 
@@ -129,8 +129,7 @@ class CoordinatorActor:
         """Where it answers by HTTP; empty where it does not. Raises `ConfigError`."""
         if not config.http:
             return ""
-        from coordinator.http_api.server import HttpOptions, HttpServer
-        from coordinator.http_api.shown_certificate import TlsFiles
+        from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 
         tls = None
         if config.ssl_certfile:
@@ -331,7 +330,7 @@ async def _build(
     config: CoordinatorConfig, links: Links, observation: Observation, registry: Registry | None
 ) -> CoordinatorService:
     from coordinator.requests.validation import RequestDefaults
-    from coordinator.routing.request_header import Timeouts
+    from coordinator.routing.target_client import Timeouts
 
     from .options import CoordinatorOptions
     from .service import CoordinatorService
@@ -402,12 +401,11 @@ async def connect_store(config: CoordinatorConfig) -> RedisStore:
 
 def build_gate(config: CoordinatorConfig) -> Gate:
     """What stands before everything that the coordinator serves. Raises `ConfigError`."""
-    from outrider.security.gate import gate_of
+    from coordinator.auth.access_control import gate_of
 
     if not config.asks_for_keys:
         return gate_of("", "")
-    from outrider.security.limits import Limiter
-    from outrider.security.redis_limits import RedisSlots
+    from coordinator.auth.rate_limits import Limiter, RedisSlots
 
     limiter = Limiter(RedisSlots(config.redis))
     with blaming("api_key_file"):

@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, berth_of
-from coordinator.routing.request_header import HeadWriter
-from coordinator.routing.target_client import TargetClient
+from coordinator.routing.target_client import HeadWriter, TargetClient
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
+from coordinator.auth.access_control import OPEN, Gate, current_caller
+from outrider.api_keys import Caller
 from outrider.errors import Overloaded
 from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_MAX
-from outrider.security.callers import Caller
-from outrider.security.gate import OPEN, Gate
-from outrider.transport.authorization import current_caller
 from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
     event_to_proto,

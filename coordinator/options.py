@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Timeouts
+from coordinator.routing.target_client import Timeouts
 from outrider.limits import LOOK_AHEAD_BYTES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

@@ -12,30 +12,32 @@ from typing import Any, TypeVar
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.generation import COMMIT_GRACE_S, SessionRun
+from coordinator.decoding.loop import RoundMeter
 from coordinator.decoding.recovery import Replayed, Replays, told_again
-from coordinator.decoding.running_sessions import Runs
-from coordinator.decoding.session_creation import SessionCreator
-from coordinator.decoding.take_over import TakeOvers
+from coordinator.decoding.sessions import (
+    COMMIT_GRACE_S,
+    Runs,
+    SessionCreator,
+    SessionRun,
+    TakeOvers,
+)
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
-from coordinator.draft_length.round_meter import RoundMeter
-from coordinator.requests.tokenization import PromptEncoder, Text
+from coordinator.health import HealthMonitor
 from coordinator.requests.validation import (
     GenerationParameters,
+    PromptEncoder,
     RequestDefaults,
     ServedModel,
+    Text,
     check_fields,
     resolve,
 )
-from coordinator.routing.compatibility import Compatibility
-from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.discovery import FleetView
+from coordinator.routing.draft_client import DraftClient, SelfDraftClient
 from coordinator.routing.drafts import Drafts, LookupDrafts, SessionLookup
-from coordinator.routing.fleet_view import FleetView
-from coordinator.routing.replica_pool import ReplicaPool, berth_of
-from coordinator.routing.request_header import HeadWriter
-from coordinator.routing.self_draft_client import SelfDraftClient
-from coordinator.routing.target_client import TargetClient
+from coordinator.routing.replica_pool import Compatibility, ReplicaPool, berth_of
+from coordinator.routing.target_client import HeadWriter, TargetClient
 from outrider.closing import run_all
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
@@ -59,7 +61,6 @@ from outrider.transport.link import Link
 
 from .audit import Auditor
 from .health import trouble
-from .health_monitor import HealthMonitor
 from .options import CoordinatorOptions
 
 _log = logging.getLogger(__name__)

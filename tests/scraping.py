@@ -14,7 +14,7 @@ from typing import Any
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.health_monitor import LOOK_PERIOD_S
+from coordinator.health import LOOK_PERIOD_S
 from outrider.registry.registry import MemoryRegistry
 from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports

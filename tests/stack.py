@@ -10,9 +10,8 @@ from typing import Any
 
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.options import CoordinatorOptions
-from coordinator.requests.tokenization import Text
-from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Timeouts
+from coordinator.requests.validation import RequestDefaults, Text
+from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService, DraftServicer

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
 
-from coordinator.draft_length.lookup_probe import LookupProbe
+from coordinator.decoding.committer import Committer
+from coordinator.decoding.detokenizer import Completion, Piece
+from coordinator.draft_length.acceptance import fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
-from coordinator.draft_length.round_meter import RoundMeter
-from coordinator.draft_length.siblings import fitting, sibling_chances
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts
+from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts, LookupProbe
 from coordinator.routing.target_client import TargetClient
-from outrider.errors import DeadlineExceeded
+from outrider.decayed_average import DecayedSums
+from outrider.errors import DataLoss, DeadlineExceeded
 from outrider.messages import PositionLogprobs, VerdictReply
+from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import RoundReport, Tokens
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason
@@ -22,11 +30,6 @@ from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.random_streams import RoundNoise
 from outrider.telemetry.logs import identify
 from outrider.telemetry.observer import SILENT, RequestObserver
-
-from .committer import Committer
-from .detokenizer import Completion, Piece
-from .logprob_codec import write_logprobs
-from .output_queue import Entry, OutputQueue
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 
@@ -292,3 +295,161 @@ def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int)
         look_ahead_hit=drafted.ahead,
         proposed_parents=drafted.proposal.parents,
     )
+
+
+ENTRIES_UNREAD_MAX: Final = 256
+"""Rounds that a session may be ahead of a client that does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one round adds: shown when the session's first `end_length` tokens are committed."""
+
+    end_length: int
+    tokens: Tokens
+    report: RoundReport | None
+    decided_at: float
+    round_index: int | None = None
+    """None for what no round has added."""
+
+
+class OutputQueue:
+    """Written by the decode loop, read by whoever serves the client."""
+
+    def __init__(
+        self, session: Session, committer: Committer, observer: RequestObserver = SILENT
+    ) -> None:
+        self._observer = observer
+        self._session = session
+        self._committer = committer
+        self._entries: deque[Entry] = deque()
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    async def room(self) -> None:
+        """Waits until the reader is less than `ENTRIES_UNREAD_MAX` rounds behind."""
+        while len(self._entries) >= ENTRIES_UNREAD_MAX:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def write(self, entry: Entry) -> None:
+        """Adds a round."""
+        self._entries.append(entry)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        self._closed = True
+        self._changed.set()
+
+    async def read(self) -> tuple[Tokens, RoundReport | None] | None:
+        """Waits for the next round to be committed, and adds the committed ones behind it where no
+        reports are wanted; None when there is none any more. Raises what made the session lose
+        its store."""
+        while not self._entries:
+            if self._closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        entry = self._entries[0]
+        num_shown = await self._committer.shown(self._session, entry.end_length)
+        self._entries.popleft()
+        self._changed.set()
+        seconds = self._told(entry)
+        if entry.report is not None:
+            return entry.tokens, replace(entry.report, commit_ms=seconds * 1e3)
+        parts = [entry.tokens]
+        while entry.tokens.token_ids and self._entries:
+            entry = self._entries[0]
+            if entry.end_length > num_shown or entry.report or not entry.tokens.token_ids:
+                break
+            self._told(self._entries.popleft())
+            parts.append(entry.tokens)
+        return _joined(parts), None
+
+    def _told(self, entry: Entry) -> float:
+        """Tells the observer of an entry; returns how many seconds ago it was decided."""
+        seconds = asyncio.get_running_loop().time() - entry.decided_at
+        if entry.round_index is not None:
+            self._observer.shown(entry.round_index, len(entry.tokens.token_ids), seconds)
+        return seconds
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    """Consecutive tokens as one event."""
+    if len(parts) == 1:
+        return parts[0]
+    return Tokens(
+        parts[0].first_index,
+        tuple(chain.from_iterable(part.token_ids for part in parts)),
+        "".join(part.text_delta for part in parts),
+        tuple(chain.from_iterable(part.origins for part in parts)),
+        tuple(chain.from_iterable(part.logprobs for part in parts)),
+    )
+
+
+def write_logprobs(logprobs: PositionLogprobs) -> str:
+    """A line of JSON for the store, which knows no infinity: an impossible token has null."""
+    top = [[token_id, _finite(value)] for token_id, value in logprobs.top]
+    return json.dumps([_finite(logprobs.logprob), top], allow_nan=False)
+
+
+def read_logprobs(line: str) -> PositionLogprobs:
+    """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
+    try:
+        logprob, top = json.loads(line)
+        return PositionLogprobs(
+            _number(logprob), tuple((int(token_id), _number(value)) for token_id, value in top)
+        )
+    except (ValueError, TypeError) as error:
+        raise DataLoss(f"stored log-probabilities cannot be read: {error}") from error
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return -math.inf if value is None else float(value)
+
+
+WAITED: Final = 1.0
+"""A proposal waited for its turn if it did longer than computing it took: longer than for a step
+that had begun when it was asked for."""
+
+
+class RoundMeter:
+    """Hears of every round."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """`clock` counts seconds; None = the running loop's."""
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._sums: DecayedSums | None = None
+
+    def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
+        """A round has brought so many tokens, of which so many had been drafted."""
+        now = self._clock()
+        if self._sums is None:
+            self._sums = DecayedSums(WINDOW_S, now)
+        amounts: dict[str, float] = {"tokens": num_tokens}
+        if drafted.by_replica:
+            amounts |= {"drafted": len(drafted.proposal), "accepted": num_accepted}
+        if drafted.is_remote:
+            waited = not drafted.ahead and drafted.queue_ms > WAITED * drafted.compute_ms
+            amounts |= {
+                "proposals": 1.0, "waited": float(waited), "ahead": float(drafted.ahead)
+            }  # fmt: skip
+        self._sums.add(now, amounts)
+
+    @property
+    def figures(self) -> Figures:
+        """What that comes to."""
+        sums, now = self._sums, self._clock()
+        if sums is None:
+            return Figures(tokens_per_second=0.0)
+        return Figures(
+            draft_waits=sums.mean(now, "waited", "proposals"),
+            acceptance=sums.mean(now, "accepted", "drafted"),
+            look_ahead_hits=sums.mean(now, "ahead", "proposals"),
+            tokens_per_second=sums.rate(now, "tokens"),
+        )

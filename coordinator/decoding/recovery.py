@@ -27,7 +27,7 @@ from outrider.speculation.accept_reject import Origin
 from outrider.tokens import TokenSequence
 
 from .detokenizer import Completion
-from .logprob_codec import read_logprobs
+from .loop import read_logprobs
 
 TOKENS_PER_EVENT: Final = 512
 """In one event of a replay: a long answer with log-probabilities would fill no message ..."""

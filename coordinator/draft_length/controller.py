@@ -1,43 +1,232 @@
-"""How many draft tokens each round asks for. Pure: told of rounds, and asked for the next.
-
-The length of a round is settled when the round before it begins. At that moment nothing of the
-round has been drawn, neither here nor by a target or a draft that works ahead, so the choice is
-independent of the round's noise and exact under every rule. Sessions that share a seed get fixed
-lengths (`shared_statistics.py`). docs/exactness.md has the proof.
-
-| phase of a session | K | it ends |
-| --- | --- | --- |
-| drafting | the best by expected tokens and expected time | when plain decoding is better |
-| plain | 0; the target runs ahead of the coordinator | when drafting is better |
-
-What is expected may be wrong. Three trials find out, each for a few rounds:
-
-| trial | of |
-| --- | --- |
-| in a plain phase, or instead of one when a session begins | drafting |
-| in a round, of the largest K, which shows what all others would bring | more tokens |
-| while next to nothing is known of its time | plain decoding |
-
-Each is made once its expected loss, in tokens, can be paid from a small share of the tokens that
-all sessions commit; so what seems hopeless is tried seldom, and what is uncertain soon.
-"""
+"""What finding out more may cost, and how quickly lengths follow what is found. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from coordinator.draft_length.acceptance import (
+    SIBLINGS_OF_A_ROUND_MAX,
+    DepthAverages,
+    Shaper,
+    SiblingAverages,
+)
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.round_cost import SECONDS_MIN, Forecast, Load, RoundCosts
+from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
-from .acceptance_rate import DepthAverages
-from .exploration_budget import TUNING, Drafting, Tuning
-from .policy import PlayedRound, RoundLength
-from .round_cost import SECONDS_MIN, Forecast, Load, RoundCosts
-from .shared_statistics import Learned, SeedsInUse
-from .siblings import SIBLINGS_OF_A_ROUND_MAX, Shaper, SiblingAverages
+TRIAL_GAIN: Final = 1.2
+"""Drafting goes on after a trial that was so many times as fast as plain decoding, whatever is
+expected: a few rounds do not change an average ..."""
+TRIAL_ROUNDS: Final = 12
+"""... up to so many rounds of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How quickly lengths follow what is measured, and what finding out may cost."""
+
+    memory_rounds: float = 48.0
+    """A session's round weighs 1 / e after so many more."""
+    shared_memory_rounds: float = 512.0
+    """The same for the averages over all sessions."""
+    prior_rounds: float = 12.0
+    """Rounds of a session that weigh as much as those averages ..."""
+    shared_prior_rounds: float = 12.0
+    """... and rounds of all sessions as what is assumed where nothing is known."""
+    first_looks: int = 4
+    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+    young_rounds: int = 64
+    """Rounds of all sessions up to which K is chosen anew in each ..."""
+    choice_rounds: int = 4
+    """... and of one session, with a draft, between two choices from then on."""
+    gain_rounds: int = 32
+    """Rounds in which drafting that is quicker must bring what beginning it costs."""
+    switch_gain: float = 0.02
+    """K changes only for a choice that is better by this share ..."""
+    plain_gain: float = 0.03
+    """... and a session that drafts decodes plainly only where that is by this one."""
+    plain_rounds: int = 16
+    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
+    plain_rounds_max: int = 128
+    """... up to this."""
+    trial_share: float = 0.01
+    """Trials may cost so many of all tokens that are committed ..."""
+    credit_tokens: float = 8.0
+    """... beside these, with which a coordinator begins ..."""
+    credit_tokens_max: float = 16.0
+    """... and of which it keeps so many."""
+    plain_beginnings: int = 7
+    """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
+    beginning_tokens: float = 4.0
+    """... where that costs so few tokens; one in twice as many where it costs twice as many."""
+    repaid: float = 4.0
+    """A trial of drafting that is gone on with pays for so many like it."""
+
+
+TUNING: Final = Tuning()
+
+
+class ExplorationBudget:
+    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
+    commit."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+        self._left = tuning.credit_tokens
+        self._looks = 0
+        self._begun_plain = 0
+        """Sessions since the last one that began with a draft."""
+
+    def first_look(self) -> bool:
+        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        self._looks += 1
+        return self._looks <= self._tuning.first_looks
+
+    def earn(self, num_tokens: float) -> None:
+        """So many were committed."""
+        self._add(self._tuning.trial_share * num_tokens)
+
+    def pays(self, num_tokens: float) -> bool:
+        """Spends what a trial is expected to lose, if that is there."""
+        if num_tokens > self._left:
+            return False
+        self._left -= max(0.0, num_tokens)
+        return True
+
+    def begins(self, num_tokens: float) -> bool:
+        """The same for a session's beginning, but that one in so many is tried in any case: it may
+        be about another thing than those before it; one in more, where it is expected to lose more
+        than little."""
+        self._begun_plain += 1
+        rarity = max(1.0, num_tokens / self._tuning.beginning_tokens)
+        is_due = self._begun_plain >= rarity * self._tuning.plain_beginnings
+        begins = self.pays(num_tokens) or is_due
+        self._begun_plain = 0 if begins else self._begun_plain
+        return begins
+
+    def repay(self, num_tokens: float) -> None:
+        """A trial that was expected to lose so many has shown that the rest of them pay."""
+        self._add(self._tuning.repaid * num_tokens)
+
+    def _add(self, num_tokens: float) -> None:
+        self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)
+
+
+class Drafting:
+    """Of one session: rounds with a draft since the last plain phase."""
+
+    __slots__ = ("_num_tokens", "_seconds", "lost", "num_paid", "num_rounds")
+
+    def __init__(self, lost: float = 0.0, num_paid: int = 0) -> None:
+        self.lost = lost
+        """Tokens that trying was expected to cost, while it is a trial ..."""
+        self.num_paid = num_paid
+        """... and the rounds for which that was paid."""
+        self.num_rounds = 0
+        self._num_tokens = 0.0
+        """Of all but the first, for which the draft had to read what it missed ..."""
+        self._seconds = 0.0
+        """... and what they took."""
+
+    def note(self, num_tokens: float, seconds: float) -> None:
+        """A round was played, whose tokens are told less those that others lost."""
+        self.num_rounds += 1
+        if self.num_rounds > 1:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    def beats(self, rate: float) -> bool:
+        """Whether the first few were by far quicker than this, in tokens a second."""
+        is_short = self.num_rounds <= TRIAL_ROUNDS
+        return is_short and self._num_tokens > TRIAL_GAIN * rate * self._seconds
+
+
+PROMPT_SIZES: Final = (128, 512, 2048)
+"""Tokens from which on a prompt is one of the next size."""
+
+
+class Experience:
+    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
+    has what its answer copies."""
+
+    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: ExplorationBudget) -> None:
+        """`of_rule` are the averages over prompts of any length, which share their `trials`."""
+        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
+        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
+        self.trials = trials
+        self._young_rounds = tuning.young_rounds
+        self._of_rule = of_rule
+
+    @property
+    def is_young(self) -> bool:
+        """Whether little was shown yet, with prompts of any length."""
+        return self._of_rule.num_rounds < self._young_rounds
+
+    def note(self, num_asked: int, survival: Sequence[float]) -> None:
+        """See `DepthAverages.note`."""
+        self.averages.note(num_asked, survival)
+        self._of_rule.note(num_asked, survival)
+
+
+class Learned:
+    """Everything that sessions share: round costs for all, acceptance by rule and prompt size."""
+
+    def __init__(self, costs: RoundCosts, tuning: Tuning) -> None:
+        self.costs = costs
+        self._experience = {rule: _by_prompt_size(tuning) for rule in Rule}
+
+    def experience(self, rule: Rule, prompt_length: int) -> Experience:
+        """That of sessions with such prompts."""
+        return self._experience[rule][bisect(PROMPT_SIZES, prompt_length)]
+
+
+class Fixable(Protocol):
+    """A session's length control."""
+
+    def fix(self) -> None:
+        """Lengths are constant from the next round that is planned on."""
+        ...
+
+
+class SeedsInUse:
+    """Seeds that sessions had under rules whose noise is keyed by the round."""
+
+    def __init__(self) -> None:
+        self._seeds: set[int] = set()
+        self.running: dict[int, Fixable] = {}
+        """The first session of each seed, while it runs."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether seeds must be forgotten before the next one is added, and with them all that
+        their sessions have told: a session with a forgotten seed is a first one again."""
+        return len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1)
+
+    def knows(self, seed: int) -> bool:
+        """Whether a session had it."""
+        return seed in self._seeds
+
+    def add(self, seed: int, first: Fixable) -> None:
+        """Its first session begins."""
+        self._seeds.add(seed)
+        self.running[seed] = first
+
+    def forget(self) -> None:
+        """Keeps the seeds of sessions that run."""
+        self._seeds = set(self.running)
+
+
+def _by_prompt_size(tuning: Tuning) -> list[Experience]:
+    of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
+    trials = ExplorationBudget(tuning)
+    return [Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)]
+
 
 PLAIN_TRIED_BELOW: Final = 1.5
 """Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""

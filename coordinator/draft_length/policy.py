@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.draft_length.acceptance import NO_SIBLINGS, SiblingChances
 from outrider.limits import TREE_TOKENS_MAX
-
-from .siblings import NO_SIBLINGS, SiblingChances
 
 
 @dataclass(frozen=True, slots=True)

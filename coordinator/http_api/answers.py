@@ -1,18 +1,133 @@
-"""From events to an answer, whole or in chunks; the same for chat and completions."""
+"""Log-probabilities with the text of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
-from coordinator.requests.tokenization import Text
+from coordinator.http_api.translation import Asked
+from coordinator.requests.validation import Text
 from outrider.errors import check
-from outrider.request import Event, Finished, RoundReport, Started, Tokens
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
 
-from .logprobs import ScoredToken, Verifier
-from .speculation import SpeculationReport
-from .translation import Asked
+IMPOSSIBLE: Final = -9999.0
+"""OpenAI's log-probability of a token that cannot come: JSON knows no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A token as it is written."""
+
+    data: bytes
+    """Its bytes in a text."""
+    text: str
+    """The same as text; where they are no whole characters `bytes:` and each as `\\xNN`."""
+
+    @classmethod
+    def of(cls, data: bytes) -> Spelled:
+        """From a token's bytes."""
+        try:
+            return cls(data, data.decode())
+        except UnicodeDecodeError:
+            return cls(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer, its log-probability, and the likeliest tokens in its place."""
+
+    spelled: Spelled
+    logprob: float
+    top: tuple[tuple[Spelled, float], ...]
+    offset: int
+    """Of its first whole character in the answer's text."""
+
+
+class Verifier:
+    """Spells the log-probabilities of one choice."""
+
+    def __init__(self, text: Text | None) -> None:
+        """Without a tokenizer a token is written as its id."""
+        self._text = text
+        self._stream = None if text is None else text.stream()
+        self._offset = 0
+
+    def score(self, event: Tokens) -> list[ScoredToken]:
+        """The tokens of an event, which must come in order."""
+        check(len(event.logprobs) == len(event.token_ids), "tokens without log-probabilities")
+        scored = []
+        for token_id, entry in zip(event.token_ids, event.logprobs, strict=True):
+            top = tuple((self._spell(other), logprob) for other, logprob in entry.top)
+            scored.append(ScoredToken(self._spell(token_id), entry.logprob, top, self._offset))
+            if self._stream is not None:
+                self._offset += len(self._stream.push(token_id))
+        return scored
+
+    def _spell(self, token_id: int) -> Spelled:
+        if self._text is None:
+            return Spelled.of(f"token_id:{token_id}".encode())
+        return Spelled.of(self._text.spell(token_id))
+
+
+def finite(logprob: float) -> float:
+    """The number that JSON is given."""
+    return max(logprob, IMPOSSIBLE)
+
+
+class SpeculationReport:
+    """Adds up the sessions of one request.
+
+    A step is a round; one without a proposal accepts nothing. So `mean_acceptance_length` is the
+    tokens that a round brought, on average, before an answer's end cut it short."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        """The most that a round may propose."""
+        self._num_draft_tokens = num_draft_tokens
+        self._num_rounds = self._num_proposed = self._num_accepted = 0
+        self._rounds: Counter[tuple[int, int]] = Counter()
+        """By tokens proposed and accepted."""
+
+    def add_round(self, report: RoundReport) -> None:
+        """One round, where rounds are told."""
+        self._rounds[len(report.proposed_token_ids), report.num_accepted] += 1
+
+    def add_session(self, metrics: Metrics) -> None:
+        """One session that has ended."""
+        self._num_rounds += metrics.num_rounds
+        self._num_proposed += metrics.num_draft_tokens
+        self._num_accepted += metrics.num_accepted_draft_tokens
+
+    def told(self, *, histograms: bool) -> dict[str, Any]:
+        """The report; of `histograms` the second is by the tokens that were proposed."""
+        accepted, proposed = self._num_accepted, self._num_proposed
+        told: dict[str, Any] = {
+            "mean_acceptance_length": 1 + accepted / max(1, self._num_rounds),
+            "draft_acceptance_rate": accepted / proposed if proposed else 0.0,
+            "num_spec_steps": self._num_rounds,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": proposed,
+            "num_spec_tokens": self._num_draft_tokens,
+        }
+        if histograms:
+            told["acceptance_histogram"] = self._histogram(self._num_draft_tokens, None)
+            told["acceptance_histogram_by_draft_length"] = {
+                str(length): self._histogram(length, length)
+                for length in sorted({length for length, _ in self._rounds})
+            }
+        return told
+
+    def _histogram(self, most: int, length: int | None) -> list[int]:
+        """Rounds (that proposed so many tokens) by the tokens that they accepted: 0..`most`."""
+        counts = [0] * (most + 1)
+        for (proposed, accepted), count in self._rounds.items():
+            if length in (None, proposed):
+                counts[accepted] += count
+        return counts
+
 
 Json = dict[str, Any]
 _CUT_OFF: Final = (FinishReason.DEADLINE, FinishReason.CANCELLED)
@@ -226,3 +341,141 @@ def _end(reason: FinishReason | None) -> Json:
     if reason in _CUT_OFF:
         return {"finish_reason": "length", "stop_reason": str(reason)}
     return {"finish_reason": None if reason is None else str(reason), "stop_reason": None}
+
+
+class ChatShape:
+    """What the choices of a chat completion look like. Implements `Shape`."""
+
+    id_prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def opening(self) -> dict[str, Any] | None:
+        """See `Shape.opening`."""
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """See `Shape.delta`."""
+        return {"delta": {"content": text}}
+
+    def closing(self) -> dict[str, Any]:
+        """See `Shape.closing`."""
+        return {"delta": {}}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """See `Shape.message`."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """See `Shape.logprobs`."""
+        content = [
+            _scored(token.spelled, token.logprob)
+            | {"top_logprobs": [_scored(*one) for one in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _scored(spelled: Spelled, logprob: float) -> dict[str, Any]:
+    return {"token": spelled.text, "bytes": list(spelled.data), "logprob": finite(logprob)}
+
+
+class CompletionShape:
+    """What the choices of a completion look like. Implements `Shape`."""
+
+    id_prefix = "cmpl-"
+    whole = chunk = "text_completion"
+
+    def opening(self) -> dict[str, Any] | None:
+        """See `Shape.opening`."""
+        return None
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """See `Shape.delta`."""
+        return {"text": text}
+
+    def closing(self) -> dict[str, Any]:
+        """See `Shape.closing`."""
+        return {"text": ""}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """See `Shape.message`."""
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """See `Shape.logprobs`. The token that came is among the likeliest ones, too."""
+        return {
+            "tokens": [token.spelled.text for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {
+                    spelled.text: finite(logprob)
+                    for spelled, logprob in (*token.top, (token.spelled, token.logprob))
+                }
+                for token in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+class Teller:
+    """Tells the events of one session."""
+
+    def __init__(self, text: Text | None) -> None:
+        """Without a tokenizer there are no texts."""
+        self._text = text
+        self._stream = None if text is None else text.stream()
+        self._num_tokens = 0
+
+    def tell(self, event: Event) -> Json:
+        """The next event, as JSON."""
+        if isinstance(event, Tokens):
+            return self._tokens(event)
+        if isinstance(event, RoundReport):
+            return self._round(event)
+        kind = {Started: "started", Finished: "finished"}[type(event)]
+        return {"type": kind, **asdict(event)}
+
+    def _tokens(self, event: Tokens) -> Json:
+        self._num_tokens = event.first_index + len(event.token_ids)
+        texts = None
+        if self._stream is not None:
+            texts = [self._stream.push(token_id) for token_id in event.token_ids]
+        told: Json = {
+            "type": "tokens",
+            "first_index": event.first_index,
+            "token_ids": event.token_ids,
+            "origins": event.origins,
+            "texts": texts,
+            "text_delta": event.text_delta,
+        }
+        if event.logprobs:
+            told["logprobs"] = [
+                {
+                    "logprob": finite(one.logprob),
+                    "top": [[token_id, finite(logprob)] for token_id, logprob in one.top],
+                }
+                for one in event.logprobs
+            ]
+        return told
+
+    def _round(self, event: RoundReport) -> Json:
+        texts = None
+        if self._text is not None:
+            texts = [Spelled.of(self._text.spell(one)).text for one in event.proposed_token_ids]
+        return {
+            "type": "round",
+            "first_index": self._num_tokens,
+            **asdict(event),
+            "proposed_texts": texts,
+        }
+
+
+async def told_events(
+    text: Text | None, events: AsyncGenerator[tuple[int, Event]]
+) -> AsyncGenerator[Json]:
+    """The events of one session as JSON. Closes them when it is closed."""
+    teller = Teller(text)
+    async with aclosing(events):
+        async for _, event in events:
+            yield teller.tell(event)

@@ -1,46 +1,248 @@
-"""The routes, and the one place that asks who calls."""
+"""The served model, as a list of models has it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.service import CoordinatorService
-from outrider.errors import OutriderError, Overloaded, PermissionDenied, Unavailable
-from outrider.limits import (
-    HTTP_BODIES_BYTES_MAX,
-    HTTP_BODY_BYTES_MAX,
-    HTTP_BODY_PART_S_MAX,
-    HTTP_BODY_S_MAX,
-    HTTP_TENANT_BODIES_BYTES_MAX,
+from coordinator.auth.access_control import OPEN, Gate
+from coordinator.http_api.answers import ChatShape, CompletionShape, told_events
+from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.errors import (
+    ErrorBody,
+    add_error_handlers,
+    error_response,
+    json_response,
+    meant,
 )
-from outrider.security.callers import ANYBODY, Caller
-from outrider.security.gate import OPEN, Gate
-
-from . import fleet, models
-from .bodies import ChatBody, CompletionBody
-from .chat import ChatShape, translate_chat
-from .completions import CompletionShape, translate_completion
-from .errors import ErrorBody, add_error_handlers, error_response, meant
-from .health import KeptHealth
-from .native import EVENTS, NativeBody, told_events, translate_native
-from .page_files import PAGE_PATHS, add_page
-from .reading import BodyRoute
-from .rendering import json_response
-from .serving import Generations
-from .timed import Timed
+from coordinator.http_api.reading import BodyLimit, BodyRoute
+from coordinator.http_api.serving import Generations
+from coordinator.http_api.translation import (
+    EVENTS,
+    NativeBody,
+    translate_chat,
+    translate_completion,
+    translate_native,
+)
+from coordinator.requests.validation import ServedModel
+from coordinator.service import CoordinatorService
+from outrider.errors import NotFound, OutriderError, PermissionDenied, Unavailable
 
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
+
+
+def listed_models(model: ServedModel, created: int) -> dict[str, Any]:
+    """All models, of which there is one. `created` is when it began to be served, in seconds since
+    1970."""
+    return {"object": "list", "data": [_model_body(model, created)]}
+
+
+def found_model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
+    """The model of a name. Raises `NotFound`."""
+    if name != model.name:
+        raise NotFound(f"model: {name[:256]!r} is not served; {model.name!r} is")
+    return _model_body(model, created)
+
+
+def _model_body(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "outrider",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+class FleetReplica(BaseModel):
+    """One replica."""
+
+    role: Literal["coordinator", "target", "draft"]
+    name: str
+    model: str
+    node: str
+    """Its machine; empty where it is not known."""
+    device: str
+    load: int
+    """Sessions: of a coordinator all that it runs, of others those that the coordinator that says
+    this has there."""
+    state: Literal["serving", "away", "leaving", "joining"]
+    here: bool
+    """Whether it is the coordinator that says this."""
+    figures: dict[str, float | None]
+    """What it has said of its work lately, as `outrider status --json` has it."""
+
+
+class Fleet(BaseModel):
+    """Coordinators, targets and drafts."""
+
+    replicas: list[FleetReplica]
+    heard_ms_ago: float | None
+    """When the registry was last read; null where the deployment has none."""
+
+
+def fleet_body(service: CoordinatorService) -> dict[str, Any]:
+    """All of them. Raises `Unavailable` before the coordinator has started."""
+    fleet = service.fleet
+    seen = fleet.replicas(service.model.name, service.num_running, service.figures)
+    return {"replicas": [asdict(one) for one in seen], "heard_ms_ago": fleet.heard_ms_ago}
+
+
+KEPT_S: Final = 1.0
+"""How long an answer is good for: no key is needed to ask, and each question costs the store and a
+target one."""
+SLOW_S: Final = 0.5
+"""Callers wait so long for a new answer where the last one said that all is well, ..."""
+WELL_S: Final = 5.0
+"""... and are given that one then, unless it is older than this."""
+
+
+class KeptHealth:
+    """The newest answer of a coordinator, on its event loop."""
+
+    def __init__(self, service: CoordinatorService) -> None:
+        self._service = service
+        self._asking: asyncio.Task[str] | None = None
+        self._good_until = self._well_until = 0.0
+
+    async def trouble(self) -> str:
+        """Why no request can make progress, or was up to `KEPT_S` ago; empty where they can, or
+        could up to `WELL_S` ago and nothing else is known within `SLOW_S`. Where asking fails it
+        raises, and the next caller asks again."""
+        loop = asyncio.get_running_loop()
+        if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
+            self._good_until = 0.0
+            self._asking = asyncio.create_task(self._answer())
+        asking = self._asking
+        await asyncio.wait([asking], timeout=SLOW_S)
+        if not asking.done() and loop.time() < self._well_until:
+            return ""
+        return await asyncio.shield(asking)
+
+    async def _answer(self) -> str:
+        found = await self._service.trouble()
+        now = asyncio.get_running_loop().time()
+        self._good_until = now + KEPT_S
+        self._well_until = 0.0 if found else now + WELL_S
+        return found
+
+
+PAGE: Final = "index.html"
+FOLDER: Final = "/page/"
+"""Where files other than the page itself are."""
+CONTENT_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # No text becomes HTML.
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # Kept, and asked for again: a 304 is quick.
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file as it is served."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        """The file, or that it has not changed."""
+        headers = {**_HEADERS, "etag": self.etag}
+        known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.etag in known or f"W/{self.etag}" in known or "*" in known:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers={**headers, "content-type": self.content_type})
+
+
+def load_page() -> dict[str, PageFile]:
+    """All files of the page, by the paths that they are served at."""
+    found = {}
+    for one in files("coordinator.http_api").joinpath("page").iterdir():
+        kind = CONTENT_TYPES.get(one.name.rpartition(".")[2])
+        if kind is None:
+            continue
+        content = one.read_bytes()
+        etag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
+        path = "/" if one.name == PAGE else FOLDER + one.name
+        found[path] = PageFile(content, kind, etag)
+    return found
+
+
+_FILES: Final = load_page()
+PAGE_PATHS: Final = frozenset(_FILES)
+"""Where the page and its files are."""
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds a route for each file."""
+    for path, file in sorted(_FILES.items()):
+        app.add_api_route(path, _server(file), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _server(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        return file.response(request)
+
+    return serve
+
+
+class Timed:
+    """Around an application, from a request's arrival to the last byte of its answer."""
+
+    def __init__(self, app: ASGIApp, times: HttpTimes) -> None:
+        self._app = app
+        self._times = times
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a call through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        begun = time.monotonic()
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            status = status or 500  # As whoever catches it will say.
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", "")
+            seconds = time.monotonic() - begun
+            self._times.add(seconds, scope["method"], scope["scheme"], route, status)
+
 
 Metrics = Callable[[str], tuple[bytes, str]]
 """Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
@@ -100,75 +302,6 @@ class Doorkeeper:
             )
 
 
-class BodyLimit:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
-    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at
-    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
-    `HTTP_TENANT_BODIES_BYTES_MAX`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._num_bytes = 0
-        self._num_tenant_bytes: Counter[str] = Counter()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a call read its body."""
-        end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
-        caller: Caller = scope.get("state", {}).get("caller", ANYBODY)
-        size, is_read = 0, False
-
-        async def bounded() -> Message:
-            nonlocal size, is_read
-            if is_read:
-                return await receive()
-            message = await _received_by(end, receive)
-            num_new = len(message.get("body", b""))
-            size += num_new
-            self._count(caller, num_new)
-            if size > HTTP_BODY_BYTES_MAX:
-                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
-            self._check(caller)
-            if not message.get("more_body", False):
-                self._count(caller, -size)
-                size, is_read = 0, True
-            return message
-
-        try:
-            await self._app(scope, bounded, send)
-        finally:
-            self._count(caller, -size)
-
-    def _count(self, caller: Caller, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self._num_tenant_bytes[caller.tenant] += num_bytes
-        if not self._num_tenant_bytes[caller.tenant]:
-            del self._num_tenant_bytes[caller.tenant]
-
-    def _check(self, caller: Caller) -> None:
-        if self._num_bytes > HTTP_BODIES_BYTES_MAX:
-            raise Unavailable("too many bodies are being read; try again later")
-        num_bytes = self._num_tenant_bytes[caller.tenant]
-        if caller is not ANYBODY and num_bytes > HTTP_TENANT_BODIES_BYTES_MAX:
-            raise Overloaded(
-                f"the tenant {caller.tenant!r} sends bodies of more than "
-                f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
-            )
-
-
-async def _received_by(end: float, receive: Receive) -> Message:
-    """The next part of a body, if it comes in time."""
-    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
-    try:
-        async with asyncio.timeout_at(min(end, part_end)):
-            return await receive()
-    except TimeoutError:
-        if part_end < end:
-            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
-        else:
-            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
-        raise HTTPException(408, reason, {"connection": "close"}) from None
-
-
 def build_app(
     service: CoordinatorService,
     closing: asyncio.Event,
@@ -222,12 +355,12 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def list_models() -> Response:
         """The model that is served."""
-        return json_response(models.listed(service.model, created))
+        return json_response(listed_models(service.model, created))
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def get_model(name: str) -> Response:
         """The same by its name."""
-        return json_response(models.found(service.model, name, created))
+        return json_response(found_model(service.model, name, created))
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
@@ -269,7 +402,7 @@ def _add_window(app: FastAPI, generations: Generations, service: CoordinatorServ
         told = told_events(service.text, generations.events(request, asked))
         return await generations.stream(request, told)
 
-    @app.get("/api/fleet", responses={200: {"model": fleet.Fleet}, **_ERRORS})
+    @app.get("/api/fleet", responses={200: {"model": Fleet}, **_ERRORS})
     async def tell_fleet() -> Response:
         """The replicas, as this coordinator knows them."""
-        return json_response(fleet.told(service))
+        return json_response(fleet_body(service))

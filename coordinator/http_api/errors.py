@@ -1,20 +1,20 @@
-"""Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
-
-The status is the error's own (`outrider/errors.py`).
-"""
+"""JSON as it goes to the client."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
+from coordinator.http_api.bodies import UnservedField
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -28,8 +28,21 @@ from outrider.errors import (
 )
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 
-from .rendering import json_response
-from .unserved import UnservedField
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+"""Made once: `json.dumps` would make another one for each chunk."""
+
+
+def to_json(value: Any) -> bytes:
+    """JSON in UTF-8; what is no Unicode, as a caller's unknown field may be, is escaped."""
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A whole answer."""
+    return Response(to_json(value), status, headers, "application/json")
+
 
 _log = logging.getLogger(__name__)
 

@@ -6,31 +6,40 @@ values of a body are counted before it is parsed, and lists and objects before p
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.errors import BadRequest
+from coordinator.auth.access_control import Gate
+from coordinator.http_api.serving import Unsent
+from outrider.api_keys import ANYBODY, Caller
+from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import (
     CHAT_MESSAGES_MAX,
     CHAT_PARTS_MAX,
     CHOICES_MAX,
     CONSTRAINT_BYTES_MAX,
+    HTTP_BODIES_BYTES_MAX,
+    HTTP_BODY_BYTES_MAX,
+    HTTP_BODY_PART_S_MAX,
+    HTTP_BODY_S_MAX,
     HTTP_CONTAINERS_MAX,
     HTTP_FIELDS_MAX,
+    HTTP_TENANT_BODIES_BYTES_MAX,
     HTTP_VALUES_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     PROMPTS_MAX,
     STOP_STRINGS_MAX,
 )
-from outrider.security.gate import Gate
 
 from .errors import of_body
-from .streaming import Unsent
 
 _OPENINGS: Final = (b"[", b"{")
 _MARKS: Final = (*_OPENINGS, b",", b":")
@@ -184,3 +193,72 @@ def _check_constraint(field: str, value: Any) -> None:
                 field, f"has more values than {CONSTRAINT_BYTES_MAX} bytes, which are allowed"
             )
         left += inner.values() if isinstance(inner, dict) else inner
+
+
+class BodyLimit:
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
+    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at
+    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
+    `HTTP_TENANT_BODIES_BYTES_MAX`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_bytes = 0
+        self._num_tenant_bytes: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a call read its body."""
+        end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
+        caller: Caller = scope.get("state", {}).get("caller", ANYBODY)
+        size, is_read = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size, is_read
+            if is_read:
+                return await receive()
+            message = await _received_by(end, receive)
+            num_new = len(message.get("body", b""))
+            size += num_new
+            self._count(caller, num_new)
+            if size > HTTP_BODY_BYTES_MAX:
+                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
+            self._check(caller)
+            if not message.get("more_body", False):
+                self._count(caller, -size)
+                size, is_read = 0, True
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._count(caller, -size)
+
+    def _count(self, caller: Caller, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._num_tenant_bytes[caller.tenant] += num_bytes
+        if not self._num_tenant_bytes[caller.tenant]:
+            del self._num_tenant_bytes[caller.tenant]
+
+    def _check(self, caller: Caller) -> None:
+        if self._num_bytes > HTTP_BODIES_BYTES_MAX:
+            raise Unavailable("too many bodies are being read; try again later")
+        num_bytes = self._num_tenant_bytes[caller.tenant]
+        if caller is not ANYBODY and num_bytes > HTTP_TENANT_BODIES_BYTES_MAX:
+            raise Overloaded(
+                f"the tenant {caller.tenant!r} sends bodies of more than "
+                f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
+            )
+
+
+async def _received_by(end: float, receive: Receive) -> Message:
+    """The next part of a body, if it comes in time."""
+    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
+    try:
+        async with asyncio.timeout_at(min(end, part_end)):
+            return await receive()
+    except TimeoutError:
+        if part_end < end:
+            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
+        else:
+            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+        raise HTTPException(408, reason, {"connection": "close"}) from None

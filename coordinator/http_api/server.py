@@ -1,4 +1,4 @@
-"""Listens for HTTP inside the coordinator's own event loop."""
+"""The certificate that HTTP shows: the newest one in its files, to whoever connects."""
 
 from __future__ import annotations
 
@@ -7,24 +7,81 @@ import errno
 import logging
 import os
 import socket
+import ssl
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
+from coordinator.auth.access_control import OPEN, Gate
+from coordinator.http_api.app import Metrics, build_app
+from coordinator.http_api.connections import (
+    BACKLOG,
+    Acceptor,
+    HttpConnection,
+    OpenConnections,
+    connections_max,
+)
 from coordinator.service import CoordinatorService
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
-from outrider.limits import HTTP_KEEP_ALIVE_S, HTTP_LAST_REQUEST_S
-from outrider.security.gate import OPEN, Gate
+from outrider.files import FileWatch
+from outrider.limits import HTTP_KEEP_ALIVE_S, HTTP_LAST_REQUEST_S, KEY_FILE_LOOK_MS
 from outrider.transport.server import is_taken
-
-from .app import Metrics, build_app
-from .connections import BACKLOG, Acceptor, HttpConnection, OpenConnections, connections_max
-from .shown_certificate import ShownCertificate, TlsFiles
 
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """In PEM."""
+
+    certificate: Path
+    key: Path
+    authority: Path | None = None
+    """By which callers must have a certificate, too; None = they need none."""
+
+    @property
+    def asks_callers(self) -> ssl.VerifyMode:
+        """Whether callers must show one."""
+        return ssl.CERT_NONE if self.authority is None else ssl.CERT_REQUIRED
+
+
+class ShownCertificate:
+    """Reads files again when they have changed, as a connection begins. What cannot be read changes
+    nothing."""
+
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
+        """What is in the files now is known."""
+        paths = [one for one in (files.certificate, files.key, files.authority) if one is not None]
+        self._files = files
+        self._watch = FileWatch(paths, clock, KEY_FILE_LOOK_MS / 1e3)
+        self._newest: ssl.SSLContext | None = None
+
+    def follow(self, context: ssl.SSLContext) -> None:
+        """Connections under this context have what is new."""
+        context.sni_callback = self._choose
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        """Asked in each handshake, whether the client names a host or not."""
+        self._newest = self._watch.news(lambda: _read(self._files)) or self._newest
+        if self._newest is not None:
+            connection.context = self._newest
+
+
+def _read(files: TlsFiles) -> ssl.SSLContext:
+    """Raises `OSError` or `ValueError`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key, password="")  # It asks no terminal.
+    context.verify_mode = files.asks_callers
+    if files.authority is not None:
+        context.load_verify_locations(files.authority)
+    return context
+
 
 _log = logging.getLogger(__name__)
 

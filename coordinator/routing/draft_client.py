@@ -1,7 +1,5 @@
-"""One session's draft, behind the stream of whichever replica it has; see `target_client.py`.
-
-This side always ends in a proposal, because a request must not suffer from a draft.
-"""
+"""What the target's head read at a session's newest committed tokens, for a draft that goes on from
+that."""
 
 from __future__ import annotations
 
@@ -10,7 +8,17 @@ import logging
 import math
 from dataclasses import replace
 
-from coordinator.draft_length.policy import RoundLength
+from coordinator.draft_length.acceptance import fitting
+from coordinator.draft_length.policy import DraftedBeside, RoundLength
+from coordinator.routing.drafts import (
+    NOTHING_WANTED,
+    Drafted,
+    NextWanted,
+    SessionLookup,
+    check_wanted,
+)
+from coordinator.routing.replica_pool import SessionRoute
+from coordinator.routing.target_client import HeadWriter, Timeouts, budget_us
 from outrider.errors import (
     DeadlineExceeded,
     LinkLost,
@@ -20,31 +28,99 @@ from outrider.errors import (
     check,
     error_from_code,
 )
+from outrider.hidden_states import Features
 from outrider.limits import (
+    FEATURES_MAX,
     LOOK_AHEAD_BYTES_MAX,
+    LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     SILENT_DRAFT_S,
     UNTIMED_DRAFT_S,
 )
-from outrider.messages import (
-    DraftAnswer,
-    DraftItem,
-    ProposalReply,
-    Refused,
-    Resync,
-    VerdictReply,
-)
+from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, VerdictReply
+from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
-
-from .drafts import Drafted, NextWanted, SessionLookup, check_wanted
-from .hidden_state_window import FeatureWindow
-from .lookahead_cache import PushedProposals
-from .replica_pool import SessionRoute
-from .request_header import HeadWriter, Timeouts, budget_us
+from outrider.tokens import TokenSequence
 
 _log = logging.getLogger(__name__)
+
+
+class FeatureWindow:
+    """Of one session: `FEATURES_MAX` tokens at most, and which of them the draft has answered to.
+    The store has none of it: after a take-over, as after a gap, it begins with what comes."""
+
+    def __init__(self) -> None:
+        self._kept: Features | None = None
+        self._told = 0
+        """The place before which the draft was told of all."""
+
+    def put(self, features: Features, committed_length: int) -> None:
+        """A verdict on a round that began with so many tokens has come with these; they begin with
+        the last of them, or are of no use."""
+        if features.first != committed_length - 1:
+            _log.warning("features from %d on, behind %d tokens", features.first, committed_length)
+            return
+        kept = features if self._kept is None else self._kept.joined(features)
+        self._kept = kept.since(kept.end - FEATURES_MAX)
+
+    @property
+    def news(self) -> Features | None:
+        """What the draft was not told yet."""
+        return None if self._kept is None else self._kept.since(self._told)
+
+    def told(self) -> None:
+        """The draft has answered a question with all that is kept."""
+        if self._kept is not None:
+            self._told = self._kept.end
+
+    def forgotten(self) -> None:
+        """The draft may know nothing any more."""
+        self._told = 0
+
+
+class PushedProposals:
+    """Of one session, for its next round; those of earlier rounds are forgotten.
+
+    Which one is picked depends on what was committed, and on whether it came in time: on nothing
+    that another one holds."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max` bounds what is kept for a round."""
+        self._bytes_max = bytes_max
+        self._round = 0
+        self._bytes = 0
+        self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
+        """By length of the committed prefix, and what is assumed behind it."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, reply: ProposalReply) -> None:
+        """Keeps a proposal for the round behind the current one, while there is room."""
+        place = (reply.base_length, reply.assumed)
+        if reply.key.round != self._round + 1 or place in self._kept:
+            return
+        if len(self._kept) < LOOK_AHEAD_MAX and self._bytes + reply.num_bytes <= self._bytes_max:
+            self._kept[place] = reply
+            self._bytes += reply.num_bytes
+
+    def expects(self, round_index: int) -> bool:
+        """Whether proposals for a round that begins were kept: it follows the one before."""
+        return round_index == self._round + 1
+
+    def begin(self, round_index: int, tokens: TokenSequence) -> ProposalReply | None:
+        """A round begins after these committed tokens: the proposal that assumed them, if it is
+        there. All others are forgotten."""
+        found = None
+        if round_index == self._round + 1:
+            for base_length in {length for length, _ in self._kept}:
+                found = self._kept.get((base_length, tokens.since(base_length))) or found
+        self._round = round_index
+        self._bytes = 0
+        self._kept = {}
+        return found
 
 
 class DraftClient:
@@ -394,3 +470,117 @@ def _drafted_by(
         proposal, True, seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
         is_remote=True, ahead=ahead, siblings=siblings,
     )  # fmt: skip
+
+
+class SelfDraftClient:
+    """Implements `Drafts`. The target is asked for a round's proposal with the round before, for as
+    many tokens as that round will ask for; where the completion ends sooner, it is cut. Where
+    nothing has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it
+    does where it is confident."""
+
+    def __init__(
+        self,
+        session: Session,
+        stand_in: SessionLookup,
+        confident: float | None,
+        draft_s: float = math.inf,
+        model_tokens: int = NUM_DRAFT_TOKENS_MAX,
+    ) -> None:
+        """The stand-in goes before the target if it expects `confident` of its tokens to be
+        accepted; None = never. The target has `draft_s` seconds to draft a proposal of
+        `model_tokens` tokens at most."""
+        self._model_tokens = model_tokens
+        self._budget_us = budget_us(draft_s)
+        self._session = session
+        self._stand_in = stand_in
+        self._confident = confident
+        self._wanted = NOTHING_WANTED
+        """Of the newest verdict's proposal ..."""
+        self._next_max = 0
+        """... and the K of its round, which may be longer."""
+        self._is_rejected = False
+        self._next: SealedProposal | None = None
+        """What it brought ..."""
+        self._next_length = 0
+        """... and the committed tokens that this extends ..."""
+        self._next_s = self._next_work_s = 0.0
+        """... and what it took."""
+        self._next_is_cut = False
+        """Whether its time ran out."""
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """See `Drafts.cache_state`."""
+        return None
+
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """See `Drafts.prefill`: the target has read the prompt when it drafts."""
+
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
+        is_timed: bool = True,
+    ) -> Drafted:
+        """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
+        stand-in may look at, and not on what the target has proposed."""
+        found, self._next = self._next, None
+        if self._next_length != self._session.length:
+            found = None  # It extends something else.
+        if found is None or self._confident is not None:
+            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
+            is_sure = self._confident is not None and score >= self._confident
+            if found is None or is_sure:
+                # Of a guess that only fills in nothing is learned.
+                num_asked = num_draft_tokens if is_sure else 0
+                was_wanted = self._wanted.num_draft_tokens > 0
+                return Drafted(proposal, is_sure or not was_wanted, 0.0, num_asked)
+        num_drafted = found.tree.num_depths if self._next_is_cut else self._next_max
+        num_asked = min(num_drafted, num_draft_tokens)
+        proposal = found.cut(num_draft_tokens)
+        beside = DraftedBeside(found.tree.num_depths, self._next_s, self._next_work_s)
+        siblings = self._wanted.siblings[:num_asked]
+        return Drafted(proposal, True, 0.0, num_asked, siblings=siblings, beside=beside)
+
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """See `Drafts.next_wanted`."""
+        if self._is_rejected:
+            return NOTHING_WANTED
+        self._next_max = length.next_max
+        num_wanted = min(length.next_max, self._model_tokens)
+        siblings = fitting(length.next_siblings[:num_wanted], room - num_wanted)
+        budget = self._budget_us if length.is_timed else 0
+        self._wanted = NextWanted(num_wanted, siblings, budget_us=budget)
+        return self._wanted
+
+    def hear(self, reply: VerdictReply) -> None:
+        """See `Drafts.hear`. What cannot be used is left out."""
+        self._next = None
+        proposal = reply.next_proposal
+        if not proposal or self._is_rejected:
+            return
+        try:
+            self._next_length = reply.next_base_length
+            self._next_s = reply.next_draft_ms / 1e3
+            self._next_work_s = reply.next_work_ms / 1e3
+            self._next_is_cut = reply.next_out_of_time
+            check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
+            require_q(proposal, self._session.record.rule)
+        except OutriderError as error:
+            _log.warning("a target's own proposal is of no use: %s", error)
+            return
+        self._next = proposal
+
+    def settle(self, common_length: int) -> None:
+        """See `Drafts.settle`: the target keeps its own books."""
+
+    def reject(self) -> None:
+        """See `Drafts.reject`: the stand-in goes on."""
+        self._is_rejected, self._next, self._wanted = True, None, NOTHING_WANTED
+
+    def close(self) -> None:
+        """See `Drafts.close`."""
+        self._stand_in.close()

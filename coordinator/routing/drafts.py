@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from coordinator.draft_length.policy import DraftedBeside, RoundLength
+from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import check
@@ -210,3 +210,52 @@ def check_wanted(
         allowed = siblings[depth] if depth < len(siblings) else 0
         different = len({proposal.token_ids[index] for index in group}) == len(group)
         check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")
+
+
+WATCH_ROUNDS_MIN: Final = 8
+"""Rounds from one look-up to the next at least: each takes up to 0.1 ms of the coordinator ..."""
+WATCH_ROUNDS_MAX: Final = 64
+"""... and at most: the number doubles with each look-up of which no token followed."""
+
+
+class LookupProbe:
+    """The look-ups of one session that nothing is drafted from."""
+
+    def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
+        """Looks up at most `num_draft_tokens` tokens at a time, and tells `lengths` of them."""
+        self._lookup = lookup
+        self._lengths = lengths
+        self._num_draft_tokens = num_draft_tokens
+        self._guess: tuple[int, ...] | None = None
+        """None = nothing was looked up for the tokens to come."""
+        self._num_followed = 0
+        """Tokens of it that were committed since."""
+        self._rounds_left = 0
+        """Until the next look-up ..."""
+        self._interval = WATCH_ROUNDS_MIN
+        """... which comes so many rounds after the last one."""
+
+    def committed(self, noise: RoundNoise, token_id: int) -> None:
+        """A round without a draft brought one token, which the session does not have yet; `noise`
+        is the round's."""
+        self._rounds_left -= 1
+        if self._guess is None:
+            if self._rounds_left > 0:
+                return
+            self._guess = self._lookup.propose(self._num_draft_tokens, noise).token_ids
+            self._num_followed, self._rounds_left = 0, self._interval
+        num_drafted = len(self._guess)
+        if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
+            self._num_followed += 1
+            if self._num_followed < num_drafted:
+                return
+        survival = tuple(float(depth < self._num_followed) for depth in range(num_drafted))
+        self._guess = None
+        self._interval = min(2 * self._interval, WATCH_ROUNDS_MAX)
+        if self._num_followed > 0:
+            self._interval = WATCH_ROUNDS_MIN
+        self._lengths.note_watched(self._num_draft_tokens, survival)
+
+    def interrupted(self) -> None:
+        """A round with a draft follows: what was looked up before it says nothing more."""
+        self._guess = None

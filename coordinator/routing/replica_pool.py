@@ -1,12 +1,4 @@
-"""The replicas of one role that a coordinator knows, and each session's place among them.
-
-    office     one replica's link and the mailboxes of its sessions            session_mailbox.py
-    pool       the offices: replicas join, leave, are away and are back
-    berth      where a session is now; it moves when its replica goes away or is to be left
-
-A session that moves takes nothing along: its new replica is sent the committed tokens, and begins
-with the pages that it has of them.
-"""
+"""Sorts the answers of one replica's stream by session and round."""
 
 from __future__ import annotations
 
@@ -16,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
-from outrider.errors import LinkLost, OutriderError, Unavailable, check
-from outrider.limits import RUN_AHEAD_ROUNDS_MAX
+from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
+from outrider.limits import MAILBOX_REPLIES_MAX, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
     ProposalReply,
     Refused,
@@ -32,12 +24,194 @@ from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side
 from outrider.transport.link import Link, LinkBytes
 
-from .session_mailbox import Mailbox, ReplicaConnection
-
-_log = logging.getLogger(__name__)
+REPEATS_MAX: Final = 4_096
+"""Answers of one replica that are known to come a second time."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
+
+
+class Mailbox(Generic[Answer]):
+    """Answers to one session from one side. Stale and repeated ones are dropped here: the first
+    verdict or proposal of a round wins."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._round = 0
+        self._answers: dict[int, Answer] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: Exception | None = None
+        self.heard = False
+        """Whether anything came since this was last set to False."""
+        self.on_pushed: Callable[[ProposalReply], None] | None = None
+        """Hears of proposals that assume something; without it they are dropped."""
+
+    def put(self, answer: Answer) -> bool:
+        """Keeps an answer to the current or a later round. Returns False for one that comes when
+        its round is over, or is another's."""
+        key = answer.key
+        if key.epoch != self._epoch:
+            return False
+        self.heard = True
+        if isinstance(answer, ProposalReply) and answer.assumed:
+            if self.on_pushed is not None:
+                self.on_pushed(answer)
+            return True
+        if key.round < self._round:
+            return False
+        known = self._answers.get(key.round)
+        if isinstance(known, VerdictReply | ProposalReply):
+            return False
+        if known is None and len(self._answers) >= MAILBOX_REPLIES_MAX:
+            return False  # A replica that answers what nobody asked; what is needed is asked again.
+        self._answers[key.round] = answer
+        self._wake()
+        return True
+
+    def lose(self, error: Exception) -> None:
+        """The stream broke: whoever waits is told."""
+        self._lost = error
+        self._wake()
+
+    def begin(self, round_index: int) -> bool:
+        """Forgets answers to earlier rounds. Returns whether the stream has broken since somebody
+        waited here last: whatever was asked for must then be asked for again."""
+        self._round = round_index
+        self._answers = {r: a for r, a in self._answers.items() if r >= round_index}
+        lost, self._lost = self._lost is not None, None
+        return lost
+
+    def forget_loss(self) -> None:
+        """Whatever broke is not what is waited for from now on."""
+        self._lost = None
+
+    async def take(self, round_index: int) -> Answer:
+        """Waits for the answer to a round. Raises `LinkLost` when the stream breaks meanwhile.
+        One waiter at a time."""
+        check(self._waiter is None, "two waiters on one mailbox")
+        while (answer := self._answers.pop(round_index, None)) is None:
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                raise LinkLost(str(lost))
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return answer
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ReplicaConnection(Generic[Item, Answer]):
+    """One replica's link, shared by all sessions that use it."""
+
+    def __init__(
+        self,
+        link: Link[Item, Answer],
+        replica: str,
+        description: ReplicaDescription,
+        on_away: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_away` hears when the replica cannot be reached."""
+        self.link: Link[Item, Answer] = link
+        self.replica = replica
+        """The replica's name in the session store."""
+        self.description = description
+        self.leaving = False
+        """Whether its sessions are to go elsewhere."""
+        self.away = False
+        """Whether it could not be reached when it was last tried, and has not said since what it
+        runs."""
+        self.num_stale = 0
+        """Proposals and verdicts that came when their round or session was over."""
+        self._on_away = on_away
+        self._boxes: dict[str, Mailbox[Answer]] = {}
+        self._repeats: dict[ReplyKey, None] = {}
+        """Questions that are answered already, the oldest first: see `expect_repeat`."""
+        link.listen(self._deliver, self.lose)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sessions may come here."""
+        return not (self.leaving or self.away)
+
+    @property
+    def sessions(self) -> list[str]:
+        """Those that have a mailbox here."""
+        return list(self._boxes)
+
+    @property
+    def num_boxes(self) -> int:
+        """How many these are."""
+        return len(self._boxes)
+
+    def open(self, session_id: str, box: Mailbox[Answer]) -> None:
+        """Answers to a session go to its mailbox from now on."""
+        check(session_id not in self._boxes, f"session {session_id} has a mailbox already")
+        self._boxes[session_id] = box
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`."""
+        try:
+            self.link.send(item)
+        except LinkLost:
+            self.miss()
+            raise
+
+    def miss(self) -> None:
+        """The replica cannot be reached, or cannot go on."""
+        self.away = True
+        self._on_away()
+
+    def leave(self, session_id: str) -> None:
+        """Answers to a session go nowhere until it comes back, if ever."""
+        self._boxes.pop(session_id, None)
+
+    def close(self, session_id: str, epoch: int) -> None:
+        """The session ends here: the replica may forget it, and hears no more of this epoch."""
+        self.leave(session_id)
+        self.link.release(session_id, epoch)
+
+    def expect_repeat(self, key: ReplyKey) -> None:
+        """A proposal that was pushed has met the question for it on the way. The replica answers
+        the question with the same proposal, which is not stale when it comes."""
+        self._repeats[key] = None
+        if len(self._repeats) > REPEATS_MAX:
+            del self._repeats[next(iter(self._repeats))]
+
+    def lose(self, error: Exception) -> None:
+        """The replica cannot be reached: whoever waits is told."""
+        self.miss()
+        self._repeats.clear()
+        for box in self._boxes.values():
+            box.lose(error)
+
+    def _deliver(self, answer: Answer) -> None:
+        box = self._boxes.get(answer.key.session_id)
+        is_kept = box is not None and box.put(answer)
+        if _brings(answer) and not self._is_repeat(answer.key) and not is_kept:
+            self.num_stale += 1
+
+    def _is_repeat(self, key: ReplyKey) -> bool:
+        """Whether this answer was expected as a repeat; it comes once."""
+        is_expected = key in self._repeats
+        self._repeats.pop(key, None)
+        return is_expected
+
+
+def _brings(answer: VerdictReply | ProposalReply | Resync | Refused) -> bool:
+    """Whether it has what a round would have used: not where nothing was asked for, and not where
+    it was pushed for an outcome, of which most do not come true."""
+    if isinstance(answer, ProposalReply):
+        return bool(answer.proposal) and not answer.assumed
+    return isinstance(answer, VerdictReply)
+
+
+_log = logging.getLogger(__name__)
+
 
 DESCRIBE_TIMEOUT_S: Final = 10.0
 """How long a replica that is new may take to say what it runs ..."""
@@ -416,3 +590,60 @@ class SessionRoute(Generic[Item, Answer]):
             self.mailbox.forget_loss()
             self._numerics = self._numerics or office.description.numerics
             self._office = office
+
+
+class Compatibility:
+    """What the replicas of a coordinator have in common: with the first of each role."""
+
+    def __init__(self) -> None:
+        self.target: ReplicaDescription | None = None
+        self.draft: ReplicaDescription | None = None
+
+    def check_target(self, target: ReplicaDescription) -> None:
+        """Raises `Incompatible` for a target whose tokens mean something else than the first one's,
+        or that drafts in another way."""
+        if self.target is None:
+            self.target = target
+        elif _kind(target) != _kind(self.target):
+            raise Incompatible(
+                f"the target {target.model!r} has another vocabulary, tokenizer or way of "
+                f"drafting than {self.target.model!r}"
+            )
+
+    def check_draft(self, draft: ReplicaDescription) -> None:
+        """Raises `Incompatible` for a draft that does not go with the targets, or goes on from
+        something else than the first one."""
+        if self.target is not None:
+            check_compatible(self.target, draft)
+        if self.draft is None:
+            self.draft = draft
+        elif draft.reads_features != self.draft.reads_features:
+            raise Incompatible(
+                f"of the drafts {draft.model!r} and {self.draft.model!r} only one goes on from "
+                "what its target's head reads"
+            )
+
+
+def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
+    return (
+        target.vocab_size,
+        target.tokenizer_fingerprint,
+        target.drafts_itself,
+        target.shows_features,
+    )
+
+
+def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:
+    """Raises `Incompatible` unless the draft's tokens mean what the target's mean, and it is shown
+    what it reads."""
+    known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
+    if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise Incompatible(
+            f"the draft {draft.model!r} has another tokenizer ({draft.tokenizer_fingerprint}) than "
+            f"the target {target.model!r} ({target.tokenizer_fingerprint})"
+        )
+    if draft.reads_features and not target.shows_features:
+        raise Incompatible(
+            f"the draft {draft.model!r} goes on from what its target's head reads, which "
+            f"{target.model!r} does not show"
+        )

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import capacity, emulate, peers, speedup
 from deploy.fleet.local_state import running_deployment, state_directory
+from outrider.api_keys import new_key
 from outrider.config import CoordinatorConfig
 from outrider.drafters.names import LookupKind, parse_drafter
 from outrider.replica.process_setup import available_cores
-from outrider.security.keys import new_key
 
 from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected

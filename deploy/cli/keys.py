@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
-from outrider.security.callers import Caller
-from outrider.security.key_file import add_key, read_key_file, remove_key
-from outrider.security.keys import check_key_name
 from outrider.settings import check_range
 
 from .tables import show

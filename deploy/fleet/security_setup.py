@@ -9,10 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig, is_loopback
 from outrider.errors import ConfigError
-from outrider.security.key_file import read_key_file
-from outrider.security.keys import KeyHash, hashed_keys, new_key
 from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming
 

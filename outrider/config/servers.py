@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from outrider.api_keys import given_keys
 from outrider.errors import SettingError
 from outrider.registry.registry import Membership
-from outrider.security.keys import given_keys
 from outrider.settings import CHECKED, Internal, blaming
 from outrider.telemetry.destination import Destination
 

@@ -8,66 +8,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health
 
-from outrider.errors import OutriderError, Overloaded, PermissionDenied
-from outrider.limits import HEALTH_WATCHES_MAX
-from outrider.security.callers import ANYBODY, Caller
-from outrider.security.gate import Gate
+from outrider.errors import OutriderError, PermissionDenied
 from outrider.transport.status import abort
 
-HEALTH: Final = f"/{health.SERVICE_NAME}/"
-_WATCH: Final = f"{HEALTH}Watch"
-_AUTHORIZATION: Final = "authorization"
 _CERTIFICATE_NAMES: Final = "x509_subject_alternative_name"
-_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
-_Continuation = Callable[[Any], Awaitable[Any]]
+Continuation = Callable[[Any], Awaitable[Any]]
 _Entry = Callable[[Any], AbstractAsyncContextManager[None]]
 """Ends a call by its context, or lets it run within."""
-
-
-def current_caller() -> Caller:
-    """Who has made the call that is being answered; `ANYBODY` where no key is asked for."""
-    return _CALLER.get()
-
-
-class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets in who has a key, as the `Gate` knows it."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._num_watches = 0
-
-    async def intercept_service(self, continuation: _Continuation, details: Any) -> Any:
-        """The method's own handler, or one that refuses."""
-        if details.method == _WATCH:
-            return _behind(await continuation(details), self._watching)
-        if details.method.startswith(HEALTH):
-            return await continuation(details)
-        try:
-            metadata = details.invocation_metadata or ()
-            shown = [value for key, value in metadata if key == _AUTHORIZATION]
-            caller = self._gate.identify(shown)
-        except OutriderError as error:
-            return _refusing(error, details.method)
-        _CALLER.set(caller)
-        return await continuation(details)
-
-    @asynccontextmanager
-    async def _watching(self, context: Any) -> AsyncIterator[None]:
-        """It needs no key, so it must not take the calls that others need."""
-        if self._num_watches >= HEALTH_WATCHES_MAX:
-            await abort(context, Overloaded(f"{HEALTH_WATCHES_MAX} callers watch already"), _WATCH)
-        self._num_watches += 1
-        try:
-            yield
-        finally:
-            self._num_watches -= 1
 
 
 class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -77,7 +29,7 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """DNS names, as `outrider.transport.certificates.name_of` gives them to roles."""
         self._names = frozenset(name.encode() for name in names)
 
-    async def intercept_service(self, continuation: _Continuation, details: Any) -> Any:
+    async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
         """The method's own handler, behind a look at the certificate."""
         method: str = details.method
 
@@ -89,10 +41,10 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 await abort(context, PermissionDenied(f"{shown}: may not call {method}"), method)
             yield
 
-        return _behind(await continuation(details), checked)
+        return behind(await continuation(details), checked)
 
 
-def _refusing(error: OutriderError, method: str) -> Any:
+def refusing(error: OutriderError, method: str) -> Any:
     """A handler for any kind of method: the messages of a call are left unread."""
 
     async def refuse(_: Any, context: Any) -> None:
@@ -101,7 +53,7 @@ def _refusing(error: OutriderError, method: str) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _behind(handler: Any, entry: _Entry) -> Any:
+def behind(handler: Any, entry: _Entry) -> Any:
     """A handler that runs another one within what `entry` lets happen."""
     if handler is None:
         return None

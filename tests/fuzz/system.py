@@ -16,22 +16,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.auth.access_control import OPEN, Gate, KeyFile, KeyGuard
+from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
+from outrider.api_keys import Caller, add_key
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars
-from outrider.security.callers import Caller
-from outrider.security.gate import OPEN, Gate
-from outrider.security.key_file import KeyFile, add_key
-from outrider.security.limits import Limiter
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
 from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.tokenizer import TokenizerText
-from outrider.transport.authorization import KeyGuard
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
 from tests.models import byte_level_tokenizer

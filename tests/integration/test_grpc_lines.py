@@ -19,13 +19,11 @@ from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
+from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
 from coordinator.grpc_api import CoordinatorServicer
 from deploy.cli.serve import endpoints_text
-from outrider.security.callers import Caller
-from outrider.security.gate import Gate
-from outrider.security.key_file import KeyFile, add_key
+from outrider.api_keys import Caller, add_key
 from outrider.tokenizer import TokenizerText
-from outrider.transport.authorization import KeyGuard
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import server_credentials
 from outrider.v1 import coordinator_pb2

@@ -15,10 +15,10 @@ from stack import running_stack
 from test_service_telemetry import REQUEST, Memory, observed_stack
 
 from coordinator.actor import CoordinatorActor
+from coordinator.auth.access_control import OPEN
 from outrider.config import CoordinatorConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.security.gate import OPEN
 from outrider.telemetry.observer import UNOBSERVED
 
 BODY: dict[str, Any] = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}

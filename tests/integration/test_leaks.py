@@ -17,11 +17,10 @@ import pytest
 import redis
 from stack import Stack, running_stack
 
-from coordinator.decoding.generation import SessionRun
+from coordinator.decoding.sessions import SessionRun
 from coordinator.routing.draft_client import DraftClient
-from coordinator.routing.request_header import HeadWriter
-from coordinator.routing.session_mailbox import Mailbox
-from coordinator.routing.target_client import TargetClient
+from coordinator.routing.replica_pool import Mailbox
+from coordinator.routing.target_client import HeadWriter, TargetClient
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec

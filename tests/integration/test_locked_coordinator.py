@@ -16,8 +16,11 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stack import Stack, running_stack
 
+from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from outrider import limits
+from outrider.api_keys import Caller, add_key, remove_key
 from outrider.client import (
     Client,
     Finished,
@@ -29,13 +32,7 @@ from outrider.client import (
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
-from outrider.security.callers import Caller
-from outrider.security.gate import Gate
-from outrider.security.key_file import KeyFile, add_key, remove_key
-from outrider.security.limits import Limiter
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.transport.authorization import KeyGuard
 from outrider.transport.channel import open_channel
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
@@ -280,8 +277,8 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
 ) -> None:
     """Once its lease has run out; a living one renews, and keeps what it has for as long as it
     runs. The session's own resumption is in the slot that it had."""
-    monkeypatch.setattr("outrider.security.redis_limits.SLOT_LEASE_MS", 2000)
-    monkeypatch.setattr("outrider.security.limits.SLOT_RENEWAL_MS", 200)
+    monkeypatch.setattr("coordinator.auth.rate_limits.SLOT_LEASE_MS", 2000)
+    monkeypatch.setattr("coordinator.auth.rate_limits.SLOT_RENEWAL_MS", 200)
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("three", "t", concurrency=2)
     async with AsyncExitStack() as exits:

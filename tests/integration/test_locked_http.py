@@ -16,21 +16,17 @@ from http_front import http_front
 from made_certificates import Made
 from stack import Stack, running_stack
 
+from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.server import HttpOptions
-from coordinator.http_api.shown_certificate import TlsFiles
+from coordinator.http_api.server import HttpOptions, TlsFiles
+from outrider.api_keys import Caller, add_key
 from outrider.client import Client, GenerateRequest, SamplingParams
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded
 from outrider.limits import SLOT_RETRY_MS
-from outrider.security.callers import Caller
-from outrider.security.gate import Gate
-from outrider.security.key_file import KeyFile, add_key
-from outrider.security.limits import Limiter
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.transport.authorization import KeyGuard
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
 

@@ -15,15 +15,13 @@ import pytest
 from http_front import http_front
 from stack import Stack, running_stack
 
-from coordinator.http_api import page_files
+from coordinator.auth.access_control import gate_of
+from coordinator.auth.rate_limits import Limiter, RedisSlots
+from coordinator.http_api.app import PAGE_PATHS
 from coordinator.http_api.server import HttpOptions
+from outrider.api_keys import Caller, add_key
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.security.callers import Caller
-from outrider.security.gate import gate_of
-from outrider.security.key_file import add_key
-from outrider.security.limits import Limiter
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
@@ -76,7 +74,7 @@ async def test_only_health_and_the_page_need_no_key(locked: Locked) -> None:
             found = await http.request(method, path, headers=headers)
             assert found.status_code == 401, path
             assert found.json()["error"]["type"] == "authentication_error"
-    for path in ("/health", "/", *page_files.load_page()):
+    for path in ("/health", "/", *PAGE_PATHS):
         found = await http.get(path)
         assert found.status_code == 200, path
         assert "emulated" not in found.text

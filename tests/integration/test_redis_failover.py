@@ -17,14 +17,14 @@ import redis
 from redis_servers import RedisServers
 from session_model import OWNERS, new_session, next_append
 
+from coordinator.auth.rate_limits import RedisSlots
 from coordinator.decoding.committer import Committer
 from deploy.cli.collect_env import collect
+from outrider.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord
-from outrider.security.callers import Caller
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import new_client

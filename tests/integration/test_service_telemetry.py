@@ -261,7 +261,7 @@ async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> 
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(JsonLines().format(record))
 
-    logger, handler = logging.getLogger("coordinator.decoding.generation"), Lines()
+    logger, handler = logging.getLogger("coordinator.decoding.sessions"), Lines()
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.DEBUG)

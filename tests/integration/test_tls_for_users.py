@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from made_certificates import Made
 
+from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
-from outrider.security.callers import Caller
-from outrider.security.gate import Gate
-from outrider.security.key_file import KeyFile, add_key
-from outrider.transport.authorization import KeyGuard
 from outrider.transport.channel import PLAIN
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import pinned_trust, server_credentials

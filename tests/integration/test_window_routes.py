@@ -16,7 +16,7 @@ from models import byte_level_tokenizer
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.http_api import page_files
+from coordinator.http_api.app import CONTENT_TYPES, PAGE_PATHS
 from outrider.client import Completion
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -260,7 +260,7 @@ async def test_the_page_and_its_files(http: httpx.AsyncClient) -> None:
         scripts |= found - named
         named |= found
     paths = {"/", *(f"/{name}" for name in named)}
-    assert paths == set(page_files.load_page())
+    assert paths == PAGE_PATHS
     for path in paths:
         answer = await http.get(path)
         assert answer.status_code == 200
@@ -273,7 +273,7 @@ async def test_the_page_and_its_files(http: httpx.AsyncClient) -> None:
         assert set(policy.values()) == {"'self'", "'none'"}
         assert answer.headers["x-content-type-options"] == "nosniff"
         suffix = path.rpartition(".")[2] if path != "/" else "html"
-        assert answer.headers["content-type"] == page_files.CONTENT_TYPES[suffix]
+        assert answer.headers["content-type"] == CONTENT_TYPES[suffix]
         etag = answer.headers["etag"]
         for known in (etag, f'"other", W/{etag}'):
             again = await http.get(path, headers={"if-none-match": known})
@@ -288,7 +288,7 @@ async def test_the_page_and_its_files(http: httpx.AsyncClient) -> None:
             r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle=", answer.text
         )
     assert (await http.get("/page/none.js")).status_code == 404
-    assert (await http.get("/page/../page_files.py")).status_code == 404
+    assert (await http.get("/page/../app.py")).status_code == 404
 
 
 async def test_what_is_documented(http: httpx.AsyncClient) -> None:

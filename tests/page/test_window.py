@@ -15,14 +15,13 @@ from http_front import http_front
 from models import byte_level_tokenizer
 from stack import Stack, running_stack
 
+from coordinator.auth.access_control import gate_of
 from coordinator.http_api.server import HttpOptions
+from outrider.api_keys import Caller, add_key
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.registry.registry import ReplicaRecord
 from outrider.request import ChatMessage, GenerateRequest
-from outrider.security.callers import Caller
-from outrider.security.gate import gate_of
-from outrider.security.key_file import add_key
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.tokenizer import TokenizerText
 

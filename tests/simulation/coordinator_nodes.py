@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.discovery import Discovery, Peers, replicas_at_first
-from coordinator.routing.request_header import Timeouts
+from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from coordinator.decoding.committer import Committer
-from coordinator.decoding.output_queue import OutputQueue
-from coordinator.decoding.take_over import TakeOvers
+from coordinator.decoding.loop import OutputQueue
+from coordinator.decoding.sessions import TakeOvers
 from coordinator.routing.discovery import Discovery
-from coordinator.routing.replica_pool import SessionRoute
-from coordinator.routing.session_mailbox import Mailbox
+from coordinator.routing.replica_pool import Mailbox, SessionRoute
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.session_table import Aligned, SessionTable

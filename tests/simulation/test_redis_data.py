@@ -13,11 +13,11 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
+from coordinator.auth.rate_limits import RedisSlots
+from outrider.api_keys import Caller
 from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord
-from outrider.security.callers import Caller
-from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_connection import to_our_error
 from outrider.sessions.redis_scripts import Call, Script

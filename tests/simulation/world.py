@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from coordinator.decoding.generation import COMMIT_GRACE_S
+from coordinator.decoding.sessions import COMMIT_GRACE_S
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client

@@ -329,7 +329,7 @@ def test_off_is_off() -> None:
     assert (SILENT.context("draft"), SILENT.context("target"), SILENT.trace_id) == ("", "", "")
     code = (
         "import sys, coordinator.actor, target_service.actor, draft_service.actor\n"
-        "import coordinator.decoding.generation, outrider.replica.scheduler\n"
+        "import coordinator.decoding.sessions, outrider.replica.scheduler\n"
         "sys.exit([name for name in sys.modules if name.startswith('opentelemetry')] or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from core_rounds import K_MAX, PROMPT_LENGTH, Plan, Seen
 
-from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.exploration_budget import Tuning
+from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.messages import ReplicaDescription
 from outrider.speculation.accept_reject import survival

@@ -14,9 +14,8 @@ from core_lengths import ENDLESS, NERVOUS, ChosenLate
 from core_rounds import K_MAX, PROMPT_LENGTH, accepted_of, seeds_of
 from core_toys import flat_pair
 
-from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.controller import LengthControl, LengthControls, SeedsInUse
 from coordinator.draft_length.policy import PlayedRound
-from coordinator.draft_length.shared_statistics import SeedsInUse
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.accept_reject import survival

@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, toy_logits
 from coordinator.routing import draft_client as draft_side
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.request_header import HeadWriter, Timeouts
+from coordinator.routing.target_client import HeadWriter, Timeouts
 from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from test_sides import TOY, ScriptedLink
+from session_links import TOY, ScriptedLink
 
 from coordinator.actor import _owner
 from coordinator.options import CoordinatorOptions
 from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.request_header import Timeouts
+from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter

@@ -21,10 +21,10 @@ from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
 from deploy.fleet.preflight import check_before_start
 from deploy.fleet.rolling_update import changed
 from deploy.fleet.security_setup import own_trust, warnings, whole_paths, without_secrets
+from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, unlocked
 from outrider.errors import BadRequest, ConfigError, SettingError
-from outrider.security.keys import Keyring, given_keys, new_key
 from outrider.transport.channel import PLAIN
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104

@@ -170,7 +170,7 @@ def test_our_own_lines_have_a_level_of_their_own(tmp_path: Path) -> None:
         log_to(str(tmp_path), "target")
         for chosen in ("info", "debug", "warning"):
             log_at(chosen)
-            logging.getLogger("coordinator.decoding.generation").debug("own at %s", chosen)
+            logging.getLogger("coordinator.decoding.sessions").debug("own at %s", chosen)
             logging.getLogger("asyncio").debug("library's at %s", chosen)
             logging.getLogger("outrider.tokenizer").info("news at %s", chosen)
     finally:

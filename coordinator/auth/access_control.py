@@ -1,0 +1,195 @@
+"""What stands before everything that a coordinator serves, by gRPC and by HTTP: one object asks
+for keys, and counts what each caller runs.
+
+    caller = gate.identify(shown)                             # raises Unauthenticated
+    async for event in gate.generation(caller, events): ...   # raises Overloaded
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health
+
+from coordinator.auth.rate_limits import Grant, Limiter
+from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
+from outrider.errors import OutriderError, Overloaded, Unauthenticated
+from outrider.files import FileWatch
+from outrider.limits import API_KEY_CHARS_MAX, HEALTH_WATCHES_MAX, KEY_FILE_LOOK_MS
+from outrider.request import Event, Finished, Started
+from outrider.transport.authorization import Continuation, behind, refusing
+from outrider.transport.status import abort
+
+_log = logging.getLogger(__name__)
+
+_OTHERS_MAY_WRITE: Final = 0o022
+_SCHEME: Final = "bearer"
+
+
+class KeyFile:
+    """The keys of a file and those that are given, as they are now."""
+
+    def __init__(
+        self, path: Path | None, given: tuple[KeyEntry, ...], clock: Callable[[], float]
+    ) -> None:
+        """`clock` counts seconds. Raises `ConfigError` for a file that cannot be read, or is
+        wrong."""
+        self._path = path
+        self._given = given
+        self._watch = None if path is None else FileWatch([path], clock, KEY_FILE_LOOK_MS / 1e3)
+        self._keys = self._read()
+        if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
+            _log.warning("%s: others may write it, and so add keys", path)
+
+    @property
+    def keys(self) -> Keyring:
+        """Those that hold now: the file is read again within a second of a change. One that
+        cannot be read, or is wrong, changes nothing, which the log says."""
+        found = None if self._watch is None else self._watch.news(self._read)
+        if found is not None:
+            self._keys = found
+            _log.info("%s: %d keys", self._path, len(found.entries))
+        return self._keys
+
+    def _read(self) -> Keyring:
+        entries = [] if self._path is None else read_key_file(self._path)
+        return Keyring([*entries, *self._given])
+
+
+class Gate:
+    """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
+
+    def __init__(self, keys: KeyFile | None = None, limiter: Limiter | None = None) -> None:
+        """No `keys`: none is asked for. No `limiter`: nothing is counted."""
+        self._keys = keys
+        self._limiter = limiter
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a caller needs one."""
+        return self._keys is not None
+
+    def identify(self, shown: Sequence[str]) -> Caller:
+        """Who shows `Bearer KEY`, once, as the header of HTTP or metadata of gRPC that is named
+        `authorization`. Raises `Unauthenticated`."""
+        if len(shown) > 1:
+            raise Unauthenticated("authorization: there are several; send one")
+        if self._keys is None:
+            return ANYBODY
+        if not shown:
+            raise Unauthenticated("authorization: there is none; send `Bearer` and an API key")
+        scheme, _, key = shown[0].strip().partition(" ")
+        if scheme.lower() != _SCHEME:
+            raise Unauthenticated("authorization: is of another kind; send `Bearer` and an API key")
+        key = key.strip()
+        found = self._keys.keys.find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
+        if found is None:
+            raise Unauthenticated("authorization: there is no such API key")
+        return found
+
+    def check_rate(self, caller: Caller) -> None:
+        """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
+        all requests that it may for now; then its next one need not be read."""
+        if self._limiter is not None:
+            self._limiter.check_rate(caller)
+
+    @asynccontextmanager
+    async def admit(
+        self, caller: Caller, resumes: str = "", num_generations: int = 1
+    ) -> AsyncIterator[Grant]:
+        """Counts one request of the caller, which runs so many generations while the context lasts,
+        all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
+        `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
+        if self._limiter is None or not caller.is_limited:
+            yield Grant()
+            return
+        async with self._limiter.admit(caller, resumes, num_generations) as grant:
+            yield grant
+
+    async def generation(
+        self, caller: Caller, events: AsyncGenerator[Event], resumes: str = ""
+    ) -> AsyncGenerator[Event]:
+        """The events of a generation, which begins once there is room for it, and closes with this.
+        Its place is free when its last event comes, so that who has that may ask again. Raises as
+        `admit`, and what `events` raises."""
+        async with aclosing(events), self.admit(caller, resumes) as grant:
+            async for event in events:
+                if isinstance(event, Started):
+                    grant.name_after(event.session_id)
+                elif isinstance(event, Finished):
+                    await grant.release()
+                yield event
+
+    async def close(self) -> None:
+        """Counts nothing any more."""
+        if self._limiter is not None:
+            await self._limiter.close()
+
+
+OPEN = Gate()
+"""Asks for nothing."""
+
+
+def gate_of(
+    api_keys: str,
+    api_key_file: str,
+    limiter: Limiter | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Gate:
+    """The gate that these settings ask for. Raises `ConfigError`."""
+    if not api_keys and not api_key_file:
+        return OPEN
+    path = Path(api_key_file) if api_key_file else None
+    return Gate(KeyFile(path, given_keys(api_keys), clock), limiter)
+
+
+HEALTH: Final = f"/{health.SERVICE_NAME}/"
+_WATCH: Final = f"{HEALTH}Watch"
+_AUTHORIZATION: Final = "authorization"
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+
+
+def current_caller() -> Caller:
+    """Who has made the call that is being answered; `ANYBODY` where no key is asked for."""
+    return _CALLER.get()
+
+
+class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets in who has a key, as the `Gate` knows it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._num_watches = 0
+
+    async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
+        """The method's own handler, or one that refuses."""
+        if details.method == _WATCH:
+            return behind(await continuation(details), self._watching)
+        if details.method.startswith(HEALTH):
+            return await continuation(details)
+        try:
+            metadata = details.invocation_metadata or ()
+            shown = [value for key, value in metadata if key == _AUTHORIZATION]
+            caller = self._gate.identify(shown)
+        except OutriderError as error:
+            return refusing(error, details.method)
+        _CALLER.set(caller)
+        return await continuation(details)
+
+    @asynccontextmanager
+    async def _watching(self, context: Any) -> AsyncIterator[None]:
+        """It needs no key, so it must not take the calls that others need."""
+        if self._num_watches >= HEALTH_WATCHES_MAX:
+            await abort(context, Overloaded(f"{HEALTH_WATCHES_MAX} callers watch already"), _WATCH)
+        self._num_watches += 1
+        try:
+            yield
+        finally:
+            self._num_watches -= 1

@@ -1,0 +1,278 @@
+"""How much each caller runs, counted for all coordinators together.
+
+Requests of a minute are a bucket that holds `requests_per_minute`, and fills evenly. Generations
+that run, of which a request may have several, have a slot each, under a lease that its coordinator
+renews, so that what a dead one ran is free again after `SLOT_LEASE_MS`. A slot is called after its
+session as soon as there is one: who resumes that, at whichever coordinator, goes on in the same
+slot. A resumption counts among the requests of a minute, and is refused only where twice as many
+have come: a coordinator's end must not cost its callers their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+from outrider.api_keys import Caller
+from outrider.errors import InvariantError, OutriderError, Overloaded
+from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS, SLOT_RETRY_MS, SLOTS_PER_SCRIPT_MAX
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import new_client
+from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
+
+_log = logging.getLogger(__name__)
+
+RESUME_DEPTH: Final = 2
+"""As many buckets may be empty for a resumption."""
+
+
+class SlotStore(Protocol):
+    """Where slots and buckets are. Every method may raise `StoreUnavailable`."""
+
+    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
+        """Counts a request, and takes its slots under a lease; one that is taken stays so. Raises
+        `Overloaded` where there are too few, or where `depth` buckets are empty; then nothing is
+        counted, and no slot taken."""
+        ...
+
+    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+        """By caller's name, slots whose leases are renewed, and such as are free."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections."""
+        ...
+
+
+class RateExceeded(Overloaded):
+    """The bucket of a caller is empty, surely until it is to try again."""
+
+
+def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
+    """What a caller is told whose bucket has a request again after so long."""
+    return RateExceeded(
+        f"the key {caller.name!r} may make {caller.requests_per_minute} requests a minute, and has "
+        "made them",
+        retry_after_ms=left_ms,
+    )
+
+
+class Grant:
+    """One request that runs; this one has no slots."""
+
+    def name_after(self, session_id: str) -> None:
+        """The request, which is one generation, has this session."""
+
+    async def release(self) -> None:
+        """It does not run any more. A second time it does nothing."""
+
+
+class _Slots(Grant):
+    def __init__(self, limiter: Limiter, caller: Caller, names: Sequence[str]) -> None:
+        self._limiter, self._caller = limiter, caller
+        self._held = list(names)
+
+    def name_after(self, session_id: str) -> None:
+        if self._held and session_id not in self._held:
+            old, self._held[0] = self._held[0], session_id
+            self._limiter.swap(self._caller, old, session_id)
+
+    async def release(self) -> None:
+        names, self._held = self._held, []
+        if names:
+            await self._limiter.give_back(self._caller, names)
+
+    def drop(self) -> None:
+        """Releases without waiting for it."""
+        names, self._held = self._held, []
+        if names:
+            self._limiter.drop(self._caller, names)
+
+
+class Limiter:
+    """The slots of one coordinator's callers, on its event loop."""
+
+    def __init__(
+        self, store: SlotStore, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
+    ) -> None:
+        """`new_name` gives names that no slot has."""
+        self._store = store
+        self._new_name = new_name
+        self._held: dict[str, Counter[str]] = defaultdict(Counter)
+        """Slots by caller's name; one twice where a session is resumed beside its old stream."""
+        self._free: dict[str, set[str]] = defaultdict(set)
+        """Such as the store still has."""
+        self._empty_until: dict[Caller, float] = {}
+        """Buckets that the store has called empty, by the event loop's clock."""
+        self._work: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def check_rate(self, caller: Caller) -> None:
+        """See `Gate.check_rate`."""
+        until = self._empty_until.get(caller)
+        if until is None:
+            return
+        left_s = until - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise rate_exceeded(caller, math.ceil(left_s * 1e3))
+        del self._empty_until[caller]
+
+    @asynccontextmanager
+    async def admit(
+        self, caller: Caller, resumes: str = "", num_generations: int = 1
+    ) -> AsyncIterator[Grant]:
+        """See `Gate.admit`."""
+        names: list[str] = []
+        if caller.concurrency:
+            names = [resumes] if resumes else [self._new_name() for _ in range(num_generations)]
+        asked = asyncio.get_running_loop().time()
+        try:
+            await self._store.take(caller, names, RESUME_DEPTH if resumes else 1)
+        except Overloaded as error:
+            if isinstance(error, RateExceeded) and not resumes:
+                self._empty_until[caller] = asked + error.retry_after_ms / 1e3
+            raise
+        except BaseException:
+            # Perhaps they are taken, and nobody else knows them; a resumed one may be another's.
+            if not resumes:
+                self._free[caller.name].update(names)
+                self._in_background(caller)
+            raise
+        for name in names:
+            self._hold(caller, name)
+        slots = _Slots(self, caller, names)
+        try:
+            yield slots
+        finally:
+            slots.drop()
+
+    def swap(self, caller: Caller, old: str, new: str) -> None:
+        """A slot has another name, as soon as the store has heard of it."""
+        self._let_go(caller, old)
+        self._hold(caller, new)
+        self._in_background(caller)
+
+    async def give_back(self, caller: Caller, names: Collection[str]) -> None:
+        """Frees slots. Where the store does not answer their leases run out."""
+        for name in names:
+            self._let_go(caller, name)
+        await self._tell([caller.name])
+
+    def drop(self, caller: Caller, names: Collection[str]) -> None:
+        """The same, in the background."""
+        for name in names:
+            self._let_go(caller, name)
+        self._in_background(caller)
+
+    async def close(self) -> None:
+        """Frees what is held, as far as the store answers, and closes it."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        for name, slots in self._held.items():
+            self._free[name].update(slots)
+        self._held.clear()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._tell(list(self._free))
+        await self._store.close()
+
+    def _in_background(self, caller: Caller) -> None:
+        task = asyncio.create_task(self._tell([caller.name]))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _hold(self, caller: Caller, name: str) -> None:
+        self._held[caller.name][name] += 1
+        self._free[caller.name].discard(name)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
+
+    def _let_go(self, caller: Caller, name: str) -> None:
+        held = self._held[caller.name]
+        held[name] -= 1
+        if held[name] <= 0:
+            del held[name]
+            self._free[caller.name].add(name)
+        if not held:
+            del self._held[caller.name]
+
+    async def _renew(self) -> None:
+        """While anything is held."""
+        while self._held:
+            await asyncio.sleep(SLOT_RENEWAL_MS / 1e3)
+            await self._tell([*self._held])
+
+    async def _tell(self, names: Collection[str]) -> None:
+        """What these callers hold, and what is free of theirs."""
+        free = {name: self._free.pop(name, set()) for name in names}
+        slots = {name: ([*self._held.get(name, ())], [*free[name]]) for name in names}
+        told = {name: (held, gone) for name, (held, gone) in slots.items() if held or gone}
+        if not told:
+            return
+        try:
+            await self._store.keep(told)
+        except OutriderError as error:  # Leases run out by themselves.
+            _log.info("slots are not renewed: %s", error)
+
+
+_TAKE = Script("take_slot")
+_KEEP = Script("keep_slots")
+
+
+class RedisSlots:
+    """A `SlotStore` in one Redis server."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        """Connects when it is first used."""
+        self._client = new_client(address)
+        self._scripts = ScriptRunner(self._client)
+        self._prefix = address.key_prefix
+
+    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
+        """See `SlotStore.take`."""
+        keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
+        arguments: list[str | int] = [
+            caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
+        ]  # fmt: skip
+        match await self._scripts.run(_TAKE, (keys, arguments)):
+            case [b"taken", _]:
+                return
+            case [b"rate", int(left_ms)]:
+                raise rate_exceeded(caller, left_ms)
+            case [b"slots", _]:
+                more = "does" if len(slots) == 1 else f"has no room for {len(slots)} more"
+                raise Overloaded(
+                    f"the key {caller.name!r} may run {caller.concurrency} generations at a time, "
+                    f"and {more}",
+                    retry_after_ms=SLOT_RETRY_MS,
+                )
+            case _:
+                raise InvariantError("Redis gave an unknown answer for a slot")
+
+    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+        """See `SlotStore.keep`."""
+        calls: list[Call] = []
+        for name, (held, free) in slots.items():
+            keys = (self._key(name, "slots"),)
+            gone, kept = list(free), list(held)
+            while gone or kept:
+                some, gone = gone[:SLOTS_PER_SCRIPT_MAX], gone[SLOTS_PER_SCRIPT_MAX:]
+                rest, kept = kept[:SLOTS_PER_SCRIPT_MAX], kept[SLOTS_PER_SCRIPT_MAX:]
+                calls.append((keys, [SLOT_LEASE_MS, len(some), *some, *rest]))
+        for answer in await self._scripts.run_all(_KEEP, calls):
+            if isinstance(answer, Exception):
+                raise answer
+
+    async def close(self) -> None:
+        """See `SlotStore.close`."""
+        await self._scripts.close()
+        await self._client.aclose()
+
+    def _key(self, name: str, what: str) -> str:
+        return f"{self._prefix}limit:{{{name}}}:{what}"

@@ -1,0 +1,657 @@
+"""One running session: decoding on one side, its client on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+from coordinator.decoding.committer import Committer
+from coordinator.decoding.detokenizer import Completion
+from coordinator.decoding.loop import Decoding, Entry, OutputQueue, RoundMeter
+from coordinator.decoding.recovery import Replayed, Replays, check_weights
+from coordinator.draft_length.policy import LengthPolicy
+from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.drafts import Drafts
+from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.target_client import TargetClient
+from outrider.backoff import backoff
+from outrider.errors import (
+    DeadlineExceeded,
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
+from outrider.limits import (
+    ABANDON_TRIES_MAX,
+    CANCEL_WAIT_S,
+    COMMIT_RETRY_MS_MAX,
+    COMMIT_RETRY_MS_MIN,
+    OPEN_TRIES_MAX,
+    TAKE_OVER_RETRY_MS,
+    TAKE_OVERS_MAX,
+    UNTOLD_SESSIONS_MAX,
+)
+from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.request import Event, Finished, Metrics, ResumeRequest, Tokens, Usage
+from outrider.sessions.state import Session
+from outrider.sessions.store import (
+    FIRST_EPOCH,
+    Counters,
+    Finish,
+    FinishReason,
+    SessionRecord,
+    SessionState,
+    SessionStore,
+    contended,
+    released,
+)
+from outrider.telemetry.logs import about, identify
+from outrider.telemetry.observer import SILENT, RequestObserver
+
+_log = logging.getLogger(__name__)
+
+COMMIT_GRACE_S: Final = 2.0
+"""How long tokens that were decided before the deadline may take to be committed after it."""
+
+
+class SessionRun:
+    """One session from its opening to its last event."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        parameters: GenerationParameters,
+        completion: Completion,
+        target: TargetClient,
+        draft: Drafts | None,
+        committer: Committer,
+        lengths: LengthPolicy,
+        length_max: int,
+        meter: RoundMeter,
+        arrived: float,
+        deadline: float,
+        reads_beside: bool = True,
+        observer: RequestObserver = SILENT,
+        replayed: Replayed | None = None,
+    ) -> None:
+        """Starts decoding a session that the committer knows. `length_max` is the target's,
+        `arrived` and `deadline` are times of the event loop's clock; `reads_beside` as for
+        `Decoding`; `replayed` is what a resumed
+        session has, whose completion it is."""
+        self._session = session
+        self._parameters = parameters
+        self._target = target
+        self._draft = draft
+        self._committer = committer
+        self._lengths = lengths
+        self._arrived = arrived
+        self._deadline = deadline
+        self._first_token_at: float | None = None
+        self._ended = False
+        self._observer = observer
+        self._handed_over = False
+        self._num_known = completion.num_tokens
+        """Tokens that another stream may have told."""
+        self._journal = OutputQueue(session, committer, observer)
+        for tokens in () if replayed is None else replayed.events:
+            self._journal.write(Entry(session.length, tokens, None, arrived))
+        self._decoding = Decoding(
+            session=session,
+            parameters=parameters,
+            completion=completion,
+            target=target,
+            draft=draft,
+            committer=committer,
+            journal=self._journal,
+            lengths=lengths,
+            length_max=length_max,
+            meter=meter,
+            reads_beside=reads_beside,
+            observer=observer,
+            ended=None if replayed is None else replayed.finish_reason,
+        )
+        self._task = asyncio.create_task(self._decoding.run(deadline))
+
+    @property
+    def session_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self._session.session_id
+
+    @property
+    def session(self) -> Session:
+        """What it runs, or ran."""
+        return self._session
+
+    @property
+    def epoch(self) -> int:
+        """Under which it runs."""
+        return self._session.epoch
+
+    @property
+    def counters(self) -> Counters:
+        """What its rounds came to."""
+        return self._session.counters
+
+    @property
+    def is_unrecorded(self) -> bool:
+        """Whether the store may still have the session as running here: it has not been told of
+        the end, and the session is not another owner's."""
+        return not self._ended and self._session.error is None
+
+    @property
+    def tenant(self) -> str:
+        """Whose session it is."""
+        return self._session.record.tenant
+
+    def cancel(self) -> None:
+        """Ends the session as cancelled; what is decided is still committed and shown."""
+        self._decoding.cancel()
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Every event after `Started`."""
+        loop = asyncio.get_running_loop()
+        held_back: Tokens | None = None
+        while True:
+            try:
+                async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
+                    entry = await self._journal.read()
+            except TimeoutError:
+                raise self._late() from None
+            except OutriderError:
+                self._check_here()
+                raise
+            if entry is None:
+                break
+            tokens, report = entry
+            if not tokens.token_ids:
+                held_back = tokens  # If the session could still go on, it might come again.
+                continue
+            if self._first_token_at is None:
+                self._first_token_at = loop.time()
+            if report is not None:
+                yield report
+            yield tokens
+        self._check_here()
+        reason = await self._task
+        await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
+        if held_back is not None:
+            yield held_back
+        finished = self._finished(reason, loop.time())
+        self._observer.finished(finished)
+        yield finished
+
+    def _check_here(self) -> None:
+        """Raises `StaleEpoch` where the session was handed over."""
+        if self._handed_over:
+            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
+
+    async def hand_over(self) -> bool:
+        """As `close`, but leaves the record to whoever goes on with the session, unless its end is
+        decided."""
+        self._handed_over = self._session.finish_reason is None
+        return await self.close()
+
+    async def close(self) -> bool:
+        """Stops decoding and frees what the session holds everywhere. A session that has not
+        ended is recorded as cancelled. Returns whether it had ended."""
+        had_ended = self._ended
+        identify(self.session_id, self._observer.trace_id)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._lengths.close()
+        self._target.close()
+        if self._draft is not None:
+            self._draft.close()
+        try:
+            if not (self._ended or self._handed_over):
+                now = asyncio.get_running_loop().time()
+                await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
+        except OutriderError as error:
+            _log.info("session %s was not closed: %r", self.session_id, error)
+        finally:
+            self._committer.remove(self._session)
+            counters = self._session.counters
+            fields = about(
+                finish_reason=self._session.finish_reason,
+                prompt_tokens=self._session.prompt_length,
+                completion_tokens=self._session.length - self._session.prompt_length,
+                num_rounds=counters.num_rounds,
+                num_draft_tokens=counters.num_draft_tokens,
+                num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+            )
+            _log.debug("the session ended", extra=fields)
+        return had_ended
+
+    def _late(self) -> OutriderError:
+        if self._first_token_at is None:
+            return DeadlineExceeded(
+                f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+            )
+        return StoreUnavailable("the session store did not commit in time; tokens are held back")
+
+    async def _finish(self, reason: FinishReason, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await self._committer.finish(self._session, reason)
+        except TimeoutError:
+            raise StoreUnavailable("the session store did not take the session's end") from None
+        self._ended = True
+
+    def _finished(self, reason: FinishReason, now: float) -> Finished:
+        first = now if self._first_token_at is None else self._first_token_at
+        num_tokens = self._session.length - self._session.prompt_length
+        seconds = now - self._arrived
+        return Finished(
+            finish_reason=reason,
+            usage=Usage(self._session.prompt_length, num_tokens),
+            metrics=Metrics.of(
+                self._session.counters,
+                time_to_first_token_ms=(first - self._arrived) * 1e3,
+                tokens_per_second=(
+                    (num_tokens - self._num_known) / seconds if seconds > 0 else 0.0
+                ),
+            ),
+        )
+
+
+class SessionCreator:
+    """Opens the sessions of one coordinator, and records those that nobody wants."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        owner: str,
+        random_bits: Callable[[int], int],
+        random: Callable[[], float],
+        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
+        bits, `random` is for `backoff`; work that nobody waits for goes `in_background`."""
+        self._store = store
+        self._owner = owner
+        self._random_bits = random_bits
+        self._random = random
+        self._in_background = in_background
+        self._telling: dict[str, set[asyncio.Task[OutriderError | None]]] = {}
+        """By session: what the store is being told."""
+        self._closed = False
+
+    async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
+        """A session that the store has. Each try opens another one: whether a store that did not
+        answer has opened the one before is not known."""
+        for tries_left in range(OPEN_TRIES_MAX - 1, 0, -1):
+            try:
+                return await self._open_one(tenant, parameters)
+            except StoreUnavailable as error:
+                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
+            await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+        return await self._open_one(tenant, parameters)
+
+    async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
+        new = SessionRecord.new(
+            session_id=f"{self._random_bits(128):032x}",
+            tenant=tenant,
+            owner=self._owner,
+            seed=parameters.seed,
+            rule=parameters.rule,
+            parameters=parameters.to_json(),
+            prompt_ids=parameters.prompt_ids,
+        )
+        opening = asyncio.create_task(self._store.open(new))
+        try:
+            await asyncio.shield(opening)
+        except (asyncio.CancelledError, StoreUnavailable):
+            self._in_background(self._abandon(opening, new.session_id))
+            raise
+        return Session(new)
+
+    async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
+        """Records a session as cancelled that nobody wants, once its opening has ended."""
+        await asyncio.wait([opening])
+        await self.cancel(session_id, FIRST_EPOCH, Counters())
+
+    def is_telling(self, session_id: str) -> bool:
+        """Whether a release or an end of the session is on its way to the store. Under an epoch
+        that the store has lost, and gives once more, it would hit the session that runs then."""
+        return session_id in self._telling
+
+    async def told(self, session_id: str) -> None:
+        """Waits until none is, but no longer than `TAKE_OVER_RETRY_MS`."""
+        if session_id in self._telling:
+            await asyncio.wait(self._telling[session_id], timeout=TAKE_OVER_RETRY_MS / 1e3)
+
+    def release(self, session_id: str, epoch: int) -> asyncio.Task[OutriderError | None]:
+        """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
+        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+
+    def cancel(
+        self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False
+    ) -> asyncio.Task[OutriderError | None]:
+        """Records a session that runs nowhere as cancelled, unless another stream goes on with
+        it. Returns as `_tell`."""
+        owner = released(self._owner) if is_released else self._owner
+        end = Finish(session_id, epoch, owner, None, FinishReason.CANCELLED, counters)
+        return self._tell(session_id, lambda: self._store.finish(end))
+
+    async def cancel_now(self, session_id: str, epoch: int, counters: Counters) -> None:
+        """As `cancel`, but raises why it was not recorded: `StoreUnavailable` also where the store
+        has not answered for `CANCEL_WAIT_S`. Then, and where the caller is cancelled, the store is
+        still asked to record it."""
+        task = self.cancel(session_id, epoch, counters)
+        await asyncio.wait([task], timeout=CANCEL_WAIT_S)
+        if not task.done() or task.cancelled():
+            raise StoreUnavailable(
+                f"session {session_id} is recorded as cancelled once the session store answers"
+            )
+        error = task.result()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """No call is repeated any more: the coordinator's lease is about to end."""
+        self._closed = True
+
+    def _tell(
+        self, session_id: str, call: Callable[[], Awaitable[object]]
+    ) -> asyncio.Task[OutriderError | None]:
+        """See `_insist`. It goes on without the caller, too."""
+        task = self._in_background(self._insist(session_id, call))
+        tasks = self._telling.setdefault(session_id, set())
+        tasks.add(task)
+
+        def told(task: asyncio.Task[OutriderError | None]) -> None:
+            tasks.discard(task)
+            if not tasks:
+                self._telling.pop(session_id, None)
+
+        task.add_done_callback(told)
+        return task
+
+    async def _insist(
+        self, session_id: str, call: Callable[[], Awaitable[object]]
+    ) -> OutriderError | None:
+        """Calls the store until it has answered, for as long as this coordinator lives: a session
+        that it owned but does not run would be kept from others by its lease. Gives up after
+        `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions.
+        Returns what the store refused with, or why it was given up; None where the call has
+        succeeded."""
+        attempt = 0
+        while True:
+            try:
+                await call()
+            except StoreUnavailable as error:
+                _log.debug("the store is told later of session %s: %r", session_id, error)
+                attempt += 1
+                is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
+                if self._closed or (is_full and attempt >= ABANDON_TRIES_MAX):
+                    _log.warning("the store was not told of session %s: %r", session_id, error)
+                    return error
+            except OutriderError as error:
+                _log.debug("session %s is not there, or another's: %r", session_id, error)
+                return error
+            else:
+                return None
+            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt - 1, self._random)
+            await asyncio.sleep(wait_ms / 1e3)
+
+
+class Runs:
+    """Runs by session: one at a time, and none begins before the one before it is closed."""
+
+    def __init__(
+        self,
+        opener: SessionCreator,
+        resume_grace_s: float,
+        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        """A session whose client is gone may be resumed for so many seconds before it counts as
+        cancelled; work that nobody waits for goes `in_background`."""
+        self._opener = opener
+        self._resume_grace_s = resume_grace_s
+        self._in_background = in_background
+        self._running: dict[str, SessionRun] = {}
+        self._ending: dict[str, asyncio.Task[bool]] = {}
+        """What closes runs that are not among them any more."""
+        self._closing = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def session_ids(self) -> set[str]:
+        """Of those that run."""
+        return set(self._running)
+
+    def has(self, session_id: str) -> bool:
+        """Whether the session runs here, or is being closed."""
+        return session_id in self._running or session_id in self._ending
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether what runs has been cancelled."""
+        return self._closing.is_set()
+
+    def get(self, session_id: str) -> SessionRun | None:
+        """The session's run; None where it does not run here."""
+        return self._running.get(session_id)
+
+    def add(self, run: SessionRun) -> None:
+        """A session runs, which was opened just now, or for which there was room (`vacate`)."""
+        self._running[run.session_id] = run
+
+    def end(self, run: SessionRun, is_gone: bool = False) -> None:
+        """The client has its last event, or an error, or is gone: frees what the session holds,
+        unless it was handed over."""
+        if self._running.get(run.session_id) is not run:
+            return
+        if is_gone and self._resume_grace_s > 0:
+            ending = self._free(run, run.hand_over())
+            self.wait_for_client(run.session_id, run.epoch, run.counters, ending)
+        else:
+            ending = self._free(run, run.close())
+            ending.add_done_callback(lambda _: self._release_unrecorded(run))
+
+    async def vacate(self, record: SessionRecord) -> None:
+        """Ends what runs here of a session that was taken over under a newer epoch. Raises
+        `StaleEpoch` where another stream has done that meanwhile."""
+        session_id = record.session_id
+        while True:
+            run = self._running.get(session_id)
+            if run is not None:
+                if run.epoch >= record.epoch:
+                    raise StaleEpoch(f"session {session_id} was resumed by another stream")
+                self._free(run, run.hand_over())
+            ending = self._ending.get(session_id)
+            if ending is None:
+                return
+            await asyncio.wait([ending])
+
+    def wait_for_client(
+        self,
+        session_id: str,
+        epoch: int,
+        counters: Counters,
+        ending: asyncio.Task[bool] | None = None,
+    ) -> None:
+        """Nothing is decoded for a client that is gone. It may come back, to any coordinator: the
+        session is released from this one's lease. Else it counts as cancelled. Where this
+        coordinator closes, that is left to others."""
+        self._in_background(self._wait(session_id, epoch, counters, ending))
+
+    def close(self) -> None:
+        """Cancels what runs."""
+        self._closing.set()
+        for run in self._running.values():
+            run.cancel()
+
+    def _release_unrecorded(self, run: SessionRun) -> None:
+        """The store did not take the end of a run: the session is given up as one whose client is
+        gone."""
+        if run.is_unrecorded and not self._closing.is_set():
+            self.wait_for_client(run.session_id, run.epoch, run.counters)
+
+    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        session_id = run.session_id
+        del self._running[session_id]
+        ending = self._ending[session_id] = self._in_background(closing)
+        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
+        return ending
+
+    async def _wait(
+        self,
+        session_id: str,
+        epoch: int,
+        counters: Counters,
+        ending: asyncio.Task[bool] | None,
+    ) -> None:
+        if ending is not None and await ending:
+            return
+        await self._opener.release(session_id, epoch)
+        try:
+            async with asyncio.timeout(self._resume_grace_s):
+                await self._closing.wait()
+        except TimeoutError:
+            await self._opener.cancel(session_id, epoch, counters, is_released=True)
+
+
+class Place:
+    """One of the take-overs that run at a time."""
+
+    def __init__(self, session_id: str, taken: set[Place]) -> None:
+        self.session_id = session_id
+        self._taken = taken
+        taken.add(self)
+
+    def leave(self) -> None:
+        """The session runs here now, or will not. Leaving again changes nothing."""
+        self._taken.discard(self)
+
+
+class TakeOvers:
+    """Takes sessions over, a bounded number at a time: when a coordinator dies, all of its clients
+    ask the others at once, and each of their sessions is read and replayed."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        owner: str,
+        opener: SessionCreator,
+        runs: Runs,
+        targets: ReplicaPool[VerifyItem, VerifyAnswer],
+        replays: Replays,
+    ) -> None:
+        """`owner` is this coordinator's name in the store."""
+        self._store = store
+        self._owner = owner
+        self._opener = opener
+        self._runs = runs
+        self._targets = targets
+        self._replays = replays
+        self._taken: set[Place] = set()
+        self._unsettled: set[str] = set()
+        """Sessions of which the store is asked for a take-over."""
+
+    def enter(self, session_id: str) -> Place:
+        """A place to take this session over. Raises `Unavailable` where there is none."""
+        if len(self._taken) >= TAKE_OVERS_MAX:
+            raise Unavailable(
+                f"this coordinator takes {TAKE_OVERS_MAX} sessions over already; try again",
+                retry_after_ms=TAKE_OVER_RETRY_MS,
+            )
+        return Place(session_id, self._taken)
+
+    async def claim(
+        self, record: SessionRecord, request: ResumeRequest
+    ) -> tuple[SessionRecord, GenerationParameters]:
+        """A session that this coordinator may go on with under a new epoch, or one that has
+        finished. Raises what keeps it from being resumed (`Replays.check`, `check_weights`) before
+        anything changes, or afterwards where its tokens have changed since `record` was read, and
+        as `SessionStore.take_over`. A session that was, or may have been, taken over by then is
+        released."""
+        parameters = await self._replays.check(record, request)
+        if record.finish_reason is not None:
+            return record, parameters
+        check_weights(record.session_id, parameters.weights, self._targets)
+        found = await self._take_over(record)
+        if (found.prefix_digest, len(found.token_ids)) != (
+            record.prefix_digest,
+            len(record.token_ids),
+        ):
+            try:
+                parameters = await self._replays.check(found, request)
+            except BaseException:
+                self._opener.release(found.session_id, found.epoch)
+                raise
+        return found, parameters
+
+    async def cancel(self, record: SessionRecord) -> None:
+        """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
+        `Unavailable` for one that another coordinator has, and where the store does not answer."""
+        if record.finish_reason is not None:
+            return
+        found = await self._take_over(record)
+        if found.finish_reason is None:
+            try:
+                await self._opener.cancel_now(found.session_id, found.epoch, found.counters)
+            except StaleEpoch:
+                raise contended(found.session_id) from None
+
+    async def release_wanted(self, session_id: str) -> None:
+        """Releases a session that another coordinator was asked for, if the store counts it as
+        this one's and it does not run here: a failover has lost its release, and the lease keeps it
+        from others. Where the store does not answer nothing is done: a session that is still wanted
+        is named again."""
+        if self._is_here(session_id) or self._runs.is_closing:
+            return
+        try:
+            record = await self._store.load(session_id)
+        except OutriderError as error:
+            _log.debug("wanted session %s was not read: %r", session_id, error)
+            return
+        is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
+        if is_ours and not self._is_here(session_id):
+            self._runs.wait_for_client(session_id, record.epoch, record.counters)
+
+    def _is_here(self, session_id: str) -> bool:
+        """Whether the session runs here, or soon will, or the store is told of its end."""
+        return (
+            self._runs.has(session_id)
+            or self._is_unsettled(session_id)
+            or any(place.session_id == session_id for place in self._taken)
+        )
+
+    def _is_unsettled(self, session_id: str) -> bool:
+        return session_id in self._unsettled or self._opener.is_telling(session_id)
+
+    async def _take_over(self, seen: SessionRecord) -> SessionRecord:
+        """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
+        it is released: else it would belong to this coordinator, which does not run it, for as long
+        as that holds its lease. A take-over waits for the release, or end, that is on its way: it
+        may be given the same epoch, and the release would end it. Raises `Unavailable`
+        meanwhile."""
+        session_id = seen.session_id
+        if self._is_unsettled(session_id):
+            raise contended(session_id)
+        self._unsettled.add(session_id)
+        is_sent = False
+
+        def note() -> None:
+            nonlocal is_sent
+            is_sent = True
+
+        try:
+            return await self._store.take_over(seen, self._owner, note)
+        except BaseException as error:
+            is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
+                error, StoreUnavailable
+            )
+            if is_sent and not is_refused:
+                self._opener.release(session_id, seen.epoch + 1)
+            raise
+        finally:
+            self._unsettled.discard(session_id)

@@ -1,0 +1,326 @@
+"""Who calls, and how much that caller may ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from outrider.errors import ConfigError
+from outrider.files import locked
+from outrider.limits import (
+    API_KEY_CHARS_MAX,
+    API_KEY_CHARS_MIN,
+    API_KEYS_MAX,
+    KEY_CONCURRENCY_MAX,
+    KEY_FILE_BYTES_MAX,
+    REQUESTS_PER_MINUTE_MAX,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request comes from, as its key says. Its text has no secret."""
+
+    name: str = ""
+    """Of the key, and of the counts of its limits; empty where no key is asked for."""
+    tenant: str = ""
+    """Whose sessions and cached prefixes these are. It never comes from the request."""
+    requests_per_minute: int = 0
+    """0 = any number."""
+    concurrency: int = 0
+    """Generations that may run at a time, of which a request may have several; 0 = any number."""
+    admin: bool = False
+    """Whether sessions of every tenant may be read and cancelled."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its requests are counted."""
+        return bool(self.requests_per_minute or self.concurrency)
+
+    @property
+    def reach(self) -> str | None:
+        """The tenant whose sessions may be read and cancelled; None = every one's."""
+        return None if self.admin else self.tenant
+
+
+ANYBODY = Caller()
+"""Where no key is asked for: one tenant, without limits."""
+
+
+PREFIX: Final = "or-"
+SCHEME: Final = "sha256"
+_SALT_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+_MADE: Final = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
+_KEPT: Final = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
+_GIVEN: Final = re.compile(r"[!-+\--~]+")
+"""Visible ASCII without commas, which stand between several."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+NAME_WORDS: Final = "up to 64 letters, digits, and _ . @ - behind the first"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHash:
+    """What is kept of a key: enough to know it again, and not to use it."""
+
+    salt: str
+    """Empty for a key that was made elsewhere."""
+    digest: bytes
+
+    @classmethod
+    def of(cls, key: str) -> Self:
+        """Of any text; who has it does not matter."""
+        data = key.encode(errors="surrogatepass")
+        made = _MADE.fullmatch(key)
+        if made is None:
+            return cls("", hashlib.sha256(data).digest())
+        return cls(made[1], hmac.digest(made[1].encode(), data, SCHEME))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of its text. Raises `ValueError`, in words that do not repeat it: it may be a key."""
+        found = _KEPT.fullmatch(text)
+        if found is None:
+            raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
+        return cls(found[1] or "", bytes.fromhex(found[2]))
+
+    def __str__(self) -> str:
+        salt = f"{self.salt}:" if self.salt else ""
+        return f"{SCHEME}:{salt}{self.digest.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """A key that is accepted, and who has it."""
+
+    hash: KeyHash
+    caller: Caller
+
+
+class Keyring:
+    """The keys that are accepted, to be found by what a caller shows."""
+
+    def __init__(self, entries: Iterable[KeyEntry]) -> None:
+        """Raises `ConfigError` for names or keys that are there twice, and for too many."""
+        self.entries = tuple(entries)
+        if len(self.entries) > API_KEYS_MAX:
+            raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
+        names: set[str] = set()
+        hashes: set[KeyHash] = set()
+        for entry in self.entries:
+            if entry.caller.name in names:
+                raise ConfigError(f"the key {entry.caller.name!r} is there twice")
+            if entry.hash in hashes:
+                raise ConfigError(f"the key {entry.caller.name!r} has another name, too")
+            names.add(entry.caller.name)
+            hashes.add(entry.hash)
+        self._salted = {one.hash.salt: one for one in self.entries if one.hash.salt}
+        self._plain = tuple(one for one in self.entries if not one.hash.salt)
+
+    def find(self, key: str) -> Caller | None:
+        """Whose key it is. How long that takes does not depend on how much of a key is right."""
+        shown = KeyHash.of(key)
+        if shown.salt and (entry := self._salted.get(shown.salt)) is not None:
+            return entry.caller if hmac.compare_digest(entry.hash.digest, shown.digest) else None
+        plain = shown if not shown.salt else KeyHash("", hashlib.sha256(key.encode()).digest())
+        found = None
+        for entry in self._plain:
+            if hmac.compare_digest(entry.hash.digest, plain.digest):
+                found = entry.caller
+        return found
+
+
+def new_key() -> str:
+    """A key that nobody has."""
+    salt = secrets.token_hex(_SALT_BYTES)
+    return f"{PREFIX}{salt}-{secrets.token_urlsafe(_SECRET_BYTES)}"
+
+
+def check_key_name(name: str) -> str:
+    """The name itself. Raises `ValueError` for what is none."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:64]!r} is wrong; it must be {NAME_WORDS}")
+    return name
+
+
+def given_keys(text: str) -> tuple[KeyEntry, ...]:
+    """The keys of a setting: each a key or its hash, with commas between several. Nobody has given
+    them names or limits; each has a tenant of its own, so who has one sees nothing of another's.
+    Raises `ConfigError` that says which one is wrong, and not what it is."""
+    entries = []
+    for number, word in enumerate(text.split(",") if text else (), start=1):
+        word = word.strip()
+        if word.startswith(f"{SCHEME}:"):
+            try:
+                found = KeyHash.parse(word)
+            except ValueError as error:
+                raise ConfigError(f"key {number} {error}") from None
+        elif not API_KEY_CHARS_MIN <= len(word) <= API_KEY_CHARS_MAX or not _GIVEN.fullmatch(word):
+            raise ConfigError(
+                f"key {number} is wrong; it must be {API_KEY_CHARS_MIN} to {API_KEY_CHARS_MAX} "
+                "visible ASCII characters (`outrider keys new NAME` makes one)"
+            )
+        else:
+            found = KeyHash.of(word)
+        # Another hash: neither the tenant nor the name helps to guess a key by what is kept of it.
+        name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
+        entries.append(KeyEntry(found, Caller(name, name)))
+    return tuple(entries)
+
+
+def hashed_keys(text: str) -> str:
+    """The same setting without a key in it. Raises as `given_keys`."""
+    return ",".join(str(entry.hash) for entry in given_keys(text))
+
+
+def read_entries(text: str) -> list[KeyEntry]:
+    """The keys of a file. Raises `ConfigError` that names the line, and quotes no hash."""
+    entries = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            entries.append(_entry(words))
+        except ValueError as error:
+            raise ConfigError(f"line {number}: {error}") from None
+    return entries
+
+
+def _entry(words: Sequence[str]) -> KeyEntry:
+    if len(words) < 2:
+        raise ValueError("a key has a NAME and a HASH at least")
+    name = check_key_name(words[0])
+    try:
+        found = KeyHash.parse(words[1])
+    except ValueError as error:
+        raise ValueError(f"HASH {error}") from None
+    options: dict[str, str] = {}
+    for word in words[2:]:
+        option, equals, value = word.partition("=")
+        if option in options:
+            raise ValueError(f"{option[:32]!r} is there twice")
+        if bool(equals) != (option != "admin"):
+            raise ValueError(f"{option[:32]!r} is wrong; it must be OPTION=VALUE or admin")
+        options[option] = value
+    caller = Caller(
+        name=name,
+        tenant=_tenant(options.pop("tenant", name)),
+        requests_per_minute=_count(options, "requests_per_minute", REQUESTS_PER_MINUTE_MAX),
+        concurrency=_count(options, "concurrency", KEY_CONCURRENCY_MAX),
+        admin=options.pop("admin", None) is not None,
+    )
+    if options:
+        raise ValueError(
+            f"there is no option {next(iter(options))[:32]!r}; there are tenant, "
+            "requests_per_minute, concurrency and admin"
+        )
+    return KeyEntry(found, caller)
+
+
+def _tenant(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"tenant: {text[:64]!r} is wrong; it must be {NAME_WORDS}")
+    return text
+
+
+def _count(options: dict[str, str], option: str, most: int) -> int:
+    """0 where it is not there; unlimited is said by leaving it out."""
+    text = options.pop(option, None)
+    if text is None:
+        return 0
+    number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+    if not 1 <= number <= most:
+        raise ValueError(f"{option}: {text[:32]!r} is wrong; it must be from 1 to {most}")
+    return number
+
+
+def entry_line(hash_: KeyHash, caller: Caller) -> str:
+    """The line of a file, without its end."""
+    words = [caller.name, str(hash_)]
+    if caller.tenant != caller.name:
+        words.append(f"tenant={caller.tenant}")
+    if caller.requests_per_minute:
+        words.append(f"requests_per_minute={caller.requests_per_minute}")
+    if caller.concurrency:
+        words.append(f"concurrency={caller.concurrency}")
+    return " ".join([*words, *(["admin"] if caller.admin else [])])
+
+
+def read_key_file(path: Path) -> list[KeyEntry]:
+    """Its keys. Raises `ConfigError` that names the file, and the line that is wrong."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(KEY_FILE_BYTES_MAX + 1)
+        if len(data) > KEY_FILE_BYTES_MAX:
+            raise ConfigError(f"{path}: is larger than {KEY_FILE_BYTES_MAX} bytes")
+        entries = read_entries(data.decode())
+        Keyring(entries)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text in UTF-8") from None
+    except ConfigError as error:
+        if error.message.startswith(str(path)):
+            raise
+        raise ConfigError(f"{path}: {error.message}") from None
+    return entries
+
+
+def add_key(path: Path, caller: Caller) -> str:
+    """Makes a key, adds its hash to the file, which is made for its owner only where there is
+    none, and returns the key. Raises `ConfigError`, also for a name that is there."""
+    with _changing(path):
+        entries = read_key_file(path) if path.exists() else []
+        if any(entry.caller.name == caller.name for entry in entries):
+            raise ConfigError(f"{path}: there is a key {caller.name!r} already")
+        key = new_key()
+        found = KeyHash.of(key)
+        Keyring([*entries, KeyEntry(found, caller)])
+        text = path.read_text("utf-8") if path.exists() else ""
+        if text and not text.endswith("\n"):
+            text += "\n"
+        _write(path, f"{text}{entry_line(found, caller)}\n")
+    return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Takes a key out of the file; its other lines stay. Raises `ConfigError`, also where there is
+    no such key."""
+    with _changing(path):
+        names = [entry.caller.name for entry in read_key_file(path)]
+        if name not in names:
+            raise ConfigError(f"{path}: there is no key {name!r}")
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.partition("#")[0].split()[:1] != [name]]
+        _write(path, "".join(kept))
+
+
+def _changing(path: Path) -> AbstractContextManager[None]:
+    """Within, no other command changes the file."""
+    return locked(path.with_name(f"{path.name}.lock"))
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step; a new file is for its owner only, another one keeps its mode."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,129 @@
+"""A coordinator with everything else in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from toy_engine import ToyEngine
+
+from coordinator.options import CoordinatorOptions
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.target_client import Timeouts
+from coordinator.service import CoordinatorService
+from draft_service.service import DraftService
+from outrider.drafters.lookup import NgramDrafter
+from outrider.errors import StoreUnavailable
+from outrider.replica.scheduler import InlineExecutor
+from outrider.request import (
+    Event,
+    GenerateRequest,
+)
+from outrider.sessions.memory_store import MemoryStore
+from outrider.transport.link import MemoryLink
+from target_service.service import TargetService
+
+PATIENCE = Timeouts(
+    target_answer_s=30.0,
+    target_gone_s=2.0,
+    target_retry_s=0.05,
+    draft_answer_s=1.0,
+    draft_retry_s=1.0,
+)
+STEP_S = 0.01
+REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
+
+
+class SlowText:
+    """A tokenizer that takes its time, on whatever thread it is called."""
+
+    token_bytes_max = 4
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self.num_calls = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_calls += 1
+        time.sleep(self._seconds)
+        return [1] * (len(text) // 4 or 1)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def stream(self) -> Any:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return "x"
+
+    def finish(self) -> str:
+        return ""
+
+
+class Bench:
+    """A coordinator and what it talks to."""
+
+    def __init__(
+        self,
+        text: Any = None,
+        max_sessions: int = 10,
+        resume_grace_s: float = 0.0,
+        store: MemoryStore | None = None,
+        name: str = "c",
+        target: TargetService | None = None,
+        drafts: Mapping[str, Any] | None = None,
+        length_control: bool = False,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        executor = InlineExecutor(lambda: STEP_S)
+        self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
+        self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
+        self.target_link = MemoryLink(self.target)
+        self.store = store or MemoryStore(lambda: loop.time() * 1e3)
+        self.service = CoordinatorService(
+            CoordinatorOptions(
+                name=name,
+                served_model_name="toy",
+                defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
+                length_control=length_control,
+                run_ahead_rounds=8,
+                max_sessions=max_sessions,
+                patience=PATIENCE,
+                resume_grace_s=resume_grace_s,
+            ),
+            store=self.store,
+            targets={"t": self.target_link},
+            drafts=drafts or {"d": MemoryLink(self.draft)},
+            stand_in=NgramDrafter(),
+            text=text,
+        )
+
+    async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
+        return [event async for event in self.service.generate(request)]
+
+
+@asynccontextmanager
+async def bench(**fields: Any) -> AsyncIterator[Bench]:
+    made = Bench(**fields)
+    await made.service.start()
+    yield made
+    await made.service.close()
+    made.service.check_integrity()
+    for replica in (made.target, made.draft):
+        await replica.close()
+        replica.check_integrity()
+
+
+def failing(call: Any, until: float) -> Any:
+    """The same call of a store, which does not answer until a time."""
+
+    async def wrapped(*arguments: Any) -> Any:
+        if asyncio.get_running_loop().time() < until:
+            raise StoreUnavailable("away")
+        return await call(*arguments)
+
+    return wrapped

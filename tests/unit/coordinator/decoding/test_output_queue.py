@@ -1,0 +1,69 @@
+"""What a client is told of rounds: only what is committed, consecutive rounds as one event."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from coordinator.decoding.committer import Committer
+from coordinator.decoding.loop import Entry, OutputQueue
+from outrider.request import RoundReport, Tokens
+from outrider.sessions.state import Session
+from outrider.speculation.accept_reject import Origin
+
+
+class _Committed:
+    """A committer whose store has `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    async def shown(self, session: Session, length: int) -> int:
+        while self.length < length:
+            await asyncio.sleep(0)
+        return self.length
+
+
+def _journal(committed: _Committed) -> OutputQueue:
+    return OutputQueue(cast("Session", None), cast("Committer", committed))
+
+
+def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:
+    tokens = Tokens(
+        index, tuple(range(index, index + num_tokens)), text, (Origin.CORRECTION,) * num_tokens, ()
+    )
+    return Entry(index + num_tokens, tokens, report, 0.0, index)
+
+
+async def test_committed_rounds_are_told_as_one_event() -> None:
+    committed = _Committed(2)
+    journal = _journal(committed)
+    for index, text in enumerate("abc"):
+        journal.write(_entry(index, text))
+    assert await journal.read() == (
+        Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()), None
+    )  # fmt: skip
+    committed.length = 3
+    assert await journal.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
+
+
+async def test_rounds_with_reports_are_told_one_by_one() -> None:
+    journal = _journal(_Committed(9))
+    report = RoundReport(0, (), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for index in range(2):
+        journal.write(_entry(index, "a", report))
+    for index in range(2):
+        told = cast("tuple[Tokens, Any]", await journal.read())
+        assert told[0].token_ids == (index,)
+        assert told[1] is not None
+
+
+async def test_text_without_a_token_stays_an_event_of_its_own() -> None:
+    """It is told last, and only if the session cannot go on."""
+    journal = _journal(_Committed(9))
+    journal.write(_entry(0, "a"))
+    journal.write(_entry(1, "held back", num_tokens=0))
+    first, second = await journal.read(), await journal.read()
+    assert first is not None
+    assert second is not None
+    assert (first[0].text_delta, second[0].text_delta) == ("a", "held back")

@@ -1,0 +1,394 @@
+"""Lengths over made-up drafters and made-up costs, on a made-up clock: no test here waits.
+
+Every world draws from a seed, so each run is the same. Where a rate is compared with the best that
+a constant K could have, that one is computed from the world's own chances and costs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
+
+from coordinator.draft_length.controller import (
+    LengthControl,
+    LengthControls,
+)
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from outrider.engine.step_costs import StepCosts
+from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.speculation.sampling_params import Rule
+
+
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("draft_s", [0.001, 0.002, 0.004])
+@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9])
+def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: bool) -> None:
+    """What a settled session asks for in most of its rounds is within 5 % of the best constant K,
+    by that K's own rate; its whole run, looks and trials and all, within 8 %."""
+    world = World(acceptance, draft_s, tables=tables)
+    control = world.open()
+    world.play(control, 400)
+    run = world.play(control, 1200, first_index=400)
+    usual = max(set(run.asked), key=run.asked.count)
+    best = world.rate(world.best)
+    assert world.rate(usual) >= 0.95 * best, (usual, world.best)
+    assert run.rate >= 0.92 * best
+
+
+def test_many_short_sessions_do_as_well_as_a_long_one() -> None:
+    """Each begins where those before it have come to."""
+    world = World(0.8, 0.002)
+    runs = [world.session(seed, 60) for seed in range(40)]
+    later = runs[10:]
+    rate = sum(sum(run.num_tokens) for run in later) / sum(run.seconds for run in later)
+    assert rate >= 0.93 * world.rate(world.best)
+    assert all(run.asked[1] >= 2 for run in later)
+
+
+def test_drafting_that_does_not_pay_ends() -> None:
+    """One in ten accepted, a draft token 0.3 of a verification: plain decoding but for trials,
+    whose share falls as time goes on."""
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    assert world.best == 0
+    control = world.open()
+    first = world.play(control, 64)
+    then = world.play(control, 800, first_index=64)
+    last = world.play(control, 2000, first_index=864)
+    assert first.plain_share > 0.3
+    assert then.plain_share > 0.95
+    assert last.plain_share > 0.97
+    assert last.rate > 0.98 * world.rate(0)
+
+
+def test_trials_become_rarer_the_longer_they_fail() -> None:
+    world = World(acceptance=0.1, draft_s=0.1 * 0.016)
+    control = world.open()
+    asked = world.play(control, 4000).asked
+    trials = [i for i, (a, b) in enumerate(pairwise(asked)) if a == 0 and b > 0]
+    gaps = [b - a for a, b in pairwise(trials)]
+    assert len(gaps) >= 4
+    assert gaps[-1] >= 3 * gaps[0]
+
+
+def test_drafting_comes_back_when_acceptance_rises() -> None:
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    control = world.open()
+    world.play(control, 600)
+    world.acceptance = 0.9
+    world.play(control, 1200, first_index=600)
+    run = world.play(control, 400, first_index=1800)
+    assert run.plain_share < 0.1
+    assert run.rate > 0.9 * world.rate(world.best)
+
+
+def test_drafting_comes_back_when_the_draft_gets_quicker() -> None:
+    """Nothing but a trial can tell."""
+    world = World(acceptance=0.8, draft_s=0.03, tables=False)
+    control = world.open()
+    world.play(control, 600)
+    assert world.play(control, 200, first_index=600).plain_share > 0.9
+    world.draft_s = 0.001
+    world.play(control, 3000, first_index=800)
+    assert world.play(control, 400, first_index=3800).plain_share < 0.1
+
+
+def test_noise_makes_no_length_flap() -> None:
+    """Times that vary by 40 %, and K = 2 and 3 that are alike: the length stays for hundreds of
+    rounds, looks one token further apart."""
+    world = World(acceptance=0.7, draft_s=0.0035, noise=0.4)
+    assert world.rate(2) == pytest.approx(world.rate(3), rel=0.05)
+    control = world.open()
+    world.play(control, 400)
+    settled = [control._num_draft_tokens]
+    for index in range(400, 2400, 4):
+        world.play(control, 4, first_index=index)
+        settled.append(control._num_draft_tokens)
+    changes = sum(a != b for a, b in pairwise(settled))
+    assert changes <= 2000 / 60
+
+
+def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
+    """A draft that is worth just what it costs: phases are long, and nothing is lost by either."""
+    world = World(acceptance=0.40, draft_s=0.0036)
+    assert world.rate(1) == pytest.approx(world.rate(0), rel=0.03)
+    control = world.open()
+    run = world.play(control, 3000)
+    changes = sum((a == 0) != (b == 0) for a, b in pairwise(run.asked))
+    assert changes <= 3000 / 30
+    assert run.rate > 0.97 * world.rate(0)
+
+
+def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
+    """One proposal in five has eight tokens, the others none; nine in ten are accepted."""
+    world = World(0.9, 0.0, length=lambda rng: 8 if rng.random() < 0.2 else 0)
+    control = world.open()
+    run = world.play(control, 2000)
+    assert run.plain_share < 0.2
+    assert run.rate > 1.25 * world.rate(0)
+    assert run.asked.count(BOUND) > 0.9 * len(run.asked)
+
+
+def test_a_lookup_that_finds_nothing_is_not_waited_for() -> None:
+    world = World(0.9, 0.0, length=lambda rng: 0)
+    control = world.open()
+    world.play(control, 100)
+    run = world.play(control, 1500, first_index=100)
+    assert run.plain_share > 0.9
+    assert run.rate > 0.98 * world.rate(0)
+
+
+def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
+    """The target's table says a step takes twice what it does in plain decoding: drafting seems to
+    pay until plain decoding has been seen."""
+    world = World(acceptance=0.45, draft_s=0.004)
+    table = StepCosts((1, 33), (0.024, 0.0496))
+    world.controls = controls(table, StepCosts((1,), (0.004,)))
+    verify_s = world.verify_s
+    control = world.open()
+    asked = []
+    for index in range(600):
+        length = control.choose(index, ENDLESS)
+        asked.append(length.num_draft_tokens)
+        # With a draft the step is as slow as its table says.
+        world.verify_s = verify_s if length.num_draft_tokens == 0 else 0.024
+        world._round(control, length, is_first=False)
+    assert asked.index(0, 1) < 40
+    assert asked[200:].count(0) > 300
+
+
+def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> None:
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    lengths = world.play(world.open(), 1500).lengths
+    phases = 0
+    for index, length in enumerate(lengths[: 1500 - RUN_AHEAD]):
+        ahead = lengths[index + 1 : index + 1 + length.run_ahead]
+        assert length.num_draft_tokens == 0 or length.run_ahead == 0
+        assert all(one.num_draft_tokens == 0 for one in ahead)
+        if index > 0 and length.num_draft_tokens == 0 and length.run_ahead < RUN_AHEAD:
+            following = lengths[index + 1 + length.run_ahead]
+            assert following.num_draft_tokens > 0, "it could have run further"
+            phases += length.run_ahead == 0
+    assert phases >= 3
+
+
+def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
+    """What it costs is not taken from before, nor put back when more is heard of the same one."""
+    table = StepCosts((1, 65), (0.01, 0.02))
+    late = LengthControls(description(StepCosts((1, 33), (0.016, 0.02))), None, RUN_AHEAD)
+    before = late.costs.forecast(1, 10).token_s[0]
+    late.hear_load(2, 3, description(table))
+    known = late.costs.forecast(1, 10).token_s[0]
+    assert known - before == pytest.approx(0.01, rel=0.1)
+    assert (late.load.num_targets, late.load.num_elsewhere) == (2, 3)
+    for _ in range(200):
+        late.costs.note_drafted(1, 0.03, 0.016, 0.0, 10)
+    measured = late.costs.forecast(1, 10).token_s[0]
+    late.hear_load(1, 0, description(table))
+    assert late.costs.forecast(1, 10).token_s[0] == measured
+
+
+def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[bool]:
+    """Whether sessions of 60 rounds, one after the other, begin with a draft."""
+    found = []
+    for seed in range(first_seed, first_seed + num_sessions):
+        control = world.open(seed)
+        found.append(not control.begins_plain)
+        world.play(control, 60)
+        control.close()
+    return found
+
+
+def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
+    """Each tries at first, as it may be about another thing than those before it; and does so again
+    once that is so."""
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    found = beginnings(world, 100)
+    assert all(found[:2])
+    assert 3 <= sum(found[-64:]) <= 32
+    world.acceptance = 0.95
+    again = beginnings(world, 40, first_seed=1000)
+    assert all(again[-20:])
+
+
+def test_sessions_that_accept_more_than_all_others_are_found() -> None:
+    """One in four is about a text to copy, and the others make it look hopeless: yet once such a
+    one was found, most of them draft from their first rounds on."""
+    world = World(draft_s=0.2 * 0.016)
+    shares = []
+    for seed in range(1, 80):
+        world.acceptance = 0.97 if seed % 4 == 0 else 0.05
+        run = world.session(seed, 60)
+        if seed % 4 == 0:
+            shares.append(run.plain_share)
+    assert sum(shares[5:]) / len(shares[5:]) < 0.4
+
+
+def test_long_prompts_and_short_ones_are_told_apart() -> None:
+    """Answers to long prompts copy from them. They are drafted from their first rounds on, and
+    those to short ones, which come as often, are not."""
+    world = World(draft_s=0.2 * 0.016)
+    shares: dict[int, list[float]] = {50: [], 900: []}
+    for seed in range(1, 81):
+        world.prompt_length = 900 if seed % 2 else 50
+        world.acceptance = 0.95 if seed % 2 else 0.05
+        shares[world.prompt_length].append(world.session(seed, 60).plain_share)
+    assert max(shares[900][5:]) < 0.2
+    assert sum(shares[50][-20:]) / 20 > 0.8
+
+
+def test_a_session_that_begins_plain_runs_ahead_from_its_first_round() -> None:
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    beginnings(world, 20)
+    control = next(filter(lambda one: one.begins_plain, map(world.open, range(100, 120))))
+    assert control.choose(0, ENDLESS) == RoundLength(0, min(RUN_AHEAD, control._plain_left))
+
+
+def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
+    control = World().open()
+    assert not control.begins_plain
+    first, second = control.choose(0, ENDLESS), control.choose(1, ENDLESS)
+    assert first == RoundLength(0, 0, next_max=second.num_draft_tokens)
+    assert 0 < second.num_draft_tokens <= BOUND
+
+
+def test_a_trial_behind_a_prompt_that_the_draft_has_not_read_is_dearer() -> None:
+    """It has to read that first."""
+    drafted = []
+    for prompt_length in (10, 3000):
+        world = World(acceptance=0.1, draft_s=0.1 * 0.016, prompt_length=prompt_length)
+        beginnings(world, 60)
+        controls = (world.open(seed) for seed in range(100, 140))
+        rounds = [world.play(one, 400).asked for one in controls if one.begins_plain]
+        assert len(rounds) > 5
+        drafted.append(sum(num > 0 for asked in rounds for num in asked) / len(rounds))
+    assert drafted[0] > 1.5 * drafted[1]
+
+
+def test_a_request_for_no_draft_tokens_gets_none() -> None:
+    control = World(acceptance=1.0).open(bound=0)
+    assert control.begins_plain
+    assert [control.choose(index, 5) for index in range(3)] == [RoundLength(0, 4)] * 3
+
+
+def seen_by(one: LengthControls, rule: Rule, seed: int) -> list[int]:
+    """What a session asks for when its rounds go by without a time, and all of them alike."""
+    control = one.open(rule, seed, BOUND, 10)
+    asked = []
+    for index in range(40):
+        num = control.choose(index, ENDLESS).num_draft_tokens
+        asked.append(num)
+        control.note(PlayedRound(num, (0.5,) * num, 1, 10, 0.001 * num, 0.01, 0.02 * (index + 1)))
+    control.close()
+    return asked
+
+
+def teach(one: LengthControls, rule: Rule, seed: int) -> LengthControl:
+    """A session whose every draft token is refused; it goes on."""
+    control = one.open(rule, seed, BOUND, 10)
+    for index in range(300):
+        num = control.choose(index, ENDLESS).num_draft_tokens
+        control.note(PlayedRound(num, (0.0,) * num, 1, 10, 0.001 * num, 0.01, 0.02 * (index + 1)))
+    return control
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_acceptance_is_shared_but_not_with_a_second_session_of_a_seed(rule: Rule) -> None:
+    """What a session was told of its noise is no news of another's, unless they have one seed and
+    noise is keyed by the round. Where places are absolute, no length has a say in what is
+    committed."""
+    one = controls()
+    fresh = one.open(rule, 6, BOUND, 10)._averages.prospects(1).committed[0]
+    teach(one, rule, seed=7)
+    other = one.open(rule, 8, BOUND, 10)._averages.prospects(1).committed[0]
+    same = one.open(rule, 7, BOUND, 10)._averages.prospects(1).committed[0]
+    assert other < 0.2 < fresh
+    assert same == pytest.approx(other if rule.absolute_noise else fresh)
+
+
+def test_a_second_session_of_a_seed_tells_nobody_either() -> None:
+    """The first may still run, and be behind it."""
+    one = controls()
+    first = one.open(Rule.TOKEN, 7, BOUND, 10)
+    before = first._averages.prospects(1)
+    teach(one, Rule.TOKEN, seed=7)
+    assert first._averages.prospects(1) == before
+
+
+def test_rules_do_not_share_their_acceptance() -> None:
+    one = controls()
+    teach(one, Rule.TOKEN, seed=7)
+    found = one.open(Rule.GREEDY, 1, BOUND, 10)._averages.prospects(1).committed[0]
+    assert found == pytest.approx(
+        controls().open(Rule.GREEDY, 1, BOUND, 10)._averages.prospects(1).committed[0]
+    )
+
+
+def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With room for four seeds: the fifth session finds averages that know of nobody, and so one
+    that has an earlier seed may read them; but the seed of a session that runs stays known."""
+    assert DRAFTED_SEEDS_MAX > 1000
+    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 4)
+    one = controls()
+    running = teach(one, Rule.TOKEN, seed=1)
+    for seed in (2, 3, 4):
+        teach(one, Rule.TOKEN, seed).close()
+    fresh = controls().open(Rule.TOKEN, 9, BOUND, 10)._averages.prospects(1)
+    assert one.open(Rule.TOKEN, 5, BOUND, 10)._averages.prospects(1) == fresh
+    teach(one, Rule.TOKEN, seed=6)
+    assert one.open(Rule.TOKEN, 2, BOUND, 10)._averages.prospects(1) != fresh
+    assert one.open(Rule.TOKEN, 1, BOUND, 10)._averages.prospects(1) == fresh
+    running.close()
+
+
+def test_sessions_that_have_ended_are_no_load() -> None:
+    one = controls()
+    sessions = [one.open(Rule.GREEDY, seed, BOUND, 10) for seed in range(3)]
+    assert one.load.num_sessions == 3
+    for session in sessions:
+        session.close()
+    assert one.load.num_sessions == 0
+
+
+TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
+
+
+@given(
+    bound=st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    max_tokens=st.integers(1, 400),
+    tables=st.booleans(),
+    data=st.data(),
+)
+def test_bounds_hold_for_any_history(
+    bound: int, max_tokens: int, tables: bool, data: st.DataObject
+) -> None:
+    """Whatever proposals, verdicts and times: 0 <= K <= the request's bound and no more than the
+    completion takes, and so what the next round is drafted for; the target runs ahead of no round
+    with a proposal, nor beyond the end."""
+    table = StepCosts((1, 2), (0.0, 0.01)) if tables else None
+    control = controls(table, table).open(Rule.BLOCK, 1, bound, 10)
+    left, index, now, sure = max_tokens, 0, 0.0, 0
+    while left > 0 and index < 120:
+        length = control.choose(index, left)
+        num = length.num_draft_tokens
+        assert 0 <= num <= min(bound, left - 1)
+        assert 0 <= length.next_max <= min(bound, max(0, left - 2))
+        assert length.next_max == 0 or length.run_ahead == 0
+        assert 0 <= length.run_ahead <= min(RUN_AHEAD, left - 1)
+        assert num == 0 or (index > 0 and length.run_ahead == 0 and sure == 0)
+        sure = max(sure - 1, length.run_ahead)
+        chances = data.draw(st.lists(st.floats(0, 1), max_size=num))
+        survival = tuple(prod(chances[: n + 1]) for n in range(len(chances)))
+        num_tokens = data.draw(st.integers(1, len(chances) + 1))
+        draft_s, target_s, more_s = (data.draw(TIMES) for _ in range(3))
+        now += more_s
+        control.note(PlayedRound(num, survival, num_tokens, 10, draft_s, target_s, now))
+        left -= num_tokens
+        index += 1
+    control.close()

@@ -1,0 +1,242 @@
+"""What the length of a round may depend on, and what it must not.
+
+Each test plays the same session twice or more with different histories of what must not matter, and
+compares every length. `docs/exactness.md` says why this makes the choice exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
+
+from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
+from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
+from outrider.engine.step_costs import StepCosts
+from outrider.speculation.sampling_params import Rule
+
+TARGET = StepCosts((1, 33), (0.02, 0.034))
+DRAFT = StepCosts((1, 65), (0.002, 0.004))
+EAGER = Tuning(
+    memory_rounds=2.0, shared_memory_rounds=4.0, prior_rounds=0.5, shared_prior_rounds=0.5,
+    choice_rounds=1, plain_rounds=2, plain_rounds_max=4,
+)  # fmt: skip
+"""Forgets within a few rounds, so that whatever is read changes a length soon."""
+SHARED_NOISE = [Rule.TOKEN, Rule.BLOCK]
+Notes = Callable[[int, RoundLength], PlayedRound]
+
+
+def made(tuning: Tuning = EAGER, **options: bool) -> LengthControls:
+    return LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD, tuning, **options)
+
+
+def at_random(seed: int) -> Notes:
+    """Rounds of random length, acceptance and times."""
+    rng, now = random.Random(seed), 0.0
+    acceptance, draft_s = rng.random(), rng.choice((0.0005, 0.004, 0.02))
+
+    def note(index: int, length: RoundLength) -> PlayedRound:
+        nonlocal now
+        num = length.num_draft_tokens
+        accepted = 0
+        while accepted < num and rng.random() < acceptance:
+            accepted += 1
+        target_s = rng.uniform(0.01, 0.1)
+        now += num * draft_s + target_s
+        return PlayedRound(
+            num, tuple(float(depth < accepted) for depth in range(num)), 1 + accepted,
+            10 + index, num * draft_s, target_s, now, work_s=num * draft_s,
+        )  # fmt: skip
+
+    return note
+
+
+def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) -> list[int]:
+    """K of each round."""
+    asked = []
+    for index in range(first, first + num_rounds):
+        length = control.choose(index, ENDLESS)
+        asked.append(length.num_draft_tokens)
+        control.note(notes(index, length))
+    return asked
+
+
+@pytest.mark.parametrize("rule", SHARED_NOISE)
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_ended: bool) -> None:
+    """Neither the first session's rounds, nor those of others, nor its own: accepted counts, rows
+    and times of all of them follow from numbers that this session has, too."""
+    found = set()
+    for history in range(12):
+        one = made()
+        first = one.open(rule, 7, BOUND, 10)
+        play(first, at_random(history), 20)
+        for seed in range(100, 100 + history % 4):
+            play(one.open(rule, seed, BOUND, 10), at_random(50 + history), 10)
+        if has_ended:
+            first.close()
+        again = one.open(rule, 7, BOUND, 10)
+        found.add((again.begins_plain, *play(again, at_random(80 + history), 30)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("rule", SHARED_NOISE)
+def test_no_time_bounds_the_drafts_of_sessions_with_one_seed(rule: Rule) -> None:
+    """How long a step lasts follows from the tokens of all sessions. The first session's drafts
+    have a bound until the second one begins."""
+    one = made()
+    first = one.open(rule, 7, BOUND, 10)
+    assert all(first.choose(index, ENDLESS).is_timed for index in range(8))
+    again = one.open(rule, 7, BOUND, 10)
+    for control in (first, again):
+        assert not any(control.choose(8 + index, ENDLESS).is_timed for index in range(8))
+    assert one.open(rule, 8, BOUND, 10).choose(0, ENDLESS).is_timed
+
+
+@pytest.mark.parametrize("rule", SHARED_NOISE)
+def test_other_seeds_do_change_lengths(rule: Rule) -> None:
+    """The histories of the test above matter to a session that may learn from them."""
+    found = set()
+    for history in range(12):
+        one = made()
+        play(one.open(rule, 7, BOUND, 10), at_random(history), 20)
+        found.add(tuple(play(one.open(rule, 8, BOUND, 10), at_random(80), 30)))
+    assert len(found) > 3
+
+
+@pytest.mark.parametrize("rule", SHARED_NOISE)
+def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rule) -> None:
+    """The second may overtake it. Of its lengths only the next one, which is settled by then, may
+    differ from the fixed one; and what the second shows changes none."""
+    lengths = set()
+    for before in range(4):
+        found = set()
+        for history in range(8):
+            one = made()
+            first = one.open(rule, 7, BOUND, 10)
+            play(first, at_random(before), 20)
+            second = one.open(rule, 7, BOUND, 10)
+            play(second, at_random(history), 30)
+            for seed in range(100, 100 + history % 4):
+                play(one.open(rule, seed, BOUND, 10), at_random(50 + history), 10)
+            found.add(tuple(play(first, at_random(80 + history), 40, first=20)))
+        [asked] = found
+        [fixed] = set(asked[1 + RUN_AHEAD :])
+        lengths.add(fixed)
+    assert len(lengths) > 1
+
+
+def test_a_session_that_is_fixed_while_it_decodes_plainly_keeps_its_word() -> None:
+    """The target runs ahead over rounds that were said to be plain."""
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    control = world.open(seed=7)
+    for index in range(400):
+        length = control.choose(index, ENDLESS)
+        world._round(control, length, is_first=index == 0)
+        if length.run_ahead == RUN_AHEAD // 2:
+            break
+    else:
+        pytest.fail("no plain phase")
+    world.open(seed=7)
+    following = play(control, at_random(1), RUN_AHEAD, first=index + 1)
+    assert not any(following[: length.run_ahead])
+
+
+@pytest.mark.parametrize(("draft_s", "drafts"), [(0.001, True), (0.05, False)])
+def test_a_repeated_seed_drafts_where_the_tables_say_that_it_pays(
+    draft_s: float, drafts: bool
+) -> None:
+    one = controls(TARGET, StepCosts((1,), (draft_s,)))
+    one.open(Rule.TOKEN, 7, BOUND, 10)
+    again = one.open(Rule.TOKEN, 7, BOUND, 10)
+    assert again.begins_plain is not drafts
+    lengths = [again.choose(index, ENDLESS) for index in range(4)]
+    assert [length.num_draft_tokens > 0 for length in lengths] == [False] + [drafts] * 3
+    assert all(length.run_ahead == (0 if drafts else RUN_AHEAD) for length in lengths)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_a_repeated_seed_learns_where_no_length_has_a_say(rule: Rule) -> None:
+    one = made()
+    one.open(rule, 7, BOUND, 10)
+    again = one.open(rule, 7, BOUND, 10)
+    assert len(set(play(again, at_random(3), 60)[1:])) > 1
+
+
+def test_a_session_without_drafts_counts_as_one_with_its_seed() -> None:
+    """Its times and its load follow from its tokens."""
+    one = made()
+    one.open(Rule.TOKEN, 7, 0, 10)
+    again = one.open(Rule.TOKEN, 7, BOUND, 10)
+    assert len(set(play(again, at_random(3), 60)[1:])) == 1
+
+
+def test_forgotten_seeds_take_the_round_costs_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that runs goes on with the costs it had, and adds to those."""
+    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 2)
+    one = made()
+    running = one.open(Rule.TOKEN, 1, BOUND, 10)
+    play(running, at_random(1), 20)
+    ended = one.open(Rule.TOKEN, 2, BOUND, 10)
+    play(ended, at_random(2), 20)
+    ended.close()
+    one.open(Rule.TOKEN, 3, BOUND, 10)
+    before = one.costs.forecast(BOUND, 10)
+    assert before == made().costs.forecast(BOUND, 10)
+    play(running, at_random(3), 20, first=20)
+    assert one.costs.forecast(BOUND, 10) == before
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_length_is_settled_before_the_round_before_it_is_played(rule: Rule) -> None:
+    """By then a target that drafts itself, or a draft that looks ahead, may have drawn its tokens.
+    So the length of round r is the same whatever is told of round r - 1: acceptance, times, and the
+    time that drafting for round r took. And it is told with round r - 1 how long that proposal is
+    to be."""
+    for history in range(6):
+        asked = set()
+        for last in range(8):
+            one, notes = made(), at_random(history)
+            control = one.open(rule, 7, BOUND, 10)
+            play(control, notes, 12)
+            length = control.choose(12, ENDLESS)
+            control.note(replace(at_random(last)(12, length), next_draft_s=10.0**-last))
+            following = control.choose(13, ENDLESS)
+            assert length.next_max == following.num_draft_tokens
+            assert length.next_siblings == following.siblings
+            asked.add(following.num_draft_tokens)
+        assert len(asked) == 1
+
+
+def test_the_time_of_a_targets_own_drafting_is_learned_one_round_later() -> None:
+    """What drafting for round r took changes no length of round r, but those that follow."""
+    table = StepCosts((1, 16), (0.0175, 0.04))
+    itself = replace(description(table), drafts_itself=True)
+    at_r, after = set(), set()
+    for draft_s in (0.0001, 0.5):
+        control = LengthControls(itself, None, RUN_AHEAD, EAGER, drafting_delays=True).open(
+            Rule.TOKEN, 1, BOUND, 100
+        )
+        now, beside, asked = 0.0, None, []
+        for index in range(40):
+            length = control.choose(index, ENDLESS)
+            num = length.num_draft_tokens
+            asked.append(num)
+            # From round 12 on, which drafts for round 13, the target drafts at another speed.
+            each_s = draft_s if index >= 12 else 0.001
+            next_s = each_s * length.next_max
+            now += 0.02 + next_s
+            control.note(
+                PlayedRound(
+                    num, (1.0,) * num, 1 + num, 100, 0.0, 0.02, now,
+                    beside=beside if num else None, next_draft_s=next_s,
+                )
+            )  # fmt: skip
+            beside = DraftedBeside(length.next_max, next_s, next_s) if length.next_max else None
+        at_r.add(tuple(asked[:14]))
+        after.add(tuple(asked[14:]))
+    assert len(at_r) == 1
+    assert len(after) == 2

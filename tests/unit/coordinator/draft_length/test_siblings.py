@@ -1,0 +1,107 @@
+"""How many candidates stand beside a draft token."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.draft_length.acceptance import (
+    FIRST_TAKEN,
+    NO_SIBLINGS,
+    SIBLINGS_OF_A_ROUND_MAX,
+    Prospects,
+    Shape,
+    Shaper,
+    SiblingAverages,
+    SiblingChances,
+    fitting,
+    sibling_chances,
+)
+from coordinator.draft_length.policy import FixedLength
+from outrider.limits import SIBLINGS_MAX, TREE_TOKENS_MAX
+from outrider.speculation.proposal import caterpillar_tree, draft_tree
+
+
+def test_a_verdict_says_what_siblings_were_worth() -> None:
+    """Two places: the first with two siblings of three asked, the second with one of one."""
+    tree = draft_tree(caterpillar_tree((2, 1)), 5)
+    accept = (0.5, 0.4, 0.25, 0.2, 0.1)
+    found = sibling_chances(tree, accept, (3, 1))
+    assert found.asked == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.5 * 0.6 * 0.75))
+    assert found.offered == pytest.approx((0.5 + 0.5 * 0.8, 0.5 * 0.6, 0.0))
+    assert found.taken == pytest.approx((0.5 * 0.4 + 0.5 * 0.8 * 0.1, 0.3 * 0.25, 0.0))
+    assert sibling_chances(draft_tree((), 3), (0.5, 0.5, 0.5), ()) == NO_SIBLINGS
+
+
+def test_rates_follow_what_is_seen() -> None:
+    """From the assumption to what many rounds have shown; a session begins with what all know."""
+    shared = SiblingAverages(100.0, 10.0)
+    assert shared.rates()[0] == (1.0, FIRST_TAKEN)
+    assert shared.rates()[1] == (1.0, FIRST_TAKEN / 2)
+    for _ in range(1_000):
+        shared.note(SiblingChances((1.0, 1.0), (1.0, 0.5), (0.6, 0.1)))
+    (offered, taken), (seldom, second) = shared.rates()[:2]
+    assert offered == pytest.approx(1.0)
+    assert taken == pytest.approx(0.6, abs=0.05)
+    assert seldom == pytest.approx(0.5, abs=0.06)
+    assert second == pytest.approx(0.2, abs=0.02)
+    session = SiblingAverages(50.0, 10.0, shared)
+    assert session.rates()[0] == (pytest.approx(offered), pytest.approx(taken))
+    for _ in range(200):
+        session.note(SiblingChances((1.0,), (1.0,), (0.0,)))
+    assert session.rates()[0][1] < 0.15
+
+
+def test_old_rounds_do_not_overflow() -> None:
+    averages = SiblingAverages(2.0, 1.0)
+    for _ in range(5_000):
+        averages.note(SiblingChances((1.0,), (1.0,), (0.5,)))
+    assert averages.rates()[0][1] == pytest.approx(0.42, abs=0.1)
+
+
+PROSPECTS = Prospects(committed=(0.4, 0.16), proposed=(1.0, 1.0), refused=(0.6, 0.24))
+RATES = [(1.0, 0.3), (1.0, 0.2), (1.0, 0.1)]
+
+
+def shape(row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3) -> Shape:
+    rows = [row_s] * num_rows
+    shaper = Shaper(PROSPECTS, RATES, rows, [lost] * num_rows, siblings_max)
+    return shaper.shape(2, 1.56, 1.56)
+
+
+def test_siblings_are_added_while_they_pay() -> None:
+    """Rows that cost nothing get all; dear ones none; between them the first place gets more."""
+    free = shape(0.0)
+    assert free.siblings == (3, 3)
+    kept = 1 - 0.7 * 0.8 * 0.9
+    assert free.num_tokens == pytest.approx(0.84 * kept)
+    assert free.seconds == 0.0
+    assert shape(0.2).siblings == ()
+    some = shape(0.06)
+    assert some.siblings == (2, 1)
+    assert some.seconds == pytest.approx(3 * 0.06)
+    assert shape(0.0, lost=0.1).siblings == (1, 0)
+    assert shape(0.0, siblings_max=0).siblings == ()
+
+
+def test_a_tree_is_bounded() -> None:
+    """By what is known of rows, by the room for siblings, and by what is left of the context."""
+    assert sum(shape(0.0, num_rows=5).siblings) == 3
+    many = Shaper(
+        Prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8), [(1.0, 0.5)] * 8, [0.0] * 99, [0.0] * 99, 8
+    )
+    assert sum(many.shape(8, 2.0, 1.0).siblings) == SIBLINGS_OF_A_ROUND_MAX
+    assert fitting((3, 2, 1), 4) == (3, 1, 0)
+    assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()
+    assert fitting((), 9) == ()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 7, 16])
+def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) -> None:
+    policy = FixedLength(num_draft_tokens, 0, SIBLINGS_MAX)
+    assert policy.choose(0, 99).siblings == ()
+    siblings = policy.choose(1, 99).siblings
+    assert len(siblings) == num_draft_tokens
+    assert siblings[0] > 0
+    assert num_draft_tokens + sum(siblings) <= TREE_TOKENS_MAX
+    assert len(policy.choose(2, 4).siblings) == min(num_draft_tokens, 3)
+    assert FixedLength(num_draft_tokens, 0).choose(1, 99).siblings == ()

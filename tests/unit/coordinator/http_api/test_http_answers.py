@@ -1,0 +1,246 @@
+"""Events as OpenAI's answers: pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from models import byte_fallback_tokenizer, byte_level_tokenizer
+
+from coordinator.http_api.answers import Answer, ChatShape, Chunks, CompletionShape, Json, Shape
+from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.errors import error_body, error_response, meant, to_json
+from coordinator.http_api.translation import Asked, translate_chat, translate_completion
+from outrider.errors import (
+    BadRequest,
+    DataLoss,
+    DeadlineExceeded,
+    Incompatible,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from outrider.messages import PositionLogprobs
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+from outrider.tokenizer import TokenizerText
+
+TEXT = TokenizerText(byte_level_tokenizer(), "toy")
+NOTHING = float("-inf")
+
+
+def asked(chat: bool = True, **fields: Any) -> tuple[Asked, Shape]:
+    if chat:
+        body = {"messages": [{"role": "user", "content": "hi"}]} | fields
+        return translate_chat(ChatBody.model_validate(body), lambda: 1), ChatShape()
+    body = {"prompt": "x"} | fields
+    return translate_completion(CompletionBody.model_validate(body), lambda: 1), CompletionShape()
+
+
+def started(number: int = 1) -> Started:
+    return Started(f"{number:032x}", "m", 1, Rule.TOKEN, num_prompt_tokens=5)
+
+
+def tokens(first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = ()) -> Tokens:
+    return Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
+
+
+def finished(
+    reason: FinishReason = FinishReason.STOP, rounds: int = 2, proposed: int = 6, accepted: int = 2
+) -> Finished:
+    metrics = Metrics(rounds, proposed, accepted, 2.0, 1.0, 1.0)
+    return Finished(reason, Usage(5, 4), metrics)
+
+
+def round_report(proposed: int, accepted: int) -> RoundReport:
+    return RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0)
+
+
+def whole(events: Sequence[tuple[int, Event]], **fields: Any) -> Json:
+    wanted, shape = asked(**fields)
+    answer = Answer(wanted, shape, TEXT, 4, 99)
+    for index, event in events:
+        answer.add(index, event)
+    return answer.whole()
+
+
+def streamed(events: Sequence[tuple[int, Event]], **fields: Any) -> list[Json]:
+    wanted, shape = asked(stream=True, **fields)
+    chunks = Chunks(wanted, shape, TEXT, 4, 99)
+    return [chunk for index, event in events for chunk in chunks.take(index, event)]
+
+
+ONE = [(0, started()), (0, tokens(0, [7], "a")), (0, tokens(1, [8, 9], "bc")), (0, finished())]
+
+
+def test_a_whole_chat_completion() -> None:
+    found = whole(ONE)
+    assert found["id"] == "chatcmpl-" + "1".rjust(32, "0")
+    assert (found["object"], found["created"], found["model"]) == ("chat.completion", 99, "m")
+    assert found["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "abc", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert found["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": pytest.approx(1 / 3),
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 2,
+        "num_draft_tokens": 6,
+        "num_spec_tokens": 4,
+    }
+
+
+def test_a_streamed_chat_completion() -> None:
+    """The role comes once, before any text; the last chunk says why it ends."""
+    found = streamed(ONE)
+    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in found}) == 1
+    deltas = [chunk["choices"][0]["delta"] for chunk in found]
+    assert deltas == [
+        {"role": "assistant", "content": ""}, {"content": "a"}, {"content": "bc"}, {}
+    ]  # fmt: skip
+    ends = [chunk["choices"][0]["finish_reason"] for chunk in found]
+    assert ends == [None, None, None, "stop"]
+    assert [("metrics" in chunk, "usage" in chunk) for chunk in found][-2:] == [
+        (False, False), (True, False)
+    ]  # fmt: skip
+
+
+def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
+    found = streamed(ONE, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in found[:-1]] == [None] * 4
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"]["total_tokens"] == 8
+    assert found[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] == 2
+    found = streamed(ONE, stream_options={"continuous_usage_stats": True})
+    assert [chunk["usage"]["completion_tokens"] for chunk in found] == [1, 1, 3, 3]
+
+
+def test_choices_of_several_prompts() -> None:
+    """Each prompt counts once; whoever ends first, choices stand in order."""
+    events: list[tuple[int, Event]] = [(i, started(i + 1)) for i in range(4)]
+    events += [(i, tokens(0, [i + 4], f"t{i}")) for i in (3, 0, 2, 1)]
+    events += [(i, finished()) for i in (2, 3, 1, 0)]
+    found = whole(events, chat=False, prompt=["a", "b"], n=2)
+    assert [(c["index"], c["text"]) for c in found["choices"]] == [
+        (i, f"t{i}") for i in range(4)
+    ]  # fmt: skip
+    assert (found["id"], found["object"]) == ("cmpl-" + "1".rjust(32, "0"), "text_completion")
+    assert found["usage"]["prompt_tokens"] == 10
+    assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 8
+    chunks = streamed(events, chat=False, prompt=["a", "b"], n=2)
+    assert ["metrics" in chunk for chunk in chunks] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.DEADLINE, FinishReason.CANCELLED])
+def test_an_answer_that_was_cut_off_says_by_what(reason: FinishReason) -> None:
+    (choice,) = whole([*ONE[:-1], (0, finished(reason))])["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", str(reason))
+
+
+def test_histograms_where_they_are_asked_for() -> None:
+    rounds = [(0, round_report(*one)) for one in ((0, 0), (4, 1), (4, 4), (2, 1))]
+    events: list[tuple[int, Event]] = [ONE[0], *rounds, (0, finished(rounds=4, proposed=10))]
+    told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
+    assert told["acceptance_histogram"] == [1, 2, 0, 0, 1]
+    assert told["acceptance_histogram_by_draft_length"] == {
+        "0": [1], "2": [0, 1, 0], "4": [0, 1, 0, 0, 1]
+    }  # fmt: skip
+
+
+def test_logprobs_of_both_shapes() -> None:
+    """Tokens are spelled as they stand in the text, halves of characters by their bytes; what is
+    impossible has a number that JSON knows."""
+    ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
+    entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
+    events: list[tuple[int, Event]] = [
+        (0, started()), (0, tokens(0, ids, "a é", entries)), (0, finished())
+    ]  # fmt: skip
+    (choice,) = whole(events, logprobs=True, top_logprobs=2)["choices"]
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content) == "a é".encode() + b"\xf0"
+    assert content[-1]["token"].startswith("bytes:\\x")
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -9999.0]
+    assert content[0]["top_logprobs"][0]["token"] == content[0]["token"] == "a"  # noqa: S105
+    (choice,) = whole(events, chat=False, logprobs=2)["choices"]
+    legacy = choice["logprobs"]
+    assert legacy["tokens"] == [one["token"] for one in content]
+    for token, offset in zip(legacy["tokens"], legacy["text_offset"], strict=True):
+        assert token.startswith("bytes:") or "a é"[offset:].startswith(token)
+    assert legacy["top_logprobs"][-1][legacy["tokens"][-1]] == -0.5
+    json.dumps(choice, allow_nan=False)
+    parts = streamed(events, logprobs=True, top_logprobs=2)
+    assert parts[1]["choices"][0]["logprobs"]["content"] == content
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer, byte_fallback_tokenizer])
+def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
+    text = TokenizerText(tokenizer(), "toy")
+    sentence = "the rain would not stop, 東 said"
+    ids = [token for token in text.encode(sentence) if not text.is_special(token)]
+    assert b"".join(text.spell(token) for token in ids).decode().strip() == sentence
+    special = text._tokenizer.eos_token
+    assert text.spell(text._tokenizer.eos_token_id).decode() == special
+
+
+def test_a_model_without_a_tokenizer_names_tokens_by_their_ids() -> None:
+    wanted, shape = asked(chat=False, prompt=[1], logprobs=0)
+    answer = Answer(wanted, shape, None, 4, 99)
+    for _, event in (
+        (0, started()), (0, tokens(0, [7], "", [PositionLogprobs(-1.0, ())])), (0, finished())
+    ):  # fmt: skip
+        answer.add(0, event)
+    (choice,) = answer.whole()["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("", ["token_id:7"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param", "code"),
+    [
+        (BadRequest("top_p", "bad"), 400, "invalid_request_error", "top_p", "invalid_value"),
+        (Unauthenticated("no"), 401, "authentication_error", None, "invalid_api_key"),
+        (PermissionDenied("no"), 403, "permission_error", None, "permission_denied"),
+        (NotFound("no"), 404, "invalid_request_error", "model", "model_not_found"),
+        (Incompatible("no"), 409, "server_error", None, "conflict"),
+        (Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
+        (Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
+        (DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
+        (DataLoss("no"), 500, "server_error", None, "internal_error"),
+        (OutriderError("no"), 500, "server_error", None, "internal_error"),
+    ],
+)
+def test_one_shape_and_one_status_for_each_error(
+    error: OutriderError, status: int, kind: str, param: str | None, code: str
+) -> None:
+    response = error_response(error)
+    assert response.status_code == status
+    told = json.loads(bytes(response.body))["error"]
+    assert told == {"message": error.message, "type": kind, "param": param, "code": code}
+    may_pass = isinstance(error, Overloaded | Unavailable)
+    assert response.headers.get("retry-after") == (
+        None if not may_pass else "2" if status == 429 else "1"
+    )
+
+
+def test_a_bug_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    told = error_body(meant(ZeroDivisionError("secret")))["error"]
+    assert "secret" not in told["message"]
+    assert "secret" in caplog.text
+
+
+def test_half_a_character_of_a_callers_own_stays_json() -> None:
+    assert json.loads(to_json({"é": "\ud800"})) == {"é": "\ud800"}

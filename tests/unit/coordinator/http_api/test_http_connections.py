@@ -1,0 +1,326 @@
+"""Time limits of HTTP connections, and their number: sockets that send nothing, or little."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_certificates import Made
+from test_http_server import FINISHED, STARTED, WAIT_S, Service, serving, trusting
+
+from coordinator.actor import _report_health
+from coordinator.auth.access_control import gate_of
+from coordinator.http_api.connections import OpenConnections
+from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from outrider.request import Event
+
+KEY = "0123456789abcdef0123"
+GATE = gate_of(KEY, "")
+HEADERS = f"host: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
+GET = b"GET /version HTTP/1.1\r\n" + HEADERS + b"\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"content-type: application/json\r\n"
+BODY = b'{"prompt": [1]}'
+NUM_PLACES = 20
+HEADERS_S = 0.5
+LATE_S = 3.0
+"""By then a limit of half a second has been met, on a busy machine, too."""
+
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.http_api.connections.HTTP_CONNECTIONS_MAX", NUM_PLACES)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second for headers."""
+    monkeypatch.setattr("coordinator.http_api.connections.HTTP_HEADERS_S", HEADERS_S)
+
+
+@asynccontextmanager
+async def connected(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Pair]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def status(pair: Pair, request: bytes = GET) -> int:
+    """Of one request; the connection stays open."""
+    reader, writer = pair
+    async with asyncio.timeout(WAIT_S):
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1])
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+    return int(head.split()[1])
+
+
+async def closed_after(pair: Pair, send: Callable[[int], bytes] = lambda _: b"") -> float:
+    """Seconds until the server closes it, while the client sends a part each tenth of a second."""
+    reader, writer = pair
+    began = time.monotonic()
+
+    async def trickle() -> None:
+        with contextlib.suppress(ConnectionError):
+            for index in range(int(WAIT_S * 10)):
+                writer.write(send(index))
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    sending = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(65_536):
+                    pass
+    finally:
+        sending.cancel()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_silent_sockets_keep_no_caller_out(tmp_path: Path, encrypted: bool) -> None:
+    """As many as there are places, and twice as many: they make room for callers, and one that is
+    between two requests goes after them. With TLS they have not even begun their handshake."""
+    tls = context = None
+    if encrypted:
+        own = Made(tmp_path, "own", "127.0.0.1")
+        tls, context = TlsFiles(own.file, own.key_file), trusting(own.file)
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(Service(), tls, gate=GATE))
+        kept = await stack.enter_async_context(connected(port, context))
+        assert await status(kept) == 200
+        for _ in range(2):
+            for _ in range(NUM_PLACES):
+                await stack.enter_async_context(connected(port))
+            for _ in range(3):
+                async with connected(port, context) as pair:
+                    assert await status(pair) == 200
+                    assert await status(pair, POST + b"content-length: 15\r\n\r\n" + BODY) == 200
+            assert await status(kept) == 200
+
+
+async def test_idle_connections_make_room(tmp_path: Path) -> None:
+    """Where all places have been answered and are kept, the one idle for longest goes."""
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(Service(), gate=GATE))
+        idle = [await stack.enter_async_context(connected(port)) for _ in range(NUM_PLACES)]
+        assert [await status(pair) for pair in idle] == [200] * NUM_PLACES
+        assert await status(idle[0]) == 200
+        new = await stack.enter_async_context(connected(port))
+        assert await status(new) == 200
+        assert await closed_after(idle[1]) < LATE_S
+        assert [await status(pair) for pair in (idle[0], *idle[2:])] == [200] * (NUM_PLACES - 1)
+
+
+async def test_requests_that_run_make_no_room() -> None:
+    """Where all places run one, the next is refused, and the others get their answers."""
+    go_on = asyncio.Event()
+
+    class Waiting(Service):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+            self.num_told += 1
+            yield STARTED
+            await go_on.wait()
+            yield FINISHED
+
+    service = Waiting()
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(service, gate=GATE))
+        request = POST + b"content-length: 15\r\n\r\n" + BODY
+        running = []
+        for _ in range(NUM_PLACES):
+            pair = await stack.enter_async_context(connected(port))
+            running.append(asyncio.create_task(status(pair, request)))
+        async with asyncio.timeout(WAIT_S):
+            while service.num_told < NUM_PLACES:
+                await asyncio.sleep(0.01)
+        async with connected(port) as pair:
+            pair[1].write(GET)
+            assert (await pair[0].readline()).startswith(b"HTTP/1.1 503 ")
+        go_on.set()
+        assert await asyncio.gather(*running) == [200] * NUM_PLACES
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_silent_socket_is_closed(tmp_path: Path, encrypted: bool) -> None:
+    tls = None
+    if encrypted:
+        own = Made(tmp_path, "own", "127.0.0.1")
+        tls = TlsFiles(own.file, own.key_file)
+    async with serving(Service(), tls, gate=GATE) as port, connected(port) as pair:
+        assert HEADERS_S * 0.9 < await closed_after(pair) < LATE_S
+
+
+@pytest.mark.usefixtures("short")
+async def test_trickled_headers_are_not_waited_for() -> None:
+    """Neither those of a first request, nor of a second; nor a body that nobody reads, nor empty
+    lines."""
+    async with serving(Service(), gate=GATE) as port:
+        async with connected(port) as pair:
+            waited = await closed_after(pair, lambda index: GET[index : index + 1])
+            assert HEADERS_S * 0.9 < waited < LATE_S
+        async with connected(port) as pair:
+            assert await status(pair) == 200
+            assert await closed_after(pair, lambda index: GET[index : index + 1]) < LATE_S
+        async with connected(port) as pair:
+            assert await status(pair) == 200
+            assert await closed_after(pair, lambda _: b"\r\n") < LATE_S
+        async with connected(port) as pair:
+            refused = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000\r\n\r\n"
+            assert await status(pair, refused) == 401
+            assert await closed_after(pair, lambda _: b"{") < LATE_S
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_connection_between_requests_stays() -> None:
+    """The limit for headers is none for what comes before their first byte."""
+    async with serving(Service(), gate=GATE) as port, connected(port) as pair:
+        for _ in range(2):
+            assert await status(pair) == 200
+            await asyncio.sleep(3 * HEADERS_S)
+        assert await status(pair) == 200
+
+
+async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is free long before the time for the whole body is over."""
+    monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODY_PART_S_MAX", HEADERS_S)
+    async with serving(Service(), gate=GATE) as port:
+        async with connected(port) as pair:
+            began = time.monotonic()
+            assert await status(pair, POST + b"content-length: 15\r\n\r\n{") == 408
+            assert time.monotonic() - began < LATE_S
+            assert await closed_after(pair) < LATE_S
+        async with connected(port) as pair:  # Parts that come are waited for.
+            pair[1].write(POST + b"content-length: 15\r\n\r\n")
+            for index in range(len(BODY) - 1):
+                pair[1].write(BODY[index : index + 1])
+                await asyncio.sleep(HEADERS_S / 10)
+            assert await status(pair, BODY[-1:]) == 200
+
+
+async def test_a_process_without_descriptors_accepts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It closes a silent connection, and goes on."""
+    failures = [OSError(24, "Too many open files"), ConnectionAbortedError()]
+    accept = socket.socket.accept
+
+    def failing(listening: socket.socket) -> Any:
+        found = accept(listening)
+        if failures:
+            found[0].close()
+            raise failures.pop(0)
+        return found
+
+    async with serving(Service(), gate=GATE) as port, connected(port) as silent:
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        for _ in range(2):
+            async with connected(port) as pair:
+                await closed_after(pair)
+        assert not failures
+        async with connected(port) as pair:
+            assert await status(pair) == 200
+        assert await closed_after(silent) < LATE_S
+
+
+async def test_a_bug_in_one_connection_does_not_end_accepting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor one where room is made. The connection that it concerns is closed."""
+    failing = {"accepted": 1, "make_room": 1}
+
+    def breaking(name: str) -> Callable[..., Any]:
+        before = getattr(OpenConnections, name)
+
+        def broken(*arguments: Any) -> Any:
+            if failing[name]:
+                failing[name] -= 1
+                raise RuntimeError("a bug")
+            return before(*arguments)
+
+        return broken
+
+    for name in failing:
+        monkeypatch.setattr(OpenConnections, name, breaking(name))
+    refusals = [OSError(24, "Too many open files")]
+    accept = socket.socket.accept
+
+    def refusing(listening: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listening)
+
+    async with serving(Service(), gate=GATE) as port:
+        async with connected(port) as pair:
+            assert await closed_after(pair) < LATE_S
+        monkeypatch.setattr(socket.socket, "accept", refusing)
+        for _ in range(2):
+            async with connected(port) as pair:
+                assert await status(pair) == 200
+    assert not refusals
+    assert failing == {"accepted": 0, "make_room": 0}
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_bug_in_expiring_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_late = OpenConnections.close_late
+    failures = [RuntimeError("a bug")]
+
+    def breaking(open_: OpenConnections) -> None:
+        if failures:
+            raise failures.pop()
+        close_late(open_)
+
+    monkeypatch.setattr(OpenConnections, "close_late", breaking)
+    async with serving(Service(), gate=GATE) as port, connected(port) as pair:
+        assert await closed_after(pair) < LATE_S
+        assert not failures
+
+
+async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the coordinator is not healthy then."""
+    server = HttpServer(Service(), HttpOptions())  # type: ignore[arg-type]
+
+    async def broken(_: int) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(server._server, "on_tick", broken)
+    monkeypatch.setattr("coordinator.actor.HEALTH_PERIOD_S", 0.01)
+    told = asyncio.Queue[bool]()
+
+    class Healthy:
+        failed = False
+
+        async def healthy(self) -> bool:
+            return True
+
+    class Rpc:
+        async def set_serving(self, serving: bool) -> None:
+            told.put_nowait(serving)
+
+    await server.start()
+    reporting = asyncio.create_task(_report_health(Healthy(), Rpc(), server))  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S):
+        assert await told.get() is False
+        reporting.cancel()
+        await server.stop()
+    assert server.failed

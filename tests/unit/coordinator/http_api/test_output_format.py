@@ -1,0 +1,121 @@
+"""The form of an answer, however a request asks for it, and what asks for none that is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from coordinator.http_api.bodies import CompletionBody
+from coordinator.http_api.translation import OutputFormat, output_format
+from outrider.errors import BadRequest
+from outrider.grammar.constraint import Constraint
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": [1, "é"]}}}
+OF_SCHEMA = Constraint.of_schema(SCHEMA)
+DESCRIBED = {"name": "x", "strict": True, "schema": SCHEMA}
+
+
+def read(**fields: Any) -> OutputFormat | None:
+    return output_format(CompletionBody.model_validate({"prompt": "x"} | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None, "json_object": False}},
+        {"guided_json": None},
+    ],
+)
+def test_any_text(fields: dict[str, Any]) -> None:
+    assert read(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint", "field"),
+    [
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {}},
+            Constraint.any_object(),
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": DESCRIBED}},
+            OF_SCHEMA,
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA, "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+            OF_SCHEMA,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Constraint.any_object(),
+            "structured_outputs.json_object",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            Constraint.of_regex("a"),
+            "structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            Constraint.of_choices(["a", "b"]),
+            "structured_outputs.choice",
+        ),
+        ({"guided_json": SCHEMA}, OF_SCHEMA, "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, OF_SCHEMA, "guided_json"),
+        ({"guided_regex": "a"}, Constraint.of_regex("a"), "guided_regex"),
+        ({"guided_choice": ["a"]}, Constraint.of_choices(["a"]), "guided_choice"),
+    ],
+)
+def test_each_way_to_ask(fields: dict[str, Any], constraint: Constraint, field: str) -> None:
+    found = read(**fields)
+    assert found == OutputFormat(constraint, field)
+    assert found.names == {constraint.kind: field}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {}}, "response_format.type: got None"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema: is missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format.json_schema.schema: is no JSON object",
+        ),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar: is not served"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice: is given beside structured_outputs.regex",
+        ),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: is no list"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: got 0 choices"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex: is no text"),
+        (
+            {"guided_json": SCHEMA, "guided_regex": "a"},
+            "guided_regex: is given beside guided_json",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex: is given beside response_format",
+        ),
+        ({"guided_regex": ""}, "guided_regex: is empty"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar: is not served"),
+    ],
+)
+def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{said}"):
+        read(**fields)

@@ -1,0 +1,220 @@
+"""A coordinator compiles a request's constraint before it opens a session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import byte_level_tokenizer
+
+from coordinator.requests import grammar_check as constraint_checks
+from coordinator.requests.grammar_check import _Compiler
+from coordinator.requests.validation import PromptEncoder
+from outrider.errors import BadRequest, InvariantError, Overloaded
+from outrider.grammar.constraint import Constraint
+from outrider.limits import COMPILE_S_MAX
+from outrider.tokenizer import TokenizerText
+
+EOS = (0,)
+ENDLESS = Constraint.of_schema({"type": "integer", "multipleOf": 9_999_991})
+"""Small, valid, and more than minutes of work for the compiler."""
+
+
+@asynccontextmanager
+async def encoder() -> AsyncIterator[PromptEncoder]:
+    prompts = PromptEncoder(TokenizerText(byte_level_tokenizer(), "small"))
+    try:
+        async with asyncio.timeout(30):
+            yield prompts
+    finally:
+        await prompts.close()
+
+
+def compiler_of(prompts: PromptEncoder) -> int:
+    """The id of its process; 0 = it is not there yet."""
+    checks = prompts._checks
+    process = None if checks is None else checks._compiler._process
+    return 0 if process is None else process.pid
+
+
+def forks(prompts: PromptEncoder) -> list[int]:
+    """Ids of processes that compile."""
+    parent = compiler_of(prompts)
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(one) for one in children.read_text().split()] if parent else []
+
+
+def is_there(process_id: int) -> bool:
+    return Path(f"/proc/{process_id}").exists()
+
+
+async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field() -> None:
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_schema({"type": "object"}), EOS, "a")
+        await prompts.check_constraint(Constraint.of_choices(["a", "b"]), EOS, "a")
+        with pytest.raises(BadRequest, match=r"json_schema: cannot be compiled: .*nonsense"):
+            await prompts.check_constraint(Constraint.of_schema({"type": "nonsense"}), EOS, "a")
+        with pytest.raises(BadRequest, match="regex: cannot be compiled"):
+            await prompts.check_constraint(Constraint.of_regex("(a"), EOS, "a")
+
+
+async def test_tenants_do_not_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one tenant's constraint is compiled once, however many ask for it at a time."""
+    compiled: list[Constraint] = []
+    compile_one = _Compiler.compile
+
+    async def noting(self: _Compiler, constraint: Constraint) -> dict[str, Any]:
+        compiled.append(constraint)
+        return await compile_one(self, constraint)
+
+    monkeypatch.setattr(_Compiler, "compile", noting)
+    async with encoder() as prompts:
+        for tenant in ("a", "b", "a"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, tenant)
+        assert len(compiled) == 2
+        other = Constraint.of_regex("b")
+        await asyncio.gather(*(prompts.check_constraint(other, EOS, "a") for _ in range(5)))
+        assert len(compiled) == 3
+
+
+async def test_a_compilation_that_takes_too_long_is_ended() -> None:
+    """Its request hears which field it was, another tenant's constraints are checked meanwhile, and
+    nothing works on it any more."""
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        began = time.monotonic()
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        for index in range(5):
+            await prompts.check_constraint(Constraint.of_regex(f"a{index}"), EOS, "b")
+        assert not endless.done()
+        with pytest.raises(BadRequest, match=r"^json_schema: takes more than 2 s to compile"):
+            await endless
+        assert time.monotonic() - began >= COMPILE_S_MAX * 0.9
+        assert not forks(prompts)
+        with pytest.raises(BadRequest, match="takes more than 2 s"):  # Known, for a minute.
+            async with asyncio.timeout(0.5):
+                await prompts.check_constraint(ENDLESS, EOS, "a")
+
+
+async def test_a_compilation_that_nobody_waits_for_is_ended() -> None:
+    async with encoder() as prompts:
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        endless.cancel()
+        while forks(prompts):
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < COMPILE_S_MAX / 2
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_compiler_that_dies_is_started_again() -> None:
+    """What it was compiling is refused, to be tried again."""
+    async with encoder() as prompts:
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        [fork], process_id = forks(prompts), compiler_of(prompts)
+        os.kill(process_id, signal.SIGKILL)
+        os.kill(fork, signal.SIGKILL)
+        with pytest.raises(Overloaded, match="cannot be compiled now"):
+            await endless
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        assert compiler_of(prompts) != process_id
+
+
+STUB = """
+import json, os, sys
+input = iter(sys.stdin.readline, "")
+next(input)
+print(json.dumps({"error": None}), flush=True)
+asked = json.loads(next(input))
+if os.path.exists(%(was_here)r):
+    print(json.dumps({"id": asked["id"], "outcome": "compiled"}), flush=True)
+else:
+    open(%(was_here)r, "w").close()
+    os.write(1, open(%(line)r, "rb").read())
+for _ in input:
+    pass
+"""
+"""A compiler whose first process answers with a line, and later ones as they should."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"junk\n", b"\xff\n", b"5\n", b"[]\n", b'"' + b"a" * 2**17 + b'"\n'],
+    ids=["no JSON", "no UTF-8", "a number", "a list", "too long"],
+)
+async def test_a_compiler_that_writes_no_message_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """What it was compiling is refused, to be tried again; closing is no different."""
+    (tmp_path / "line").write_bytes(line)
+    stub = STUB % {"was_here": str(tmp_path / "was here"), "line": str(tmp_path / "line")}
+    monkeypatch.setattr("coordinator.requests.grammar_check._PROGRAM", stub)
+    async with asyncio.timeout(10), encoder() as prompts:
+        with pytest.raises(Overloaded, match="cannot be compiled now"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by Python's `print` nor by C's."""
+    printing = (
+        "import os; import coordinator.requests.grammar_process as p; before = p._limit; "
+        "p._limit = lambda: (print('junk', flush=True), os.write(1, b'junk\\n'), before()); "
+    )
+    program = constraint_checks._PROGRAM.replace("from coordinator", printing + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_bug_in_a_compilation_leaves_its_trace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    breaking = "import coordinator.requests.grammar_process as p; p._limit = lambda: {}['a bug']; "
+    program = constraint_checks._PROGRAM.replace("from coordinator", breaking + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        with pytest.raises(InvariantError, match="regex: could not be compiled"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+    assert "KeyError: 'a bug'" in capfd.readouterr().err
+
+
+async def test_a_compiler_ends_with_its_coordinator() -> None:
+    """Closed, or killed, when nobody tells it anything: then its input ends."""
+    async with encoder() as prompts:
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        ids = [*forks(prompts), compiler_of(prompts)]
+    with pytest.raises(Overloaded):
+        await endless
+    for process_id in ids:
+        while is_there(process_id):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_without_a_tokenizer_has_no_constraints() -> None:
+    prompts = PromptEncoder(None)
+    with pytest.raises(BadRequest, match=r"^regex: the model has no tokenizer"):
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+    await prompts.close()
+
+
+async def test_a_model_without_an_end_of_text_has_none_either() -> None:
+    prompts = PromptEncoder(TokenizerText(byte_level_tokenizer(), "small"))
+    with pytest.raises(BadRequest, match=r"^json_object: the model has no token that ends a text"):
+        await prompts.check_constraint(Constraint.any_object(), (), "a")
+    await prompts.close()

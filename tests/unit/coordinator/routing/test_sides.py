@@ -1,0 +1,439 @@
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from session_links import (
+    NOISE,
+    PATIENCE,
+    PROMPT,
+    ScriptedLink,
+    SessionLookup,
+    berth,
+    heads,
+    proposal,
+    refuse,
+    session,
+    verdict,
+    with_draft,
+    with_target,
+)
+
+from coordinator.draft_length.policy import RoundLength
+from coordinator.routing.draft_client import DraftClient
+from coordinator.routing.drafts import NextWanted
+from coordinator.routing.target_client import TargetClient
+from outrider.clock import run_virtually
+from outrider.errors import (
+    BadRequest,
+    DataLoss,
+    InvariantError,
+    LinkLost,
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    Unavailable,
+)
+from outrider.hidden_states import Features
+from outrider.limits import SILENT_DRAFT_S
+from outrider.messages import (
+    PositionLogprobs,
+    Refused,
+    ReplyKey,
+    Resync,
+    VerdictReply,
+)
+from outrider.replica.step_request import CANCELLED_CODE
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState, Counters
+from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.proposal import (
+    NOTHING_SEALED,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
+from outrider.speculation.sampling_params import Rule
+from outrider.telemetry.observer import RequestObserver
+
+
+def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        await target.verify(1, SealedProposal((1, 2)), 0, None)
+        assert target.cache_state == CacheState("r0", 4)
+
+    with_target(link, test)
+    first, second = (item.head for item in link.sent)
+    assert (first.base_length, first.append) == (0, PROMPT)
+    assert (second.base_length, second.append) == (4, (9,))
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
+    link = ScriptedLink(None, None, verdict)
+
+    async def test(target: TargetClient, one: Session) -> float:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+        return asyncio.get_running_loop().time()
+
+    assert with_target(link, test) == pytest.approx(3.0)  # 1 s, then 2 s.
+    assert len(link.sent) == 3
+
+
+def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
+    """Its stream stands, but its steps may hang."""
+    hanging, other = ScriptedLink(), ScriptedLink(verdict)
+
+    async def main() -> None:
+        one = session()
+        target = TargetClient(berth(hanging, other), heads(one), PATIENCE)
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        target.settle(reply, one.length)
+        assert target.cache_state.replica == "r1"
+
+    run_virtually(main())
+    assert len(hanging.sent) == 2
+    assert [item.head.base_length for item in other.sent] == [0]
+
+
+def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
+    def resync(length: int, digest_of: tuple[int, ...]) -> Callable[[Any], Resync]:
+        digest = session(digest_of).tokens.digest()
+        return lambda item: Resync(item.head.key, length, digest)
+
+    link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+
+    with_target(link, test)
+    assert [item.head.base_length for item in link.sent] == [0, 2, 0]
+
+
+def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
+    link = ScriptedLink(*[LinkLost("down")] * 50)
+
+    async def test(target: TargetClient, one: Session) -> float:
+        with pytest.raises(Unavailable, match="no target can be reached"):
+            await target.verify(0, NOTHING_SEALED, 0, None)
+        return asyncio.get_running_loop().time()
+
+    assert 4.0 <= with_target(link, test) <= 6.0
+
+
+def test_a_target_that_comes_back_is_used_again() -> None:
+    link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+
+    with_target(link, test)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "becomes"),
+    [
+        (StaleEpoch("over"), StaleEpoch),
+        (InvariantError("NaN"), OutriderError),
+        # The user's fields were checked long before; a bad message is our own doing.
+        (BadRequest("append[0]", "too large"), InvariantError),
+        # A store that lost its tail may give an epoch twice; the target has seen it end.
+        (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
+    ],
+)
+def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
+    async def test(target: TargetClient, one: Session) -> None:
+        with pytest.raises(becomes) as caught:
+            await target.verify(0, NOTHING_SEALED, 0, None)
+        assert caught.value.grpc_code == becomes.grpc_code
+
+    with_target(ScriptedLink(refuse(refusal)), test)
+
+
+def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
+    """The target was decoding ahead; what it would have sent is lost with the stream."""
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetClient, one: Session) -> float:
+        reply = await target.verify(0, NOTHING_SEALED, 8, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        link.on_lost(LinkLost("keepalive"))
+        await target.verify(1, NOTHING_SEALED, 8, None)
+        return asyncio.get_running_loop().time()
+
+    assert with_target(link, test) < 0.01
+    assert len(link.sent) == 2
+
+
+def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> None:
+    link = ScriptedLink()
+
+    async def test(target: TargetClient, one: Session) -> list[int]:
+        asked = []
+        for index in range(10):
+            sent = len(link.sent)
+            link.script = [None]
+            task = asyncio.create_task(target.verify(index, NOTHING_SEALED, 8, None))
+            await asyncio.sleep(0.01)
+            if len(link.sent) > sent:
+                asked.append(index)
+            key = link.sent[-1].head.key
+            answer = VerdictReply(type(key)(key.session_id, 1, index), Verdict((), (9,)), 0)
+            link.on_answer(answer)
+            target.settle(await task, one.length)
+            one.decide((9,), Counters())
+        return asked
+
+    assert with_target(link, test) == [0, 5]
+
+
+def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
+    link = ScriptedLink(verdict)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        link.script = [None]
+        task = asyncio.create_task(target.verify(1, NOTHING_SEALED, 0, None))
+        await asyncio.sleep(0.01)
+        stale, item = link.sent
+        link.on_answer(verdict(stale, correction=1))
+        link.on_answer(verdict(item, correction=2))
+        link.on_answer(verdict(item, correction=3))
+        assert (await task).verdict.correction == (2,)
+
+    with_target(link, test)
+
+
+def test_a_draft_reads_the_prompt_once() -> None:
+    link = ScriptedLink(proposal, proposal)
+
+    async def test(draft: DraftClient, one: Session) -> None:
+        draft.prefill(0, 3)
+        one.decide((9,), Counters())
+        drafted = await draft.propose(1, 3, NOISE)
+        assert drafted.by_replica
+        assert drafted.proposal.token_ids == (0, 1, 2)
+
+    with_draft(link, test)
+    prefill, item = link.sent
+    assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
+    assert (item.head.base_length, item.head.append) == (4, (9,))
+
+
+def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
+    """What it has not answered to; all that are kept where it asks for a resync."""
+
+    def resync(item: Any) -> Resync:
+        return Resync(item.head.key, 0, 0)
+
+    def shown(place: int) -> VerdictReply:
+        key = ReplyKey("0" * 32, 0, 0)
+        features = Features(place, 1, bytes([place, 0]))
+        return VerdictReply(key, Verdict((), (9,)), 0, features=features)
+
+    link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
+
+    async def main() -> None:
+        one = session()
+        draft = DraftClient(berth(link), heads(one), PATIENCE, SessionLookup(), reads_features=True)
+        wanted = draft.next_wanted(RoundLength(2, 0), 9)
+        assert wanted == NextWanted(features=True)
+        for index in range(5):
+            await draft.propose(index, 1, NOISE)
+            draft.hear(shown(3 + index))
+            one.decide((9,), Counters())
+            draft.settle(one.length)
+        await asyncio.sleep(PATIENCE.draft_retry_s)
+        await draft.propose(5, 1, NOISE)
+
+    run_virtually(main())
+    sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
+    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
+
+
+def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        for wants in (True, False):
+            wanted = NextWanted(features=wants)
+            await target.verify(0 if wants else 1, NOTHING_SEALED, 0, None, wanted)
+
+    with_target(link, test)
+    assert [item.wants_features for item in link.sent] == [True, False]
+
+
+@pytest.mark.parametrize("patience_s", [math.inf, 0.02])
+def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patience_s: float) -> None:
+    """It is waited for beyond the time that it has, as a healthy one would have answered by then.
+    Of what somebody else proposes nothing is learned."""
+    link = ScriptedLink()
+
+    async def test(draft: DraftClient, one: Session) -> None:
+        loop = asyncio.get_running_loop()
+        drafted = await draft.propose(1, 3, NOISE, patience_s=patience_s)
+        assert (drafted.by_replica, drafted.num_asked) == (False, 0)
+        waited_s = min(patience_s, PATIENCE.draft_answer_s) + SILENT_DRAFT_S
+        assert loop.time() == drafted.seconds == pytest.approx(waited_s)
+        for index in (2, 3):
+            assert (await draft.propose(index, 3, NOISE)).proposal.token_ids == (1,)
+        assert loop.time() == drafted.seconds
+        link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
+        link.script = [proposal]
+        assert (await draft.propose(4, 3, NOISE)).by_replica
+
+    with_draft(link, test)
+
+
+def test_an_absent_draft_is_probed_without_waiting() -> None:
+    link = ScriptedLink(LinkLost("down"))
+
+    async def test(draft: DraftClient, one: Session) -> None:
+        loop = asyncio.get_running_loop()
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+        assert not (await draft.propose(2, 3, NOISE)).by_replica
+        assert len(link.sent) == 1
+        await asyncio.sleep(PATIENCE.draft_retry_s)
+        start = loop.time()
+        link.script = [proposal, proposal]
+        assert not (await draft.propose(3, 3, NOISE)).by_replica
+        assert loop.time() == start
+        await asyncio.sleep(0.01)
+        assert (await draft.propose(4, 3, NOISE)).by_replica
+
+    with_draft(link, test)
+
+
+@pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
+def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
+    async def test(draft: DraftClient, one: Session) -> None:
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+
+    with_draft(ScriptedLink(refuse(error)), test)
+
+
+def test_closing_a_side_lets_the_replica_forget() -> None:
+    link = ScriptedLink()
+
+    async def test(target: TargetClient, one: Session) -> None:
+        target.close()
+
+    with_target(link, test)
+    assert link.released == ["0" * 32]
+
+
+class Unreadable(RequestObserver):
+    """Counts the proposals that the target could not read."""
+
+    num = 0
+
+    def proposal_unreadable(self) -> None:
+        self.num += 1
+
+
+READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
+
+
+def opened(item: Any) -> Any:
+    """What a target answers that reads q."""
+    try:
+        item.proposal.open()
+    except BadRequest as error:
+        return refuse(error)(item)
+    return verdict(item)
+
+
+@pytest.mark.parametrize(
+    ("q", "num_verified", "is_broken"),
+    [(READABLE.q, 1, False), (b"?", 0, False), (READABLE.q * 3, 0, True)],
+)
+def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
+    q: bytes, num_verified: int, is_broken: bool
+) -> None:
+    """The rest counts as refused, in a verdict for all of it. The first sending is asked again
+    before its refusal comes: the second refusal is not about what was sent since."""
+    proposal = SealedProposal((1, 2), q)
+    link = ScriptedLink(None, opened)
+    seen = Unreadable()
+
+    async def main() -> None:
+        one = session(rule=Rule.TOKEN)
+        target = TargetClient(berth(link), heads(one, seen), PATIENCE)
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
+        loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
+        reply = await target.verify(1, proposal, 0, None)
+        assert reply.verdict.accept_probability == (1.0,) * num_verified + (0.0,) * (
+            2 - num_verified
+        )
+        assert reply.verdict.correction[: num_verified + 1] == (9,) * (num_verified + 1)
+        assert len(reply.verdict.correction) == 3
+        assert target.found_broken_draft is is_broken
+
+    run_virtually(main())
+    assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
+    assert seen.num == 1
+
+
+def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
+    """It can be read here, so nothing is cut; the target refuses it each time."""
+    proposal = SealedProposal((1,), READABLE.q)
+
+    def only_nothing(item: Any) -> Any:
+        return refuse(BadRequest("proposal.q", "?"))(item) if item.proposal else verdict(item)
+
+    link = ScriptedLink(*[only_nothing] * 9)
+    seen = Unreadable()
+
+    async def main() -> None:
+        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN), seen), PATIENCE)
+        async with asyncio.timeout(20):
+            reply = await target.verify(1, proposal, 0, None)
+        assert reply.verdict.accept_probability == (0.0,)
+        assert reply.verdict.correction[0] == 9
+        assert target.found_broken_draft
+
+    run_virtually(main())
+    assert [len(item.proposal) for item in link.sent] == [1, 1, 0]
+    assert seen.num == 1
+
+
+def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
+    """[2K+1]: of the draft tokens, then of the corrections."""
+
+    def with_logprobs(item: Any) -> Any:
+        answer = opened(item)
+        if isinstance(answer, Refused):
+            return answer
+        entries = tuple(PositionLogprobs(float(i), ()) for i in range(2 * len(item.proposal) + 1))
+        return replace(answer, logprobs=entries)
+
+    async def main() -> None:
+        link = ScriptedLink(with_logprobs, with_logprobs)
+        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+        reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
+        assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
+
+    run_virtually(main())
+
+
+def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
+    link = ScriptedLink(opened, opened)
+
+    async def test(target: TargetClient, one: Session) -> None:
+        reply = await target.verify(1, SealedProposal((1, 2), b"?"), 0, None)
+        assert reply.verdict.accept_probability == (1.0, 1.0)
+        assert not target.found_broken_draft
+
+    with_target(link, test)
