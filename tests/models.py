@@ -26,12 +26,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind
-from outrider.models.eagle import LoadedEagle, make_eagle, save_eagle
+from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind, save_head
+from outrider.models.eagle import LoadedEagle, make_eagle
 from outrider.models.early_exit import LoadedExit, make_exit, save_exit
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import PackedLinear, WidenedLinear, can_pack
-from outrider.models.medusa import LoadedHeads, make_heads, save_heads
+from outrider.models.medusa import LoadedHeads, make_heads
 from outrider.models.student import save_drafter
 
 MAX_MODEL_LEN = 128
@@ -212,7 +212,7 @@ def save_tiny_heads(
     heads = tiny_heads(module, token_ids, num_heads)
     directory.mkdir(parents=True, exist_ok=True)
     description = _description(TrainedKind.MEDUSA, target, module, token_ids)
-    save_heads(directory, heads.module, torch.tensor(token_ids), description)
+    save_head(directory, heads.module, torch.tensor(token_ids), description)
     return directory
 
 
@@ -237,7 +237,7 @@ def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> 
     eagle = tiny_eagle(module, token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     description = _description(TrainedKind.EAGLE, target, module, token_ids)
-    save_eagle(directory, eagle.module, torch.tensor(token_ids), description)
+    save_head(directory, eagle.module, torch.tensor(token_ids), description)
     return directory
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from outrider.errors import InvariantError
-from outrider.models.eagle import EagleHead, make_eagle, save_eagle
+from outrider.models.drafter_checkpoint import save_head
+from outrider.models.eagle import EagleHead, make_eagle
 from outrider.models.early_exit import (
     ExitHead,
     check_exit,
@@ -34,7 +35,7 @@ from outrider.models.early_exit import (
     norm_weight,
     save_exit,
 )
-from outrider.models.medusa import DraftHeads, make_heads, save_heads
+from outrider.models.medusa import DraftHeads, make_heads
 from outrider.settings import blaming
 
 from .dataset import Batch, Depth, Learner, Start, next_tokens
@@ -60,7 +61,7 @@ class Heads(Learner):
     def __init__(self, module: DraftHeads) -> None:
         num_heads = len(module.heads)
         super().__init__(
-            module, module.heads, [module.head.weight], f"{num_heads} heads", save_heads, num_heads
+            module, module.heads, [module.head.weight], f"{num_heads} heads", save_head, num_heads
         )
 
     def draft(self, batch: Batch) -> list[Depth]:
@@ -90,7 +91,7 @@ class Eagle(Learner):
             module.layer,
             [module.head.weight],
             "a layer over features",
-            save_eagle,
+            save_head,
             NUM_DEPTHS,
         )
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
+from outrider.models.loading import read_weights
 
 CONFIG_FILE: Final = "config.json"
 DESCRIPTION_FILE: Final = "drafter.json"
@@ -32,6 +33,8 @@ FORMAT: Final = 3
 TOKEN_IDS: Final = "draft_token_ids"  # noqa: S105 (a tensor's name)
 _SCALE: Final = ".scale"
 _INT8_MAX: Final = 127
+_OF_TARGET: Final = frozenset({"embeddings", "head.weight"})
+"""The parameters of a head that are its target's."""
 
 
 class TrainedKind(StrEnum):
@@ -137,6 +140,39 @@ def save_files(
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def save_head(
+    directory: Path,
+    module: nn.Module,
+    token_ids: torch.Tensor,
+    description: TrainedDescription,
+    **others: torch.Tensor,
+) -> None:
+    """Writes the description, `others`, and what is not the target's of a head whose logits are of
+    `token_ids` [N]."""
+    tensors = {TOKEN_IDS: token_ids.to(torch.int32), **others}
+    save_files(directory, tensors | stored_weights(module, own_names(module)), description)
+
+
+def read_head(
+    directory: Path,
+    name: str,
+    kind: TrainedKind,
+    target_directory: Path,
+    target: str,
+    vocab_size: int,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a head in `directory`, and the tokens [N] of its logits. Raises `ConfigError`
+    as `check_target`, and for a target of another vocabulary; else what broken files raise."""
+    description = check_target(directory, name, kind, target_directory, target)
+    if description.vocab_size != vocab_size:
+        raise ConfigError(
+            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
+            f"target {vocab_size}"
+        )
+    tensors = read_weights(directory)
+    return tensors, checked_token_ids(tensors, description)
+
+
 def as_stored(values: torch.Tensor) -> torch.Tensor:
     """What is left of a weight once it has been stored and loaded, in its own dtype."""
     return restored("", stored("", values)).to(values.dtype)
@@ -186,30 +222,31 @@ def checked_token_ids(
     return token_ids.long()
 
 
-def check_vocabulary(description: TrainedDescription, name: str, vocab_size: int) -> None:
-    """Raises `ConfigError` unless the drafter is for a target of this vocabulary."""
-    if description.vocab_size != vocab_size:
-        raise ConfigError(
-            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-            f"target {vocab_size}"
-        )
+def own_names(module: nn.Module) -> list[str]:
+    """The weights of a head that are not its target's."""
+    return [name for name, _ in module.named_parameters() if name not in _OF_TARGET]
 
 
 def put_weights(
     module: nn.Module,
-    names: Iterable[str],
     tensors: Mapping[str, torch.Tensor],
-    like: torch.Tensor,
+    device: torch.device,
     drafter: str,
+    given: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Gives these parameters of a module the values that a drafter's file has, in the dtype and on
-    the device of `like`. Raises `ConfigError` for such as are missing, misfit, or not finite."""
+    """Puts on the device what a drafter's file has of the module's own weights or, where they are
+    `given`, of all. Raises `ConfigError` for such as are missing, misfit, or not finite."""
+    names = own_names(module) if given is None else [name for name, _ in module.named_parameters()]
     for name in names:
-        if name not in tensors:
+        parameter = module.get_parameter(name)
+        if given is not None and name in given:
+            values = given[name]
+        elif name in tensors:
+            values = restored(name, tensors)
+        else:
             raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
-        values = restored(name, tensors)
-        if values.shape != module.get_parameter(name).shape or not values.isfinite().all():
+        if values.shape != parameter.shape or not values.isfinite().all():
             raise ConfigError(f"drafter {drafter}: {name} does not fit, or is not finite")
         owner, _, attribute = name.rpartition(".")
-        new = nn.Parameter(values.to(like), requires_grad=False)
+        new = nn.Parameter(values.to(device, parameter.dtype), requires_grad=False)
         setattr(module.get_submodule(owner), attribute, new)

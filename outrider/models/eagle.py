@@ -29,23 +29,12 @@ from torch import nn
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
 from outrider.limits import FEATURES_MAX
-from outrider.models.drafter_checkpoint import (
-    TOKEN_IDS,
-    TrainedDescription,
-    TrainedKind,
-    check_target,
-    check_vocabulary,
-    checked_token_ids,
-    put_weights,
-    save_files,
-    stored_weights,
-)
+from outrider.models.drafter_checkpoint import TrainedKind, put_weights, read_head
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import (
-    LOADING_ERRORS,
     describe,
     empty_model,
-    read_weights,
+    refusing,
     resolve_device,
     set_threads,
 )
@@ -198,7 +187,6 @@ def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-_LAYER: Final = "layer."
 _DOWN: Final = "layer.down.weight"
 
 
@@ -236,12 +224,12 @@ def load_eagle(
     it was not made for."""
     where = resolve_device(device)
     set_threads(num_threads)
-    empty = empty_model(target_directory, target, dtype, "sdpa", trust_remote_code)
+    empty = empty_model(target_directory, target, dtype, trust_remote_code)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
     info = describe(
         empty, target_directory, name, max_model_len=None, trust_remote_code=trust_remote_code
     )
-    try:
+    with refusing(f"drafter {name}:"):
         embeddings, rows = (
             values.to(empty.dtype) for values in target_weights(empty, target_directory, name)
         )
@@ -250,8 +238,6 @@ def load_eagle(
             name=name, target_directory=target_directory, target_name=target,
         )  # fmt: skip
         fingerprint = tensors_fingerprint(path)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     info = replace(info, weights_fingerprint=fingerprint, logit_token_ids=loaded.token_ids)
     return loaded, info
 
@@ -268,29 +254,13 @@ def load_eagle_on(
     """The head in `path` with these embeddings and head rows [V, D] of the target in
     `target_directory`, of their dtype and on their device. Raises `ConfigError`, also for a target
     that it was not made for."""
-    description = check_target(path, name, TrainedKind.EAGLE, target_directory, target_name)
-    try:
-        check_vocabulary(description, name, len(rows))
-        tensors = read_weights(path)
-        token_ids = checked_token_ids(tensors, description)
+    with refusing(f"drafter {name}:"):
+        tensors, token_ids = read_head(
+            path, name, TrainedKind.EAGLE, target_directory, target_name, len(rows)
+        )
         if _DOWN not in tensors or tensors[_DOWN].dim() != 2:
             raise ConfigError(f"drafter {name}: its files lack the weights {_DOWN}")
         fixed = nn.Parameter(embeddings, requires_grad=False)
         module = make_eagle(fixed, rows, tensors[_DOWN].shape[1], token_ids)
-        put_weights(module, _stored_names(module), tensors, embeddings, name)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+        put_weights(module, tensors, embeddings.device, name)
     return LoadedEagle(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
-
-
-def save_eagle(
-    directory: Path, module: EagleHead, token_ids: torch.Tensor, description: TrainedDescription
-) -> None:
-    """Writes the description and what is not the target's of a head whose logits are of `token_ids`
-    [N]."""
-    tensors = stored_weights(module, _stored_names(module))
-    save_files(directory, {TOKEN_IDS: token_ids.to(torch.int32), **tensors}, description)
-
-
-def _stored_names(module: EagleHead) -> list[str]:
-    return [name for name, _ in module.named_parameters() if name.startswith(_LAYER)]

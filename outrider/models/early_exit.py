@@ -26,17 +26,13 @@ from torch import nn
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import (
-    TOKEN_IDS,
     TrainedDescription,
     TrainedKind,
-    check_target,
-    check_vocabulary,
-    checked_token_ids,
     put_weights,
-    save_files,
-    stored_weights,
+    read_head,
+    save_head,
 )
-from outrider.models.loading import LOADING_ERRORS, read_weights
+from outrider.models.loading import refusing
 
 
 def layers_of(module: Any) -> nn.ModuleList:
@@ -159,7 +155,6 @@ class ExitHead(nn.Module):
 
 _NUM_LAYERS: Final = "num_layers"
 _DOWN: Final = "down.weight"
-_HEAD: Final = "head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +180,11 @@ def load_exit(
 ) -> LoadedExit:
     """The exit head in `path` on the module of the target in `target_directory`, of its dtype and
     on its device. Raises `ConfigError`, also for a target that it was not made for."""
-    description = check_target(path, name, TrainedKind.EARLY_EXIT, target_directory, target_name)
-    try:
-        tensors = read_weights(path)
-        check_vocabulary(description, name, len(target.get_output_embeddings().weight))
-        token_ids = checked_token_ids(tensors, description)
+    with refusing(f"drafter {name}:"):
+        tensors, token_ids = read_head(
+            path, name, TrainedKind.EARLY_EXIT, target_directory, target_name,
+            len(target.get_output_embeddings().weight),
+        )  # fmt: skip
         down, layers = tensors.get(_DOWN), tensors.get(_NUM_LAYERS)
         if down is None or down.dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no exit head")
@@ -201,9 +196,7 @@ def load_exit(
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: of the target {target_name}: {error}") from error
         module = make_exit(target, down.shape[1], token_ids)
-        put_weights(module, _stored_names(module), tensors, module.head.weight, name)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+        put_weights(module, tensors, module.head.weight.device, name)
     return LoadedExit(module.requires_grad_(False).eval(), tuple(token_ids.tolist()), num_layers)
 
 
@@ -216,13 +209,5 @@ def save_exit(
 ) -> None:
     """Writes the description and what is not the target's of an exit head behind `num_layers`
     layers, whose logits are of `token_ids` [N]."""
-    tensors = {
-        TOKEN_IDS: token_ids.to(torch.int32),
-        _NUM_LAYERS: torch.tensor([num_layers], dtype=torch.int32),
-        **stored_weights(module, _stored_names(module)),
-    }
-    save_files(directory, tensors, description)
-
-
-def _stored_names(module: ExitHead) -> list[str]:
-    return [name for name, _ in module.named_parameters() if name != _HEAD]
+    layers = {_NUM_LAYERS: torch.tensor([num_layers], dtype=torch.int32)}
+    save_head(directory, module, token_ids, description, **layers)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,12 +81,23 @@ MAX_MODEL_LEN_DEFAULT: Final = 2048
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-LOADING_ERRORS: Final = (
+_ATTENTION: Final = "sdpa"
+"""Until an engine replaces it."""
+_LOADING_ERRORS: Final = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 """What the library raises for files that are broken or that it does not know."""
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Within, what the library raises for broken or unknown files is a `ConfigError`."""
+    try:
+        yield
+    except _LOADING_ERRORS as error:
+        raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
 def load_model(
@@ -97,7 +107,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     num_threads: int | None = None,
-    attn_implementation: str = "sdpa",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[torch.nn.Module, ModelInfo]:
@@ -115,19 +124,17 @@ def load_model(
     set_threads(num_threads)
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
-    try:
-        module: Any
+    module: Any
+    with refusing(f"model {name}:"):
         module, loading = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=resolve_dtype(dtype),
-            attn_implementation=attn_implementation,
+            attn_implementation=_ATTENTION,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     if loading["missing_keys"]:  # the library would go on with random numbers
         first = min(loading["missing_keys"])
         raise ConfigError(f"model {name}: its files lack the weights {first}")
@@ -164,12 +171,10 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         return None
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"model {path}: its tokenizer"):
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
@@ -195,7 +200,7 @@ def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
 
     sources = [tokenizer]
     for kind in (AutoConfig, GenerationConfig):
-        with contextlib.suppress(*LOADING_ERRORS):
+        with suppress(*_LOADING_ERRORS):
             sources.append(kind.from_pretrained(str(path), local_files_only=True))
     return _eos_in(sources)
 
@@ -247,12 +252,10 @@ def resolve_dtype(dtype: str) -> torch.dtype | str:
 def _config(path: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
-    try:
+    with refusing(f"model {path}: its config.json"):
         return AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
 
 
 def _tokenizer_fingerprint(tokenizer: Any | None) -> str:
@@ -300,28 +303,22 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted(i for i in found if i >= 0))
 
 
-def empty_model(
-    path: Path, name: str, dtype: str, attn_implementation: str, trust_remote_code: bool
-) -> Any:
+def empty_model(path: Path, name: str, dtype: str, trust_remote_code: bool) -> Any:
     """A model whose parameters have no values yet, while its other tensors (rotations, scales),
     which are in no file, have."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    try:
-        config = AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+    with refusing(f"model {name}:"):
+        config = _config(path, trust_remote_code)
         with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 config,
                 dtype=_resolve_stored_dtype(config, dtype, path),
-                attn_implementation=attn_implementation,
+                attn_implementation=_ATTENTION,
                 trust_remote_code=trust_remote_code,
             )
         if (path / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(str(path))
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model {name}: its configuration has a quantization_config, which no model that "

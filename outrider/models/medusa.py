@@ -21,18 +21,8 @@ import torch
 from torch import nn
 
 from outrider.errors import ConfigError
-from outrider.models.drafter_checkpoint import (
-    TOKEN_IDS,
-    TrainedDescription,
-    TrainedKind,
-    check_target,
-    check_vocabulary,
-    checked_token_ids,
-    put_weights,
-    save_files,
-    stored_weights,
-)
-from outrider.models.loading import LOADING_ERRORS, read_weights
+from outrider.models.drafter_checkpoint import TrainedKind, put_weights, read_head
+from outrider.models.loading import refusing
 
 _EPS: Final = 1e-6
 """Under the root of the mean square."""
@@ -83,7 +73,6 @@ class DraftHeads(nn.Module):
         return logits.float()
 
 
-_HEADS: Final = "heads."
 _DOWN: Final = ".down.weight"
 
 
@@ -110,29 +99,14 @@ def load_heads(
 ) -> LoadedHeads:
     """The heads in `path` on the module of the target in `target_directory`, of its dtype and on
     its device. Raises `ConfigError`, also for a target that they were not made for."""
-    description = check_target(path, name, TrainedKind.MEDUSA, target_directory, target_name)
-    try:
-        tensors = read_weights(path)
-        check_vocabulary(description, name, len(target.get_output_embeddings().weight))
-        token_ids = checked_token_ids(tensors, description)
+    with refusing(f"drafter {name}:"):
+        tensors, token_ids = read_head(
+            path, name, TrainedKind.MEDUSA, target_directory, target_name,
+            len(target.get_output_embeddings().weight),
+        )  # fmt: skip
         downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
         if not downs or downs[0].dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no heads")
         heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
-        put_weights(heads, _stored_names(heads), tensors, heads.embeddings, name)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+        put_weights(heads, tensors, heads.embeddings.device, name)
     return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))
-
-
-def save_heads(
-    directory: Path, heads: DraftHeads, token_ids: torch.Tensor, description: TrainedDescription
-) -> None:
-    """Writes the description and what is not the target's of heads whose logits are of `token_ids`
-    [N]."""
-    tensors = stored_weights(heads, _stored_names(heads))
-    save_files(directory, {TOKEN_IDS: token_ids.to(torch.int32), **tensors}, description)
-
-
-def _stored_names(heads: DraftHeads) -> list[str]:
-    return [name for name, _ in heads.named_parameters() if name.startswith(_HEADS)]

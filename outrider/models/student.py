@@ -26,18 +26,18 @@ from outrider.models.drafter_checkpoint import (
     TrainedKind,
     check_target,
     checked_token_ids,
-    restored,
+    put_weights,
     save_files,
     stored_weights,
 )
 from outrider.models.fingerprint import tokenizer_table
 from outrider.models.loading import (
-    LOADING_ERRORS,
     describe,
     empty_model,
     load_tokenizer,
     open_weights,
     read_weights,
+    refusing,
     resolve_device,
     set_threads,
     stored_names,
@@ -53,7 +53,6 @@ def load_drafter(
     dtype: str = "auto",
     device: str = "auto",
     num_threads: int | None = None,
-    attn_implementation: str = "sdpa",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelInfo]:
@@ -63,23 +62,27 @@ def load_drafter(
     description = check_target(path, name, TrainedKind.STUDENT, target_directory, target)
     where = resolve_device(device)
     set_threads(num_threads)
-    module = empty_model(path, name, dtype, attn_implementation, trust_remote_code)
+    module = empty_model(path, name, dtype, trust_remote_code)
     info = describe(
         module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
     )
     narrow_head(module, description.draft_vocab_size)
-    try:
+    with refusing(f"drafter {name}:"):
         if info.vocab_size != description.vocab_size:
             raise ConfigError(
                 f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, "
                 f"{CONFIG_FILE} {info.vocab_size}"
             )
-        token_ids = _fill(module, path, target_directory, name, description)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+        tensors = read_weights(path)
+        token_ids = checked_token_ids(tensors, description)
+        embeddings, rows = target_weights(module, target_directory, name)
+        values = (embeddings, rows[token_ids])
+        given = dict(zip(_shared_with_target(module), values, strict=True))
+        put_weights(module, tensors, where, name, given)
     tokenizer = load_tokenizer(target_directory, trust_remote_code=trust_remote_code)
     fingerprint = "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
-    info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=token_ids)
+    logit_ids = tuple(token_ids.tolist())
+    info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=logit_ids)
     return module.requires_grad_(False).to(where).eval(), info
 
 
@@ -129,26 +132,3 @@ def _shared_with_target(module: Any) -> tuple[str, str]:
     names = {id(found): name for name, found in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)
     return embeddings, head
-
-
-def _fill(
-    module: Any, path: Path, target_directory: Path, name: str, description: TrainedDescription
-) -> tuple[int, ...]:
-    """Gives every parameter its values; the tokens of the head's rows."""
-    wanted = dict(module.named_parameters())
-    embeddings, head = _shared_with_target(module)
-    tensors = read_weights(path)
-    token_ids = checked_token_ids(tensors, description)
-    embedding_rows, head_rows = target_weights(module, target_directory, name)
-    values = {embeddings: embedding_rows, head: head_rows[token_ids]}
-    for key, parameter in wanted.items():
-        if key not in values:
-            if key not in tensors:
-                raise ConfigError(f"drafter {name}: its files lack the weights {key}")
-            values[key] = restored(key, tensors)
-        if values[key].shape != parameter.shape:
-            raise ConfigError(f"drafter {name}: {key} does not fit its configuration")
-        owner, _, attribute = key.rpartition(".")
-        new = nn.Parameter(values[key].to(parameter.dtype), requires_grad=False)
-        setattr(module.get_submodule(owner), attribute, new)
-    return tuple(token_ids.tolist())

@@ -20,10 +20,10 @@ from torch import nn
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError, check
 from outrider.models.loading import (
-    LOADING_ERRORS,
     describe,
     empty_model,
     open_weights,
+    refusing,
     resolve_device,
     set_threads,
     stored_names,
@@ -341,7 +341,6 @@ def load_shard(
     dtype: str = "auto",
     device: str = "auto",
     num_threads: int | None = None,
-    attn_implementation: str = "sdpa",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelInfo]:
@@ -352,7 +351,7 @@ def load_shard(
     check_weights(path, name)
     where = resolve_device(device)
     set_threads(num_threads)
-    module = empty_model(path, name, dtype, attn_implementation, trust_remote_code)
+    module = empty_model(path, name, dtype, trust_remote_code)
     plan = plan_of(module, name, key)
     check_size(module, plan, ranks.size, name, key)
     info = describe(
@@ -360,10 +359,8 @@ def load_shard(
     )
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
     slots = shard(module, plan, ranks)
-    try:
+    with refusing(f"model {name}:"):
         _fill(module, slots, path, name)
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     return module.requires_grad_(False).to(where).eval(), info
 
 
@@ -372,7 +369,7 @@ def check_shares(
 ) -> None:
     """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
     `path`. Reads its configuration alone."""
-    module = empty_model(path, name, "float32", "sdpa", trust_remote_code)
+    module = empty_model(path, name, "float32", trust_remote_code)
     check_size(module, plan_of(module, name, key), size, name, key)
 
 

@@ -129,7 +129,6 @@ def test_dtypes(tiny: Path, dtype: str) -> None:
         ({"num_threads": 0}, "num_threads: 0"),
         ({"max_model_len": 129}, "max_model_len: 129 given; .* allows 1..128"),
         ({"max_model_len": 0}, "max_model_len: 0"),
-        ({"attn_implementation": "magic"}, "cannot be loaded"),
     ],
 )
 def test_a_bad_setting_is_named(tiny: Path, setting: dict[str, object], named: str) -> None:
