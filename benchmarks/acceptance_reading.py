@@ -18,12 +18,12 @@ from outrider.models.eagle import LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.text_acceptance import NUM_DEPTHS
-from outrider.speculation.verification import score
+from outrider.speculation.verification import verdict_from_logits
 
 from .acceptance import AcceptanceOptions, AcceptanceReport, PromptAcceptance, summarise
 from .measurement import Progress
@@ -379,7 +379,8 @@ class _Completion:
         probabilities = target_probabilities(logits, params)
         position = len(self._asked.prompt_ids) + len(self.token_ids)
         noise = RoundNoise(self._asked.seed, rule, position)
-        self.token_ids.append(score(probabilities, EMPTY_PROPOSAL, noise).correction[0])
+        verdict = verdict_from_logits(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
+        self.token_ids.append(verdict.correction[0])
         self.rows.append(probabilities[0])
 
 

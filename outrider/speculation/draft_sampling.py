@@ -80,39 +80,6 @@ class LikelyTokens:
         return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
 
 
-def draft_token(
-    probabilities: torch.Tensor,
-    noise: RoundNoise,
-    index: int,
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
-) -> DraftedToken:
-    """Draft token `index` (from 0) of a round, from the draft's `probabilities` [V], float64."""
-    return draft_tokens(probabilities[None], [noise], [index], entries_max)[0]
-
-
-def draft_tokens(
-    probabilities: torch.Tensor,
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    vocabulary: DraftVocabulary | None = None,
-) -> list[DraftedToken]:
-    """`draft_token` for B sessions of one rule: `probabilities` [B, V], float64, unchanged;
-    `indices[b]` is the depth of session b's token. With a `vocabulary` they are [B, N], of its
-    columns; tokens and distributions have the target's ids all the same."""
-    check(len(noises) == len(indices) == len(probabilities), "one noise and index for each row")
-    _check_entries(entries_max)
-    if not noises:
-        return []
-    batch = NoiseBatch.of(noises)
-    if batch.rule is Rule.GREEDY:
-        return _one_hot(probabilities.argmax(dim=1).tolist(), vocabulary)
-    keys = batch.draft_keys(indices)
-    if batch.rule is Rule.COUPLED:
-        return _raced(probabilities, keys, vocabulary)
-    return _quantised_draws(_likely(probabilities, entries_max, vocabulary), keys, entries_max)
-
-
 def draw_from_logits(
     logits: torch.Tensor,
     params: SamplingParams,
@@ -136,14 +103,14 @@ def draw_from_logits(
         params = vocabulary.params(params)
         history = vocabulary.history(history) if params.penalised else history
     if params.greedy or batch.rule is Rule.GREEDY:
-        return _one_hot(likeliest(logits, params, history), vocabulary), None
+        return one_hot(likeliest(logits, params, history), vocabulary), None
     keys = batch.draft_keys(indices)
     count = min(max(entries_max, DRAFT_SUPPORT_ENTRIES), logits.shape[1])
     if batch.rule is Rule.COUPLED:
         weights = _weights(logits, params, history)
-        return _raced(weights, keys, vocabulary), _likely(weights, count, vocabulary)
+        return raced(weights, keys, vocabulary), likely_by_weight(weights, count, vocabulary)
     rows = likely_tokens(logits, params, history, vocabulary, count)
-    return _quantised_draws(rows, keys, entries_max), rows
+    return quantised_draws(rows, keys, entries_max), rows
 
 
 def draw_siblings(
@@ -175,8 +142,8 @@ def draw_siblings(
     keys = batch.draft_keys(indices)
     if batch.rule is Rule.COUPLED:
         weights = _weights(logits, params, NO_HISTORY)
-        first = _raced(weights, keys, vocabulary)
-        rows = _likely(weights, min(DRAFT_SUPPORT_ENTRIES, logits.shape[1]), vocabulary)
+        first = raced(weights, keys, vocabulary)
+        rows = likely_by_weight(weights, min(DRAFT_SUPPORT_ENTRIES, logits.shape[1]), vocabulary)
         arrivals = arrival_order(rows, keys)[0].tolist()
         groups = [
             tuple(dict.fromkeys([token_id, *(v for v in ids if v >= 0)]))[:count]
@@ -204,7 +171,7 @@ def likely_tokens(
     `target_probabilities` does."""
     count = min(count, logits.shape[1])
     if not params.tempered_alone:
-        return _likely(_weights(logits, params, history), count, vocabulary)
+        return likely_by_weight(_weights(logits, params, history), count, vocabulary)
     width = -(-logits.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     padded = torch.empty((len(logits), width), dtype=dtype, device=logits.device)
@@ -237,7 +204,9 @@ def quantise(
 
     The support may have one entry; whoever puts it on the wire turns that into None."""
     _check_entries(entries_max)
-    return _distributions(_likely(probabilities[None], entries_max, vocabulary), entries_max)[0]
+    return _distributions(
+        likely_by_weight(probabilities[None], entries_max, vocabulary), entries_max
+    )[0]
 
 
 def count_levels(mass: _Reals) -> _Reals:
@@ -278,7 +247,9 @@ def _weights(logits: torch.Tensor, params: SamplingParams, history: TokenHistory
     return weights
 
 
-def _likely(weights: torch.Tensor, count: int, vocabulary: DraftVocabulary | None) -> LikelyTokens:
+def likely_by_weight(
+    weights: torch.Tensor, count: int, vocabulary: DraftVocabulary | None
+) -> LikelyTokens:
     values, columns = largest(weights, count)
     return LikelyTokens(_token_ids(columns, vocabulary), values.double().cpu().numpy())
 
@@ -292,7 +263,7 @@ def _token_ids(columns: torch.Tensor, vocabulary: DraftVocabulary | None) -> Int
     return tokens
 
 
-def _quantised_draws(rows: LikelyTokens, keys: RowKeys, entries_max: int) -> list[DraftedToken]:
+def quantised_draws(rows: LikelyTokens, keys: RowKeys, entries_max: int) -> list[DraftedToken]:
     kept = rows.first(entries_max)
     levels = _host_levels(kept.mass)
     tokens = draw_quantised(kept.ids, levels, keys).tolist()
@@ -340,17 +311,17 @@ def _likeliest_first(logits: torch.Tensor, count: int) -> list[int]:
 
 
 def _certain(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> DraftedGroup:
-    return tuple(token_id for token_id, _ in _one_hot(columns, vocabulary)), None
+    return tuple(token_id for token_id, _ in one_hot(columns, vocabulary)), None
 
 
-def _one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
+def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
     """The tokens of columns of the logits, each drawn with certainty."""
     if vocabulary is not None:
         columns = vocabulary.token_ids[list(columns)].tolist()
     return [(token_id, None) for token_id in columns]
 
 
-def _raced(
+def raced(
     weights: torch.Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None
 ) -> list[DraftedToken]:
     """The race's winner in each row, whose noise is that of the tokens and not of the columns."""

@@ -30,7 +30,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from outrider.errors import check
 from outrider.limits import SEED_MAX
@@ -261,7 +260,7 @@ class NoiseBatch:
         """Of the draft's draw in session b at depth indices[b]: B rows."""
         stream = RoundNoise(0, self.rule, 0).draft_stream
         streams = np.full(len(self), int(stream), dtype=np.uint64)
-        return self._keys(np.asarray(indices, dtype=np.uint64), streams)
+        return self.keys(np.asarray(indices, dtype=np.uint64), streams)
 
     def correction_keys(self, num_draft_tokens: int) -> RowKeys:
         """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
@@ -270,23 +269,13 @@ class NoiseBatch:
         streams = np.full((len(self), width), int(residual), dtype=np.uint64)
         streams[:, -1] = int(Stream.TARGET)
         indices = np.arange(width, dtype=np.uint64)[None].repeat(len(self), axis=0)
-        return self._keys(indices, streams)
+        return self.keys(indices, streams)
 
-    def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
-        """`RoundNoise.accept_uniforms` of every session: [B, K], float64."""
-        shape = (len(self), num_draft_tokens)
-        if self.rule.absolute_noise or num_draft_tokens == 0:
-            return torch.full(shape, NO_ACCEPT_NOISE, dtype=torch.float64)
-        indices = np.arange(num_draft_tokens, dtype=np.uint64)[None].repeat(len(self), axis=0)
-        streams = np.full(shape, int(Stream.ACCEPT), dtype=np.uint64)
-        words = self._keys(indices, streams, sibling).words()[0]
-        return torch.from_numpy((words + 0.5) * 2.0**-32).view(shape)
-
-    def _keys(self, indices: WordArray, streams: WordArray, sibling: int = 0) -> RowKeys:
+    def keys(self, indices: WordArray, streams: WordArray) -> RowKeys:
         """Keys of the places of `indices` ([B] or [B, N]) in every session, row-major."""
         spread = (len(self),) + (1,) * (indices.ndim - 1)
         lengths = self.committed_lengths.reshape(spread)
-        a, b = self._places(lengths, indices, sibling)
+        a, b = self._places(lengths, indices)
         zeros = np.zeros(indices.shape, dtype=np.uint64)  # what is added to them gets their shape
         seeds = (zeros + self.seeds.reshape(spread)).ravel()
         return RowKeys(
@@ -297,11 +286,9 @@ class NoiseBatch:
             stream=streams.ravel(),
         )
 
-    def _places(
-        self, lengths: WordArray, indices: WordArray, sibling: int
-    ) -> tuple[WordArray, WordArray]:
+    def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
         """`RoundNoise.place` for many: (a, b)."""
         if self.rule.absolute_noise:
             positions = lengths + indices
             return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
-        return lengths, indices | np.uint64(INDEX_TAG | sibling << SIBLING_SHIFT)
+        return lengths, indices | np.uint64(INDEX_TAG)

@@ -41,11 +41,10 @@ from outrider.speculation.logits_processing import (
     TokenHistory,
     check_weights,
     likeliest,
-    row_sums,
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise, RowKeys
+from outrider.speculation.random_streams import RoundNoise, RowKeys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _NEARLY_EMPTY: Final = 1e-4
@@ -57,23 +56,14 @@ _PI_MIN: Final = 1e-290
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """B proposals of K tokens each, with sparse q of at most M entries a position.
+    """B proposals of K tokens each, with sparse q of at most M entries a position; on the CPU."""
 
-    `token_ids` [B, K] int64; `support` [B, K, M] int64 ids, distinct among those with mass;
-    `mass` [B, K, M] float64, q of each (0 pads). Under rules without q, M = 0."""
-
-    token_ids: torch.Tensor
-    support: torch.Tensor
-    mass: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictLaw:
-    """`accept` [B, K] float64, and `weights` [B, K+1, V] float64: correction n of proposal b is
-    token v with probability weights[b, n, v] / weights[b, n].sum()."""
-
-    accept: torch.Tensor
-    weights: torch.Tensor
+    token_ids: IntArray
+    """[B, K]"""
+    support: IntArray
+    """[B, K, M], distinct among those with mass."""
+    mass: RealArray
+    """[B, K, M]: q of each; 0 pads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +81,9 @@ class Question:
     def check(self) -> None:
         """Raises `InvariantError` for parts that do not fit together."""
         proposal = self.proposal
-        _check_rows(self.logits, proposal)
+        check_parts(self.logits, proposal, self.noise.rule)
         is_chain = not (self.params.penalised and proposal.parents)
         check(is_chain, "penalties count the tokens of a chain")
-        check_q(proposal, self.noise.rule)
 
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
@@ -116,7 +105,9 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
         chosen = [questions[index] for index in drawn]
         weights = _weights(chosen)
         sums = check_weights(weights, [question.logits for question in chosen]).cpu().numpy()
-        found = _verdicts(weights, sums, [(each.proposal, each.noise) for each in chosen])
+        found = verdicts_from_weights(
+            weights, sums, [(each.proposal, each.noise) for each in chosen]
+        )
         verdicts |= dict(zip(drawn, found, strict=True))
     return [verdicts[index] for index in range(len(questions))]
 
@@ -132,28 +123,15 @@ def verdict_from_logits(
     return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 
 
-def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
-    """The verdict on one proposal under `noise.rule`. `probabilities` [N + 1, V] float64, after
-    every sampling transform, rows summing to 1; unchanged. Raises `InvariantError` for other shapes
-    or a q that is missing where the rule needs it (`require_q` refuses such a request)."""
-    _check_rows(probabilities, proposal)
-    check_q(proposal, noise.rule)
-    weights = _padded(probabilities)
-    return _verdicts(weights, row_sums(weights).cpu().numpy(), [(proposal, noise)])[0]
-
-
-def _check_rows(rows: torch.Tensor, proposal: Proposal) -> None:
+def check_parts(rows: torch.Tensor, proposal: Proposal, rule: Rule) -> None:
+    """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
+    the rule needs it, and for a tree where the rule has none."""
     num_rows = len(proposal) + 1
     check(
         rows.dim() == 2 and rows.shape[1] > 0 and len(rows) == num_rows,
         f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
         f"{tuple(rows.shape)}",
     )
-
-
-def check_q(proposal: Proposal, rule: Rule) -> None:
-    """Raises `InvariantError` for a q that is missing where the rule needs it, and for a tree where
-    the rule has none."""
     check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
     check(
         not rule.needs_q or len(proposal.q) == len(proposal.tree.groups),
@@ -176,12 +154,7 @@ def _weights(questions: Sequence[Question]) -> torch.Tensor:
     return weights
 
 
-def _padded(probabilities: torch.Tensor) -> torch.Tensor:
-    """A copy, as wide as whole blocks."""
-    return torch.nn.functional.pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).contiguous()
-
-
-def _verdicts(
+def verdicts_from_weights(
     weights: torch.Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
     """From the rows of all proposals, one after another; `weights` and `sums` change."""
@@ -193,17 +166,19 @@ def _verdicts(
         starts.append(start)
         if noise.rule is Rule.TOKEN and proposal.parents:
             end = start + len(proposal) + 1
-            accept[index] = _to_tree_law(weights[start:end], sums[start:end], proposal)
+            accept[index] = tree_law(weights[start:end], sums[start:end], proposal)
         elif noise.rule.needs_q:
             chains.setdefault((noise.rule, len(proposal)), []).append((index, start))
         start += len(proposal) + 1
     for (rule, num_draft_tokens), places in chains.items():
         drafts = _drafts([entries[index][0] for index, _ in places])
         rows = np.array([[at] for _, at in places]) + np.arange(num_draft_tokens)
-        law = _to_chain_law(rule, weights, sums, rows, drafts)
+        law = chain_law(rule, weights, sums, rows, drafts)
         for (index, _), row in zip(places, law.tolist(), strict=True):
             accept[index] = tuple(row)
-    drawn = race(weights, RowKeys.joined([_keys(*entry) for entry in entries])).tolist()
+    drawn = race(
+        weights, RowKeys.joined([noise.tree_keys(proposal.tree) for proposal, noise in entries])
+    ).tolist()
     verdicts = []
     for index, (at, (proposal, noise)) in enumerate(zip(starts, entries, strict=True)):
         end = at + len(proposal) + 1
@@ -217,29 +192,15 @@ def _verdicts(
     return verdicts
 
 
-def _keys(proposal: Proposal, noise: RoundNoise) -> RowKeys:
-    """Of what follows the last committed token and each draft token."""
-    return noise.tree_keys(proposal.tree)
-
-
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
     """Each draft token is accepted iff it is what the target takes itself there: `own` [N + 1]."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
-def tree_law(
-    probabilities: torch.Tensor, proposal: Proposal
-) -> tuple[tuple[float, ...], torch.Tensor]:
-    """The verdict on a tree before any noise, under token: accept [N] and weights [N + 1, V] of
-    what follows, see `VerdictLaw`. `probabilities` [N + 1, V] unchanged."""
-    weights = probabilities.clone()
-    return _to_tree_law(weights, row_sums(weights).cpu().numpy(), proposal), weights
-
-
-def _to_tree_law(weights: torch.Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
-    """`tree_law` in place: the rows of siblings become the weights of what follows if all of these
-    are refused."""
+def tree_law(weights: torch.Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
+    """Acceptance [N] of a tree under token, by its rows `weights` [N + 1, V] with their `sums`; the
+    rows of siblings become the weights of what follows if all of these are refused."""
     tree = proposal.tree
     accept = [0.0] * len(proposal)
     for group, entry in zip(tree.groups, proposal.q, strict=True):
@@ -257,36 +218,6 @@ def _to_tree_law(weights: torch.Tensor, sums: RealArray, proposal: Proposal) -> 
             sums[row] = np.where(left_over > 0, left_over, sums[row])
             del left[token_id]
     return tuple(accept)
-
-
-def score_rows(
-    probabilities: torch.Tensor, drafts: DraftRows, noise: NoiseBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verdicts on B proposals of K tokens: accept [B, K] float64 and correction [B, K+1] int64.
-    `probabilities` [B, K+1, V], unchanged."""
-    shape = probabilities.shape[:2]
-    if noise.rule is Rule.GREEDY:
-        own = probabilities.argmax(dim=2)
-        return (own[:, :-1] == drafts.token_ids).double(), own
-    keys = noise.correction_keys(shape[1] - 1)
-    if noise.rule.needs_q:
-        law = verdict_law(noise.rule, probabilities, drafts)
-        return law.accept, race(law.weights.flatten(0, 1), keys).view(shape)
-    own = race(probabilities.flatten(0, 1), keys).view(shape)
-    return (own[:, :-1] == drafts.token_ids).double(), own
-
-
-def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:
-    """The verdict before any noise, under token or block. `probabilities` [B, K+1, V] unchanged."""
-    check(rule.needs_q, f"under rule {rule.value} a verdict is not a law but a draw")
-    num, width = probabilities.shape[:2]
-    weights = probabilities.flatten(0, 1).clone()
-    rows = np.arange(num * width).reshape(num, width)[:, :-1]
-    host = DraftRows(*(each.cpu() for each in (drafts.token_ids, drafts.support, drafts.mass)))
-    accept = _to_chain_law(rule, weights, row_sums(weights).cpu().numpy(), rows, host)
-    return VerdictLaw(
-        torch.from_numpy(accept).to(weights.device), weights.view(probabilities.shape)
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,15 +281,12 @@ class _Places:
         weights.view(-1).index_add_(0, self.flat, values)
 
 
-def _to_chain_law(
+def chain_law(
     rule: Rule, weights: torch.Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
     """Acceptance [B, K] of B chains, whose draft token i is judged by row `rows[b, i]` of `weights`
     [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
-    token_ids, support, mass = (
-        each.numpy() for each in (drafts.token_ids, drafts.support, drafts.mass)
-    )
-    places = _Places.of(weights, rows, token_ids, support, mass)
+    places = _Places.of(weights, rows, drafts.token_ids, drafts.support, drafts.mass)
     totals = sums[rows]
     p, q = places.p / totals, places.q
     if rule is Rule.TOKEN:
@@ -413,8 +341,4 @@ def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
     mass[filled] = np.fromiter(chain.from_iterable(counts), np.float64, num)
     mass /= COUNT_TOTAL
     token_ids = np.array([proposal.token_ids for proposal in proposals], dtype=np.int64)
-    return DraftRows(
-        token_ids=torch.from_numpy(token_ids),
-        support=torch.from_numpy(support.reshape(*shape, width)),
-        mass=torch.from_numpy(mass.reshape(*shape, width)),
-    )
+    return DraftRows(token_ids, support.reshape(*shape, width), mass.reshape(*shape, width))

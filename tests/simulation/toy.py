@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from verdict_laws import NoiseRows, draft_rows, score_rows
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -18,9 +19,8 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.request import GenerateRequest
 from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import DraftRows, score_rows
 
 SPEC = EmulatedSpec(
     vocab_size=6,
@@ -111,8 +111,8 @@ def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
     first = len(request.prompt)
     rounds = [RoundNoise(request.seed or 0, rule, first + place) for place in range(num)]
     nothing = torch.zeros((num, 0, 0), dtype=torch.int64)
-    drafts = DraftRows(torch.zeros((num, 0), dtype=torch.int64), nothing, nothing.double())
-    _, own = score_rows(probabilities, drafts, NoiseBatch.of(rounds))
+    drafts = draft_rows(torch.zeros((num, 0), dtype=torch.int64), nothing, nothing.double())
+    _, own = score_rows(probabilities, drafts, NoiseRows.of(rounds))
     tokens: list[int] = own[:, 0].tolist()
     return tokens
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from core_toys import ToyPair
+from verdict_laws import verdict_law
 
 from outrider.speculation.accept_reject import Verdict, count_accepted, decide
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import verdict_law
 
 EXACT = 1e-12
 """How far rounding may take an exact law from its closed form."""

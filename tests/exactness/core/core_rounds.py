@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from core_toys import ToyPair
+from verdict_laws import NoiseRows, score_rows
 
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.random_streams import NoiseBatch
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import score_rows
 
 K_MAX = 3
 PROMPT_LENGTH = 5
@@ -62,7 +61,7 @@ Controller = Callable[[Seen], Plan]
 class Broken:
     """Where a test puts a fault in; by default there is none."""
 
-    noise: type[NoiseBatch] = NoiseBatch
+    noise: type[NoiseRows] = NoiseRows
     drawn_from: torch.Tensor | None = None
     """[D, S, V]: what drafts are really drawn from, instead of what is sent."""
     rows: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda p: p)
@@ -100,7 +99,7 @@ def generate(
 
 def _round(
     pair: ToyPair,
-    noise: NoiseBatch,
+    noise: NoiseRows,
     k: int,
     drafter: int,
     broken: Broken,
@@ -142,7 +141,7 @@ def _round(
 
 def _draw(
     pair: ToyPair,
-    noise: NoiseBatch,
+    noise: NoiseRows,
     drafter: int,
     states: torch.Tensor,
     index: int,

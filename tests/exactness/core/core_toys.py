@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from verdict_laws import draft_rows
 
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
@@ -34,7 +35,7 @@ class ToyPair:
         """Proposals `token_ids` [B, K] drafted in `states` [B, K], as the scorer wants them."""
         mass = self.mass[drafter][states]
         support = torch.arange(self.mass.shape[2]).expand(mass.shape)
-        return DraftRows(token_ids, support, mass)
+        return draft_rows(token_ids, support, mass)
 
     def law(self, num_tokens: int) -> np.ndarray:
         """The target's law of the first `num_tokens` tokens, [V] * num_tokens."""

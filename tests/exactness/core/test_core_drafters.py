@@ -19,6 +19,7 @@ import torch
 from core_chi_square import ChiSquare, chi_square, power
 from core_rounds import accepted_of, cells_of, seeds_of
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import NoiseRows, draft_rows, score_rows
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
@@ -32,9 +33,8 @@ from outrider.speculation.logits_processing import (
     target_probabilities,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import DraftRows, score_rows
 
 V, END = 3, 2
 PROMPT = (0, 1, 1)
@@ -177,10 +177,10 @@ def verified(
             row[list(q.token_ids)] = torch.tensor(q.counts, dtype=torch.float64) / COUNT_TOTAL
     num = len(seeds)
     token_ids = torch.tensor(path, dtype=torch.int64).expand(num, -1)
-    drafts = DraftRows(
+    drafts = draft_rows(
         token_ids, torch.arange(V).expand(num, len(path), V), mass.expand(num, -1, -1)
     )
-    noise = NoiseBatch(seeds, rule, np.full(num, len(PROMPT), dtype=np.uint64))
+    noise = NoiseRows(seeds, rule, np.full(num, len(PROMPT), dtype=np.uint64))
     p = target_rows(path).expand(num, -1, -1)
     accept, correction = score_rows(p, drafts, noise)
     return accept, correction, noise.accept_uniforms(len(path))

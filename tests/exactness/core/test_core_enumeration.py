@@ -14,13 +14,13 @@ from core_enumeration import (
     stopping_rule,
 )
 from core_toys import ToyPair, flat_pair, make_pair, random_pair
+from verdict_laws import NoiseRows, score_rows, verdict_law
 
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import score_rows, verdict_law
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 CELLS = [(3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2)]
@@ -65,7 +65,7 @@ def test_own_draw_verdicts_are_what_the_enumeration_takes_them_for(rule):
     pair = random_pair(4, 5)
     tokens, states = pair.paths(2)
     rows = pair.p[states]
-    noise = NoiseBatch.of([RoundNoise(i, rule, 7) for i in range(len(tokens))])
+    noise = NoiseRows.of([RoundNoise(i, rule, 7) for i in range(len(tokens))])
     accept, correction = score_rows(rows, pair.draft_rows(tokens, states[:, :-1], 0), noise)
     if rule is Rule.GREEDY:
         own = rows.argmax(dim=2)

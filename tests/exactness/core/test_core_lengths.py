@@ -13,6 +13,7 @@ from core_chi_square import ChiSquare, chi_square, power
 from core_lengths import ENDLESS, NERVOUS, ChosenLate
 from core_rounds import K_MAX, PROMPT_LENGTH, accepted_of, seeds_of
 from core_toys import flat_pair
+from verdict_laws import NoiseRows, draft_rows, score_rows
 
 from coordinator.draft_length.controller import LengthControl, LengthControls, SeedsInUse
 from coordinator.draft_length.policy import PlayedRound
@@ -20,9 +21,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.accept_reject import survival
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
-from outrider.speculation.random_streams import NoiseBatch
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import DraftRows, score_rows
 
 PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
 TARGET_S, DRAFT_S = 1.0, 0.6
@@ -46,7 +45,7 @@ class FirstRound:
 
     def __init__(self, rule: Rule, seeds: np.ndarray) -> None:
         begun_at = np.full(len(seeds), PROMPT_LENGTH, dtype=np.uint64)
-        noise = NoiseBatch(seeds, rule, begun_at)
+        noise = NoiseRows(seeds, rule, begun_at)
         mass = PAIR.mass[0, 0].expand(len(seeds), K_MAX, -1)
         every = torch.arange(3).expand(len(seeds), -1)
         depths = [np.full(len(seeds), i, dtype=np.uint64) for i in range(K_MAX)]
@@ -64,7 +63,7 @@ class FirstRound:
         self.first_token: list[list[int]] = []
         for k in range(K_MAX + 1):
             tokens = torch.stack(drafted[:k], dim=1) if k else torch.zeros(len(seeds), 0).long()
-            rows = DraftRows(tokens, every[:, None].expand(-1, k, -1), mass[:, :k])
+            rows = draft_rows(tokens, every[:, None].expand(-1, k, -1), mass[:, :k])
             accept, correction = score_rows(PAIR.p[0].expand(len(seeds), k + 1, -1), rows, noise)
             accepted = accepted_of(rule, noise.accept_uniforms(k) <= accept)
             first = torch.where(accepted > 0, drafted[0], correction[:, 0])

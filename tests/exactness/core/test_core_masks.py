@@ -14,6 +14,7 @@ import pytest
 import torch
 from core_enumeration import EXACT, accepted_law
 from core_toys import ToyPair, make_pair, random_pair
+from verdict_laws import draft_rows, verdict_law
 
 from outrider.errors import Incompatible, InvariantError
 from outrider.grammar.token_mask import TokenMask
@@ -28,7 +29,7 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import DraftRows, verdict_from_logits, verdict_law
+from outrider.speculation.verification import verdict_from_logits
 
 V = 3
 OVER = 2
@@ -126,7 +127,7 @@ def committed_law(
         p = target_probabilities(masks(logits, Proposal(path), held), SamplingParams())
         width = len(path)
         mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
-        drafts = DraftRows(torch.tensor(path, dtype=torch.int64).view(1, width),
+        drafts = draft_rows(torch.tensor(path, dtype=torch.int64).view(1, width),
                            torch.arange(V).expand(mass.shape), mass)  # fmt: skip
         verdict = verdict_law(rule, p[None], drafts)
         counts = accepted_law(rule, verdict.accept.numpy())[0] * chance
@@ -204,7 +205,7 @@ def test_a_constraint_that_fails_does_so_where_plain_decoding_does(
             logits = masked_logits(raw.p[at].log(), rows.masks)
             p = target_probabilities(logits, SamplingParams())
             mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
-            drafts = DraftRows(torch.tensor(path, dtype=torch.int64).view(1, len(path)),
+            drafts = draft_rows(torch.tensor(path, dtype=torch.int64).view(1, len(path)),
                                torch.arange(V).expand(mass.shape), mass)  # fmt: skip
             found = verdict_law(rule, p[None], drafts)
             counts = accepted_law(rule, found.accept.numpy())[0] * chance

@@ -22,12 +22,13 @@ from core_rounds import (
     stops_after_a_weak_slot,
 )
 from core_toys import ToyPair, flat_pair, sampling_pair
+from verdict_laws import NoiseRows
 
 from outrider.errors import InvariantError
 from outrider.speculation import verification
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
-from outrider.speculation.random_streams import NoiseBatch, RowKeys, Stream, WordArray
+from outrider.speculation.random_streams import RowKeys, Stream, WordArray
 from outrider.speculation.sampling_params import Rule
 
 NUM_SEQUENCES = 200_000
@@ -54,7 +55,7 @@ def run(
     return chi_square(cells_of(tokens, pair.vocab_size), pair.law(num_tokens))
 
 
-class DraftNoiseForResiduals(NoiseBatch):
+class DraftNoiseForResiduals(NoiseRows):
     """The token after a refusal is drawn by the noise that drew the refused token."""
 
     def correction_keys(self, num_draft_tokens: int) -> RowKeys:
@@ -63,16 +64,14 @@ class DraftNoiseForResiduals(NoiseBatch):
         return keys
 
 
-class AbsolutePlaces(NoiseBatch):
+class AbsolutePlaces(NoiseRows):
     """Every draw is keyed by its absolute position, thrown-away slots and all."""
 
-    def _places(
-        self, lengths: WordArray, indices: WordArray, sibling: int
-    ) -> tuple[WordArray, WordArray]:
+    def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
         return lengths + indices, np.uint64(0) * indices
 
 
-class AlwaysZero(NoiseBatch):
+class AlwaysZero(NoiseRows):
     """u = 0: everything passes, even what the target cannot say."""
 
     def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
@@ -125,7 +124,7 @@ class ReadsItsOwnRound:
     def __call__(self, seen: Seen) -> Plan:
         if seen.round > 0:
             self._begun_at = self._begun_at + (seen.num_accepted.numpy() + 1).astype(np.uint64)
-        noise = NoiseBatch(self._seeds, self._rule, self._begun_at)
+        noise = NoiseRows(self._seeds, self._rule, self._begun_at)
         if self._by_token:
             every = torch.arange(3).expand(len(self._seeds), -1)
             first = np.zeros(len(self._seeds), dtype=np.uint64)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, fit
+from verdict_laws import score
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import SuffixDrafter
@@ -14,7 +15,6 @@ from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import score
 
 PROMPT = (7, 8, 9)
 P = (0.2, 0.3, 0.5)

@@ -21,16 +21,16 @@ from core_rounds import (
     stops_after_a_weak_slot,
 )
 from core_toys import ToyPair, flat_pair, make_pair, random_pair, sampling_pair
+from verdict_laws import NoiseRows, draft_token, draft_tokens, score, verdict_law
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.speculation.accept_reject import Verdict, decide
-from outrider.speculation.draft_sampling import draft_token, draft_tokens, place_of
+from outrider.speculation.draft_sampling import place_of
 from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise, Stream, row_keys, uniform
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys, uniform
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import score, verdict_law
 from outrider.tokens import TokenSequence
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
@@ -170,7 +170,7 @@ def test_trap_09_the_tail_of_the_noise_is_resolved():
     assert 0 < waits[0] < waits[1] < waits[2] < 37
     num = 400_000
     weights = torch.tensor([1.0, 1e-3, 1e-4, 1e-4], dtype=torch.float64).expand(num, -1)
-    noise = NoiseBatch(seeds_of(num, 9), Rule.TOKEN, np.full(num, 3, dtype=np.uint64))
+    noise = NoiseRows(seeds_of(num, 9), Rule.TOKEN, np.full(num, 3, dtype=np.uint64))
     won = race(weights, noise.correction_keys(0)).numpy()
     law = np.array([1.0, 1e-3, 1e-4, 1e-4]) / 1.0012
     assert not chi_square(won, law).rejects
@@ -250,7 +250,7 @@ def siblings_law(own_noise: bool) -> np.ndarray:
     p = torch.tensor([0.2, 0.6, 0.2], dtype=torch.float64).expand(NUM_SEQUENCES, -1)
     q = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).expand(NUM_SEQUENCES, -1)
     lengths = np.full(NUM_SEQUENCES, 4, dtype=np.uint64)
-    noise = NoiseBatch(seeds_of(NUM_SEQUENCES, 14), Rule.TOKEN, lengths)
+    noise = NoiseRows(seeds_of(NUM_SEQUENCES, 14), Rule.TOKEN, lengths)
     result = torch.full((NUM_SEQUENCES,), -1)
     for sibling in (0, 1):
         keys = noise.draft_keys(np.zeros(NUM_SEQUENCES, dtype=np.uint64))
@@ -276,5 +276,5 @@ def test_trap_14_siblings_have_noise_of_their_own():
     assert not chi_square(shared, np.array([0.2, 2 / 3, 2 / 15])).rejects
     rows = [RoundNoise(0, Rule.TOKEN, 4).place(1, sibling) for sibling in range(100)]
     assert len(set(rows)) == 100
-    keys = token_keys(NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1]))
+    keys = token_keys(NoiseRows.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1]))
     assert len(set(numbers(keys, np.arange(100)[None])[0].tolist())) == 100

@@ -13,6 +13,7 @@ from core_chi_square import chi_square, power
 from core_enumeration import EXACT
 from core_rounds import cells_of
 from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
+from verdict_laws import score, tree_law
 
 from outrider.errors import InvariantError
 from outrider.speculation import accept_reject as decision
@@ -30,7 +31,7 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import score, tree_law, verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 
 SAMPLED = SamplingParams()
 SHAPES = {

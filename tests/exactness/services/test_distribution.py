@@ -30,6 +30,7 @@ from models import (
 )
 from small_grammar import CONSTRAINT, END, constrained_law, grammars, letters
 from stack import RARE, Stack, running_stack
+from verdict_laws import NoiseRows
 
 from coordinator.draft_length.round_cost import RoundCosts
 from draft_service.eagle_drafter import EagleDrafter
@@ -41,7 +42,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
-from outrider.speculation.random_streams import NoiseBatch, Place, RoundNoise, WordArray
+from outrider.speculation.random_streams import Place, RoundNoise, WordArray
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
@@ -450,12 +451,12 @@ async def test_noise_that_rounds_share_is_found(
         return Place(self.committed_length + index, 0)
 
     def absolute_many(
-        self: NoiseBatch, lengths: WordArray, indices: WordArray, sibling: int
+        self: NoiseRows, lengths: WordArray, indices: WordArray, sibling: int
     ) -> tuple[WordArray, WordArray]:
         return lengths + indices, np.zeros_like(indices)
 
     monkeypatch.setattr(RoundNoise, "place", absolute)
-    monkeypatch.setattr(NoiseBatch, "_places", absolute_many)
+    monkeypatch.setattr(NoiseRows, "_places", absolute_many)
     result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
     assert result.p_value < FALSE_ALARM
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from verdict_laws import score
 
 from benchmarks.core import (
     HIGH_NATS,
@@ -19,7 +20,7 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import ConfigError
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import Question, score, verdicts_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 VOCAB_SIZE = 512
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import draft_token
 
 from draft_service.service import DraftService
 from outrider.errors import BadRequest, EngineLost
@@ -21,7 +22,6 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.replica.scheduler import InlineExecutor
-from outrider.speculation.draft_sampling import draft_token
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise

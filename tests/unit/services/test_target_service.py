@@ -9,6 +9,7 @@ import pytest
 import torch
 from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import score
 
 from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
@@ -19,7 +20,7 @@ from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, t
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, score, verdicts_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService

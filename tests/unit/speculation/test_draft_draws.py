@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict_laws import draft_token, draft_tokens
 
 from outrider.errors import InvariantError
-from outrider.speculation.draft_sampling import draft_token, draft_tokens, place_of, quantise
+from outrider.speculation.draft_sampling import place_of, quantise
 from outrider.speculation.gumbel_max import race, token_keys, uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from verdict_laws import score
 
 from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
@@ -22,7 +23,7 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import score, verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 
 V = 300
 

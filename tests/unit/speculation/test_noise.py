@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict_laws import NoiseRows
 
 from outrider.errors import InvariantError
 from outrider.speculation.gumbel_max import numbers
 from outrider.speculation.random_streams import (
     INDEX_MAX,
     SIBLING_MAX,
-    NoiseBatch,
     Place,
     RoundNoise,
     RowKeys,
@@ -110,9 +110,9 @@ def test_round_places(rule):
 @settings(deadline=None)
 @given(rule=st.sampled_from(Rule), seed=SEEDS, length=st.integers(0, 10**6), k=st.integers(0, 5))
 def test_a_batch_has_the_noise_of_its_rounds(rule, seed, length, k):
-    """Every row of `NoiseBatch` carries the seed, place and stream that `RoundNoise` names."""
+    """Every row of `NoiseRows` carries the seed, place and stream that `RoundNoise` names."""
     noises = [RoundNoise(seed, rule, length), RoundNoise(5, rule, 3)]
-    batch = NoiseBatch.of(noises)
+    batch = NoiseRows.of(noises)
     draft = batch.draft_keys([k, 1])
     expected_draft = [
         (noise.seed, *place_words(noise, index), noise.draft_stream)
@@ -160,7 +160,7 @@ def test_choice_seeds():
         lambda: RoundNoise(0, Rule.TOKEN, 0).place(0, SIBLING_MAX + 1),
         lambda: philox4x32((2**32, 0, 0, 0), (0, 0)),
         lambda: choice_seed(0, -1),
-        lambda: NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 0), RoundNoise(0, Rule.BLOCK, 0)]),
+        lambda: NoiseRows.of([RoundNoise(0, Rule.TOKEN, 0), RoundNoise(0, Rule.BLOCK, 0)]),
     ],
 )
 def test_what_does_not_fit_is_refused(broken):

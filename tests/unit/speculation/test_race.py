@@ -10,16 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from verdict_laws import NoiseRows
 
 from outrider.speculation.gumbel_max import BLOCK, dense_race, numbers, race, scores, token_keys
-from outrider.speculation.random_streams import (
-    NoiseBatch,
-    Place,
-    RoundNoise,
-    RowKeys,
-    Stream,
-    row_keys,
-)
+from outrider.speculation.random_streams import Place, RoundNoise, RowKeys, Stream, row_keys
 from outrider.speculation.sampling_params import Rule
 
 ALPHA = 1e-6
@@ -125,7 +119,7 @@ def test_winners_have_the_law_of_the_weights():
     num = 20_000
     weights = torch.full((3000,), 1e-4)
     weights[::150] = torch.arange(1.0, 21.0)
-    noise = NoiseBatch(
+    noise = NoiseRows(
         np.arange(num, dtype=np.uint64), Rule.COUPLED, np.full(num, 3, dtype=np.uint64)
     )
     keys = noise.correction_keys(0)
@@ -143,7 +137,7 @@ def test_draft_and_target_race_alike():
     """Nearly equal rows, of vocabularies that are padded differently, have mostly one winner."""
     logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(4)) * 2
     noises = [RoundNoise(seed, Rule.COUPLED, 9) for seed in range(400)]
-    keys = NoiseBatch.of(noises).draft_keys([0] * 400)
+    keys = NoiseRows.of(noises).draft_keys([0] * 400)
     target = race(logits.softmax(dim=1), keys)
     draft = race((logits + 0.1 * torch.randn_like(logits))[:, :2900].softmax(dim=1), keys)
     assert (target == draft).double().mean() > 0.8

@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from verdict_laws import draft_tokens
 
 from outrider.errors import InvariantError
-from outrider.speculation.draft_sampling import (
-    draft_tokens,
-    draw_from_logits,
-    quantise,
-)
+from outrider.speculation.draft_sampling import draw_from_logits, quantise
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     TokenHistory,

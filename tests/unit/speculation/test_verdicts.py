@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from verdict_laws import NoiseRows, draft_rows, score, score_rows, verdict_law
 
 from outrider.errors import InvariantError
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import DraftRows, score, score_rows, verdict_law
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
 HALF = COUNT_TOTAL // 2
@@ -91,7 +91,7 @@ def test_vocabularies_padded_differently(rule, device):
 def rows_of(token_ids: tuple[int, ...], support: tuple[int, ...], mass: tuple[float, ...]):
     """One proposal whose positions share a distribution."""
     num = len(token_ids)
-    return DraftRows(
+    return draft_rows(
         torch.tensor([token_ids]),
         torch.tensor([[support] * num]),
         torch.tensor([[mass] * num], dtype=torch.float64),
@@ -150,9 +150,9 @@ def test_rows_of_many_sessions_score_as_each_alone(rule, device):
     ids = torch.stack([torch.randperm(600)[:5].sort().values for _ in range(12)]).view(4, 3, 5)
     counts = torch.tensor([1000, 20000, 30000, 14000, 536], dtype=torch.float64)
     mass = (counts / COUNT_TOTAL).expand(4, 3, 5)
-    drafts = DraftRows(ids[..., 2].to(device), ids.to(device), mass.to(device))
+    drafts = draft_rows(ids[..., 2].to(device), ids.to(device), mass.to(device))
     noises = [RoundNoise(b, rule, 50 + b) for b in range(4)]
-    accept, correction = score_rows(p, drafts, NoiseBatch.of(noises))
+    accept, correction = score_rows(p, drafts, NoiseRows.of(noises))
     for b in range(4):
         q = tuple(
             DraftDistribution(tuple(row.tolist()), tuple(int(c) for c in counts)) for row in ids[b]

@@ -6,19 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict_laws import draft_tokens, score
 
 from outrider.errors import InvariantError
-from outrider.speculation.draft_sampling import draft_tokens, draw_from_logits, draw_siblings
+from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
 from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import (
-    Question,
-    score,
-    verdict_from_logits,
-    verdicts_from_logits,
-)
+from outrider.speculation.verification import Question, verdict_from_logits, verdicts_from_logits
 
 INF = float("inf")
 NO_HISTORY = TokenHistory()
