@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from outrider.messages import ReplicaDescription, ReplyKey
-from outrider.replica.step_request import SteppedItem
+from outrider.messages import ReplicaDescription, ReplyKey, RoundItem
 
 from .overhead_canned import CannedReplica
 
-Item = TypeVar("Item", bound=SteppedItem)
+Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer")
 
 

@@ -18,6 +18,7 @@ from outrider.messages import (
     ProposalReply,
     ReplicaDescription,
     ReplyKey,
+    RoundItem,
     VerdictReply,
     VerifyAnswer,
     VerifyItem,
@@ -25,7 +26,6 @@ from outrider.messages import (
 from outrider.registry.registry import Figures
 from outrider.replica.host import HostedService
 from outrider.replica.scheduler import ThreadExecutor
-from outrider.replica.step_request import SteppedItem
 from outrider.sessions.store import (
     Append,
     Finish,
@@ -33,11 +33,11 @@ from outrider.sessions.store import (
     SessionStore,
 )
 from outrider.transport.codec import Answer, Codec, Item
-from outrider.transport.link import Connection, Link, LinkBytes
+from outrider.transport.link import Connection, Link, LinkBytes, Traffic
 
 now_ns: Final = time.monotonic_ns
 T = TypeVar("T")
-ClockedItem = TypeVar("ClockedItem", bound=SteppedItem)
+ClockedItem = TypeVar("ClockedItem", bound=RoundItem)
 ClockedAnswer = TypeVar("ClockedAnswer")
 
 
@@ -282,6 +282,11 @@ class ClockedService(Generic[ClockedItem, ClockedAnswer]):
     def figures(self) -> Figures:
         """See `HostedService.figures`."""
         return self._service.figures
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `HostedService.traffic`."""
+        return self._service.traffic
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """See `HostedService.watch`."""

@@ -27,13 +27,17 @@ _GRACE_S: Final = 1.0
 async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A draft or a target that answers at once."""
     use_threads(1)
-    from draft_service.service import DraftServicer
-    from target_service.service import TargetServicer
+    from outrider.transport.codec import DRAFT, VERIFY
+    from outrider.transport.stream_server import ReplicaServicer
 
     from .overhead_canned import canned_draft, canned_target
 
     is_draft = setup["role"] == "draft"
-    servicer = DraftServicer(canned_draft()) if is_draft else TargetServicer(canned_target())
+    servicer = (
+        ReplicaServicer(canned_draft(), DRAFT)
+        if is_draft
+        else ReplicaServicer(canned_target(), VERIFY)
+    )
     async with _server(servicer.grpc_service) as address:
         yield Role({"address": address}, lambda _: {})
 
@@ -43,8 +47,8 @@ async def _stepping(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A draft or a target that answers at the ends of steps (`capacity_replicas`); a later line
     with `step_s` and `sessions_max` changes them, and asks for what was held since then."""
     use_threads(1)
-    from draft_service.service import DraftServicer
-    from target_service.service import TargetServicer
+    from outrider.transport.codec import DRAFT, VERIFY
+    from outrider.transport.stream_server import ReplicaServicer
 
     from .capacity_replicas import StepReplica, StepTime
     from .overhead_canned import canned_draft, canned_target
@@ -53,10 +57,10 @@ async def _stepping(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     replica: StepReplica[Any, Any]
     if setup["side"] == "draft":
         replica = StepReplica(canned_draft(), time)
-        service = DraftServicer(replica).grpc_service
+        service = ReplicaServicer(replica, DRAFT).grpc_service
     else:
         replica = StepReplica(canned_target(), time)
-        service = TargetServicer(replica).grpc_service
+        service = ReplicaServicer(replica, VERIFY).grpc_service
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if "step_s" in question:
@@ -170,7 +174,8 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     use_threads(num_threads)
     from outrider.engine.threads import start_workers
     from outrider.replica.host import ReplicaHost
-    from target_service.service import TargetService, TargetServicer
+    from outrider.transport.codec import VERIFY
+    from target_service.service import TargetService
 
     from .overhead_clocks import ClockedExecutor, ClockedService
 
@@ -178,7 +183,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     executor = ClockedExecutor("target-step", engine.take_step_seconds, start_workers)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()
-    address = await host.serve(service, TargetServicer, config)
+    address = await host.serve(service, VERIFY, config)
     try:
         yield Role(
             {"address": address},

@@ -49,9 +49,9 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
             )
         # On another thread: the helpers of that one would slow down the steps that are measured.
         service = await on_passing_thread(_build, engine, config, observer)
-        from draft_service.service import DraftServicer
+        from outrider.transport.codec import DRAFT
 
-        return await self.serve(service, DraftServicer, config)
+        return await self.serve(service, DRAFT, config)
 
 
 def _build(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.lookahead import LookAheadLimits
@@ -23,10 +22,6 @@ from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest, undrawn
 from outrider.replica.token_budget import TokenBudget
-from outrider.transport.codec import DRAFT
-from outrider.transport.link import ReplicaService
-from outrider.transport.stream_server import ReplicaServicer
-from outrider.v1 import draft_pb2
 
 
 class DraftService(SteppedService[DraftItem, DraftAnswer]):
@@ -134,16 +129,3 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
 
 def _matchers(grammars: Grammars | None) -> Matchers | None:
     return None if grammars is None else Matchers(grammars)
-
-
-class DraftServicer(ReplicaServicer[DraftItem, DraftAnswer]):
-    """Answers the calls of `outrider.v1.Draft`."""
-
-    def __init__(self, service: ReplicaService[DraftItem, DraftAnswer]) -> None:
-        super().__init__(service, DRAFT)
-
-    def propose(
-        self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any
-    ) -> AsyncGenerator[draft_pb2.DraftReply]:
-        """One stream of a coordinator."""
-        return self.stream(requests)

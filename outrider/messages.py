@@ -6,7 +6,7 @@ Every message is idempotent: repeated, late or reordered ones change nothing but
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
@@ -63,6 +63,11 @@ class RoundHead:
         return self.base_length + len(self.append)
 
     @property
+    def given_hashes(self) -> tuple[int, bytes]:
+        """Of parameters and constraint, which come in full once for each session on a stream."""
+        return self.sampling_hash, self.constraint_hash
+
+    @property
     def key(self) -> ReplyKey:
         """What an answer to this item must carry."""
         return ReplyKey(self.session_id, self.epoch, self.round)
@@ -104,6 +109,11 @@ class VerifyItem:
         return max(1, len(self.head.append) + len(self.proposal))
 
     @property
+    def awaits_answer(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def gives_way(self) -> bool:
         """Never: every verdict is waited for."""
         return False
@@ -134,6 +144,11 @@ class DraftItem:
     def num_rows(self) -> int:
         """Tokens that it has for a step, if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether it asks for anything but guesses of later rounds."""
+        return self.held is None
 
     @property
     def gives_way(self) -> bool:
@@ -222,6 +237,32 @@ class Refused:
     key: ReplyKey
     code: int
     message: str
+
+
+class RoundItem(Protocol):
+    """What is common to `VerifyItem` and `DraftItem`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def head(self) -> RoundHead:
+        """Session, round, prefix."""
+        ...
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether it asks for anything but guesses of later rounds."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that it has for a step, if the replica holds the stated prefix; at least 1."""
+        ...
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it need not be finished before a newer item of its session is begun."""
+        ...
 
 
 VerifyAnswer = VerdictReply | Resync | Refused

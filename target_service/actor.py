@@ -41,9 +41,9 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         )
         # On another thread: the helpers of that one would slow down the steps that are measured.
         service = await on_passing_thread(_build, engine, config, observer)
-        from target_service.service import TargetServicer
+        from outrider.transport.codec import VERIFY
 
-        return await self.serve(service, TargetServicer, config)
+        return await self.serve(service, VERIFY, config)
 
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:

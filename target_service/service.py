@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
@@ -21,10 +20,6 @@ from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.tokens import extend_digest
-from outrider.transport.codec import VERIFY
-from outrider.transport.link import ReplicaService
-from outrider.transport.stream_server import ReplicaServicer
-from outrider.v1 import target_pb2
 from target_service.self_drafting import SelfDrafter
 from target_service.verifier import Verifier, shown_by
 
@@ -129,19 +124,6 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
     def _forget(self, session_id: str, ahead: RunAhead) -> None:
         if self._ahead.get(session_id) is ahead:
             del self._ahead[session_id]
-
-
-class TargetServicer(ReplicaServicer[VerifyItem, VerifyAnswer]):
-    """Answers the calls of `outrider.v1.Target`."""
-
-    def __init__(self, service: ReplicaService[VerifyItem, VerifyAnswer]) -> None:
-        super().__init__(service, VERIFY)
-
-    def verify(
-        self, requests: AsyncIterator[target_pb2.VerifyRequest], context: Any
-    ) -> AsyncGenerator[target_pb2.VerifyReply]:
-        """One stream of a coordinator."""
-        return self.stream(requests)
 
 
 class RunAhead:

@@ -14,7 +14,7 @@ from coordinator.requests.validation import RequestDefaults, Text
 from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.service import DraftService, DraftServicer
+from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.client import Client
 from outrider.drafters.drafter import Drafter
@@ -31,11 +31,13 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import DEFAULT_LIFETIMES, Lifetimes
 from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import coordinator_pb2
 from target_service.self_drafting import SelfDrafter
-from target_service.service import TargetService, TargetServicer
+from target_service.service import TargetService
 
 _WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
 """It fits any target."""
@@ -188,8 +190,8 @@ async def running_stack(
         if lookup and draft_engine:
             options |= {"confident": lookup_score, "model_tokens": HYBRID_MODEL_TOKENS}
         draft = _draft_service(draft_engine or eagle, draft_observer, masks)
-        target_server = await _serve(stack, TargetServicer(target).grpc_service)
-        draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
+        target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
+        draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
         coordinator = CoordinatorService(
             CoordinatorOptions(
                 name="coordinator-under-test",

@@ -12,7 +12,7 @@ from outrider.engine.tensor_parallel.rank_process import Seat
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
 from outrider.registry.registry import ROLES, Engagement, Role
-from outrider.replica.host import Traffic
+from outrider.transport.link import Traffic
 
 from .ray_cluster import Actor
 from .status import ReplicaView

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -18,11 +18,11 @@ from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import Leadership
 from outrider.errors import EngineLost
 from outrider.limits import LOST_REPLICA_GRACE_S
-from outrider.messages import ReplicaDescription
+from outrider.messages import RoundItem
 from outrider.registry.registry import Engagement, Figures, ReplicaRecord, Role
 from outrider.replica.process_setup import Place, advertised
 from outrider.settings import blaming
-from outrider.transport.link import Connection, ReplicaService
+from outrider.transport.link import ReplicaService, Traffic
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
@@ -30,23 +30,14 @@ if TYPE_CHECKING:
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.certificates import InternalRole
-    from outrider.transport.codec import Keyed
+    from outrider.transport.codec import Codec, Keyed
     from outrider.transport.server import RpcServer
     from outrider.transport.stream_server import ReplicaServicer
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer", bound="Keyed")
 Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What crossed the streams of a replica since it started."""
-
-    num_items: int
-    """Items received."""
-    num_answers: int
 
 
 class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra, Answer_co]):
@@ -60,6 +51,11 @@ class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra
     @property
     def figures(self) -> Figures:
         """What it has lately had to do."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has crossed its streams."""
         ...
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
@@ -80,7 +76,6 @@ class ReplicaHost(Generic[Item, Answer]):
 
     def __init__(self) -> None:
         self._service: HostedService[Item, Answer] | None = None
-        self._metered: MeteredService[Item, Answer] | None = None
         self._servicer: ReplicaServicer[Item, Answer] | None = None
         self._server: RpcServer | None = None
         self._healthy: bool | None = None
@@ -126,7 +121,7 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def traffic(self) -> Traffic:
         """What crossed its streams."""
-        return Traffic(0, 0) if self._metered is None else self._metered.traffic
+        return Traffic() if self._service is None else self._service.traffic
 
     async def wait(self) -> None:
         """Returns when the server has stopped. Raises `EngineLost` where it did so by itself."""
@@ -165,18 +160,18 @@ class ReplicaHost(Generic[Item, Answer]):
     async def serve(
         self,
         service: HostedService[Item, Answer],
-        face: Callable[[ReplicaService[Item, Answer]], ReplicaServicer[Item, Answer]],
+        codec: Codec[Item, Answer],
         config: TargetConfig | DraftConfig,
     ) -> str:
-        """Serves `service` behind its gRPC `face`, and announces it; the address that coordinators
+        """Serves `service` by gRPC, and announces it; the address that coordinators
         call. Health follows the service's, and a service that is lost ends the replica. Raises
         `ConfigError` where the address cannot be had, `StoreUnavailable` where the registry
         cannot."""
         from outrider.transport.server import RpcServer, ServerOptions
+        from outrider.transport.stream_server import ReplicaServicer
 
         self._service = service
-        self._metered = MeteredService(service)
-        self._servicer = face(self._metered)
+        self._servicer = ReplicaServicer(service, codec)
         options = ServerOptions(config.host, config.port)
         if config.internal_tls_dir:
             options = replace(options, **_locks(config))
@@ -194,8 +189,8 @@ class ReplicaHost(Generic[Item, Answer]):
         return address
 
     async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:
-        member, service, meter = config.membership, self._service, self._metered
-        if member is None or service is None or meter is None:
+        member, service = config.membership, self._service
+        if member is None or service is None:
             return
         from outrider.registry.redis_registry import RedisRegistry
         from outrider.registry.registry import Lease
@@ -215,7 +210,7 @@ class ReplicaHost(Generic[Item, Answer]):
                 weights=runs.weights,
                 device=config.device,
                 leaving=self._engagement.leaving,
-                load=meter.traffic.num_items,
+                load=service.traffic.num_items,
                 figures=service.figures,
             )
 
@@ -253,51 +248,3 @@ def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
         credentials = internal_server_credentials(Path(config.internal_tls_dir), role)
     guards = (RoleGuard(name_of("coordinator")),)
     return {"reflection": False, "guards": guards, "credentials": credentials}
-
-
-class MeteredService(Generic[Item, Answer]):
-    """A replica service that counts what crosses its streams."""
-
-    def __init__(self, service: ReplicaService[Item, Answer]) -> None:
-        self._service = service
-        self._num_items = 0
-        self._num_answers = 0
-
-    @property
-    def traffic(self) -> Traffic:
-        """The counts so far."""
-        return Traffic(self._num_items, self._num_answers)
-
-    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
-        """A new stream of the service."""
-
-        def counted(answers: Sequence[Answer]) -> None:
-            self._num_answers += len(answers)
-            send(answers)
-
-        return _MeteredConnection(self, self._service.connect(counted))
-
-    def describe(self) -> ReplicaDescription:
-        """What the service runs."""
-        return self._service.describe()
-
-    def release(self, session_id: str, epoch: int) -> None:
-        """Forgets a session."""
-        self._service.release(session_id, epoch)
-
-    def count_items(self, num_items: int) -> None:
-        """Adds to the items received."""
-        self._num_items += num_items
-
-
-class _MeteredConnection(Generic[Item]):
-    def __init__(self, meter: MeteredService[Item, Answer], connection: Connection[Item]) -> None:
-        self._count = meter.count_items
-        self._connection = connection
-
-    def receive(self, items: Sequence[Item]) -> None:
-        self._count(len(items))
-        self._connection.receive(items)
-
-    def close(self) -> None:
-        self._connection.close()

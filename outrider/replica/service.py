@@ -30,6 +30,7 @@ from outrider.replica.step_request import (
     expiry,
     refusal,
 )
+from outrider.transport.link import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class SteppedService(Generic[Item, Answer]):
             gathering=gathering,
         )
         self._scheduler.watch_pages(self._park_the_silent)
+        self._num_items = 0
+        self._num_answers = 0
         self._observer = observer
         self._fence = StaleRoundFilter()
         self._presence = SessionTracker()
@@ -88,6 +91,11 @@ class SteppedService(Generic[Item, Answer]):
         """What its steps have lately had to do."""
         return self._scheduler.figures
 
+    @property
+    def traffic(self) -> Traffic:
+        """What has crossed its streams."""
+        return Traffic(self._num_items, self._num_answers)
+
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever `healthy` changes."""
         self._scheduler.watch(on_health)
@@ -96,6 +104,7 @@ class SteppedService(Generic[Item, Answer]):
         """See `ReplicaService.connect`."""
 
         def note_and_send(answers: Sequence[Any]) -> None:
+            self._num_answers += len(answers)
             now = asyncio.get_running_loop().time()
             for answer in answers:
                 self._presence.answer(answer.key.session_id, now)
@@ -134,6 +143,7 @@ class SteppedService(Generic[Item, Answer]):
 
     def _take(self, item: Item, outlet: AnswerSender[Answer]) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
+        self._num_items += 1
         stale = self._fence.admit(item.head)
         if stale is None:
             now = asyncio.get_running_loop().time()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, check
 from outrider.limits import ANSWERS_HELD_MS
-from outrider.messages import Refused, ReplyKey, RoundHead
+from outrider.messages import Refused, ReplyKey, RoundHead, RoundItem
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -26,29 +26,8 @@ CANCELLED_CODE = 1
 """google.rpc.Code of work that nobody needs any more."""
 
 
-class SteppedItem(Protocol):
-    """What a stream brings: an item with a head, as a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def head(self) -> RoundHead:
-        """Session, round, prefix."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens that it has for a step, if the replica holds the stated prefix; at least 1."""
-        ...
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether it need not be finished before a newer item of its session is begun."""
-        ...
-
-
-Item = TypeVar("Item", bound=SteppedItem)
-Item_contra = TypeVar("Item_contra", bound=SteppedItem, contravariant=True)
+Item = TypeVar("Item", bound=RoundItem)
+Item_contra = TypeVar("Item_contra", bound=RoundItem, contravariant=True)
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
 

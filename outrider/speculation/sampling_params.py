@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from outrider.errors import BadRequest
 from outrider.limits import (
@@ -73,10 +74,11 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
-        """A 64-bit name for these parameters, the same in every process."""
-        return int.from_bytes(
-            hashlib.blake2b(repr(self).encode(), digest_size=8).digest(), "little"
-        )
+        """A 64-bit name for these parameters, the same in every process, and for 1 as for 1.0."""
+        floats: dict[str, Any] = {name: float(getattr(self, name)) for name in _FLOATS}
+        biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
+        named = repr(replace(self, top_k=int(self.top_k), logit_bias=biases, **floats))
+        return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little")
 
 
 def resolve_rule(
@@ -91,6 +93,9 @@ def resolve_rule(
     return Rule.COUPLED if seeded else unseeded
 
 
+_FLOATS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+)  # fmt: skip
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, TEMPERATURE_MAX),
     ("min_p", 0.0, 1.0),

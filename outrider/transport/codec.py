@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -46,6 +46,7 @@ from outrider.messages import (
     ReplyKey,
     Resync,
     RoundHead,
+    RoundItem,
     VerdictReply,
     VerifyAnswer,
     VerifyItem,
@@ -56,6 +57,8 @@ from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedPro
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
+T = TypeVar("T")
+
 RULES: dict[int, Rule] = {
     types_pb2.RULE_TOKEN: Rule.TOKEN,
     types_pb2.RULE_BLOCK: Rule.BLOCK,
@@ -63,38 +66,53 @@ RULES: dict[int, Rule] = {
     types_pb2.RULE_GREEDY: Rule.GREEDY,
 }
 """A rule by its number on the wire."""
-RULE_NUMBERS: dict[Rule, int] = {rule: number for number, rule in RULES.items()}
+RULE_NUMBERS: Final[Any] = {rule: number for number, rule in RULES.items()}
 """A rule's number on the wire."""
+_SESSION_ID = re.compile(r"[0-9a-f]{32}")
 
 
-# Sampling parameters
-
-_OPTIONAL: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Fields of the message whose absence means the default."""
+def copied(source: Any, kind: type[T], **others: Any) -> T:
+    """A dataclass of this kind: `others`, and for the rest of its fields what `source` has under
+    the same name. For messages that are not part of a round: it is slower than a constructor."""
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(source, name) for name in names}, **others)
 
 
-def canonical_sampling(params: SamplingParams) -> SamplingParams:
-    """The same parameters as they come out at the other end of a wire (1 becomes 1.0), so that
-    both ends hash the same value."""
-    return replace(
-        params,
-        temperature=float(params.temperature),
-        top_p=float(params.top_p),
-        top_k=int(params.top_k),
-        min_p=float(params.min_p),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        repetition_penalty=float(params.repetition_penalty),
-        logit_bias=tuple(sorted((int(v), float(bias)) for v, bias in params.logit_bias)),
-    )
+# Fields
+
+
+def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
+    """Checks that a session id is 32 lower-case hexadecimal digits."""
+    if _SESSION_ID.fullmatch(session_id) is None:
+        raise BadRequest(
+            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
+        )
+    return session_id
+
+
+def token_ids_from_wire(
+    ids: Iterable[int], field: str, num_max: int | None = None
+) -> tuple[int, ...]:
+    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary, its
+    owner checks."""
+    token_ids = tuple(ids)
+    if num_max is not None and len(token_ids) > num_max:
+        raise BadRequest(field, f"{len(token_ids)} tokens are more than {num_max}")
+    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
+        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
+    return token_ids
+
+
+def _at_most(value: int, bound: int, field: str) -> int:
+    if value > bound:
+        raise BadRequest(field, f"{value} is over {bound}")
+    return value
+
+
+def _milliseconds(value: float, field: str) -> float:
+    if not 0.0 <= value < math.inf:
+        raise BadRequest(field, f"{value!r} is no duration")
+    return value
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -121,17 +139,94 @@ def sampling_from_proto(
             f"{field}.logit_bias",
             f"got {len(message.logit_bias)} entries; at most {LOGIT_BIAS_ENTRIES_MAX}",
         )
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    params = SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))
+    given = {descriptor.name: value for descriptor, value in message.ListFields()}
+    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    params = SamplingParams(**given)
     check_sampling(params, field)
     return params
 
 
-# The head of both requests
+def _proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
+    """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
+    return types_pb2.Proposal(
+        token_ids=proposal.token_ids,
+        q=proposal.q,
+        parents=[parent + 1 for parent in proposal.parents],
+    )
 
 
-def head_to_proto(head: RoundHead, sampling_hash: int | None) -> types_pb2.RoundHead:
-    """With parameters and constraint in full where `sampling_hash` is None, else with hashes."""
+def _proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
+    """Checks the tree, the token ids and the size of q, which is for the target to open."""
+    if not (message.token_ids or message.q or message.parents):
+        return NOTHING_SEALED
+    num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
+    token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids", num_max)
+    if len(message.q) > Q_BYTES_MAX:
+        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
+    parents = tuple(parent - 1 for parent in message.parents)
+    draft_tree(parents, len(token_ids))
+    return SealedProposal(token_ids, message.q, parents)
+
+
+def constraint_from_proto(
+    message: types_pb2.RoundHead, field: str
+) -> tuple[Constraint | None, bytes]:
+    """What the completion must be, and its hash; None where only that was sent, or nothing."""
+    given = message.WhichOneof("completion")
+    if given is None:
+        return None, b""
+    if given == "constraint":
+        constraint = Constraint.read(message.constraint.kind, message.constraint.text, field)
+        return constraint, constraint.digest()
+    if len(message.constraint_hash) != DIGEST_BYTES:
+        raise BadRequest(f"{field}_hash", f"has {len(message.constraint_hash)} bytes, not 16")
+    return None, message.constraint_hash
+
+
+def _features_to_proto(features: Features | None) -> types_pb2.Features | None:
+    if features is None:
+        return None
+    return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
+
+
+def _features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
+    """Checks that they are whole rows, and few; None where none were sent."""
+    if not (message.width or message.rows):
+        return None
+    if not 0 < message.width <= FEATURES_WIDTH_MAX:
+        raise BadRequest(f"{field}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
+    num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
+    if rest or not 0 < num <= FEATURES_MAX:
+        whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
+        raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
+    return Features(message.first, message.width, message.rows)
+
+
+def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
+    """One position."""
+    return types_pb2.PositionLogprobs(
+        logprob=entry.logprob,
+        top=[types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top],
+    )
+
+
+def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs:
+    """One position. Minus infinity is the log-probability of an impossible token."""
+    if len(message.top) > LOGPROBS_MAX:
+        raise BadRequest("logprobs.top", f"{len(message.top)} entries are over {LOGPROBS_MAX}")
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    for value in (message.logprob, *(value for _, value in top)):
+        if not value < math.inf:
+            raise BadRequest("logprobs", f"{value!r} is no log-probability")
+    token_ids_from_wire((v for v, _ in top), "logprobs.top")
+    return PositionLogprobs(message.logprob, top)
+
+
+# Items
+
+
+def head_to_proto(head: RoundHead, hashed: bool = False) -> types_pb2.RoundHead:
+    """With parameters and constraint in full, or with their hashes."""
     message = types_pb2.RoundHead(
         session_id=head.session_id,
         tenant=head.tenant,
@@ -141,18 +236,22 @@ def head_to_proto(head: RoundHead, sampling_hash: int | None) -> types_pb2.Round
         prefix_digest=head.prefix_digest,
         append=head.append,
         prompt_length=head.prompt_length,
-        rule=RULE_NUMBERS[head.rule],  # type: ignore[arg-type]
+        rule=RULE_NUMBERS[head.rule],
         seed=head.seed,
         deadline_ms=head.deadline_ms,
         traceparent=head.traceparent,
     )
-    if sampling_hash is not None:
-        message.sampling_hash = sampling_hash
+    if hashed:
+        message.sampling_hash = head.sampling_hash
+    elif head.sampling is None:
+        raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
     else:
-        if head.sampling is None:
-            raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
         message.sampling_params.CopyFrom(sampling_to_proto(head.sampling))
-    put_constraint(message, head, in_full=sampling_hash is None)
+    if hashed and head.constraint_hash:
+        message.constraint_hash = head.constraint_hash
+    elif head.constraint is not None:
+        message.constraint.kind = head.constraint.kind
+        message.constraint.text = head.constraint.text
     return message
 
 
@@ -173,8 +272,6 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
     if message.epoch < 1:
         raise BadRequest("head.epoch", "epochs begin at 1")
-    if message.deadline_ms > DEADLINE_MS_MAX:
-        raise BadRequest("head.deadline_ms", f"{message.deadline_ms} is over {DEADLINE_MS_MAX}")
     if len(message.tenant) > TENANT_CHARS_MAX:
         raise BadRequest("head.tenant", f"is longer than {TENANT_CHARS_MAX} characters")
     if len(message.traceparent) > TRACEPARENT_CHARS_MAX:
@@ -200,21 +297,18 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         seed=message.seed,
         sampling=sampling,
         sampling_hash=sampling_hash,
-        deadline_ms=message.deadline_ms,
+        deadline_ms=_at_most(message.deadline_ms, DEADLINE_MS_MAX, "head.deadline_ms"),
         traceparent=message.traceparent,
         constraint=constraint,
         constraint_hash=constraint_hash,
     )
 
 
-# Items
-
-
-def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_pb2.VerifyItem:
-    """With the sampling parameters themselves where `sampling_hash` is None."""
+def verify_item_to_proto(item: VerifyItem, hashed: bool = False) -> target_pb2.VerifyItem:
+    """See `head_to_proto`."""
     return target_pb2.VerifyItem(
-        head=head_to_proto(item.head, sampling_hash),
-        proposal=proposal_to_proto(item.proposal) if item.proposal else None,
+        head=head_to_proto(item.head, hashed),
+        proposal=_proposal_to_proto(item.proposal) if item.proposal else None,
         run_ahead=item.run_ahead,
         num_logprobs=item.num_logprobs,
         num_next_draft_tokens=item.num_next_draft_tokens,
@@ -227,17 +321,15 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
 
 def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
     """Raises `BadRequest` naming the field that does not fit."""
-    if message.run_ahead > RUN_AHEAD_ROUNDS_MAX:
-        raise BadRequest("run_ahead", f"{message.run_ahead} is over {RUN_AHEAD_ROUNDS_MAX}")
-    num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
-    if num_logprobs is not None and num_logprobs > LOGPROBS_MAX:
-        raise BadRequest("num_logprobs", f"{num_logprobs} is over {LOGPROBS_MAX}")
     num_next, siblings = message.num_next_draft_tokens, tuple(message.next_siblings)
     _check_tree(num_next, "num_next_draft_tokens", siblings, "next_siblings")
+    num_logprobs = None
+    if message.HasField("num_logprobs"):
+        num_logprobs = _at_most(message.num_logprobs, LOGPROBS_MAX, "num_logprobs")
     return VerifyItem(
         head=head_from_proto(message.head),
-        proposal=proposal_from_proto(message.proposal),
-        run_ahead=message.run_ahead,
+        proposal=_proposal_from_proto(message.proposal),
+        run_ahead=_at_most(message.run_ahead, RUN_AHEAD_ROUNDS_MAX, "run_ahead"),
         num_logprobs=num_logprobs,
         num_next_draft_tokens=num_next,
         next_siblings=siblings,
@@ -247,35 +339,36 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
     )
 
 
-def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2.DraftItem:
-    """With the sampling parameters themselves where `sampling_hash` is None."""
-    held = None if item.held is None else draft_pb2.HeldProposal(token_ids=item.held)
+def draft_item_to_proto(item: DraftItem, hashed: bool = False) -> draft_pb2.DraftItem:
+    """See `head_to_proto`."""
     return draft_pb2.DraftItem(
-        head=head_to_proto(item.head, sampling_hash),
+        head=head_to_proto(item.head, hashed),
         num_draft_tokens=item.num_draft_tokens,
         look_ahead=item.look_ahead,
-        held=held,
+        held=None if item.held is None else draft_pb2.HeldProposal(token_ids=item.held),
         siblings=item.siblings,
-        features=None if item.features is None else features_to_proto(item.features),
+        features=_features_to_proto(item.features),
         budget_us=item.budget_us,
     )
 
 
 def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
     """Raises `BadRequest` naming the field that does not fit."""
-    if message.look_ahead > LOOK_AHEAD_MAX:
-        raise BadRequest("look_ahead", f"{message.look_ahead} is over {LOOK_AHEAD_MAX}")
-    held = None
-    if message.HasField("held"):
-        held = drafted_from_wire(message.held.token_ids, "held.token_ids")
     siblings = tuple(message.siblings)
     _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
-    head = head_from_proto(message.head)
-    features = features_from_proto(message.features, "features")
+    held = None
+    if message.HasField("held"):
+        ids = message.held.token_ids
+        held = token_ids_from_wire(ids, "held.token_ids", NUM_DRAFT_TOKENS_MAX)
     return DraftItem(
-        head, message.num_draft_tokens, message.look_ahead, held, siblings, features,
-        _budget_from_wire(message.budget_us, "budget_us"),
-    )  # fmt: skip
+        head=head_from_proto(message.head),
+        num_draft_tokens=message.num_draft_tokens,
+        look_ahead=_at_most(message.look_ahead, LOOK_AHEAD_MAX, "look_ahead"),
+        held=held,
+        siblings=siblings,
+        features=_features_from_proto(message.features, "features"),
+        budget_us=_budget_from_wire(message.budget_us, "budget_us"),
+    )
 
 
 def _budget_from_wire(budget_us: int, field: str) -> int:
@@ -286,8 +379,7 @@ def _budget_from_wire(budget_us: int, field: str) -> int:
 
 def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field: str) -> None:
     """Of what is asked for: tokens in a chain, and siblings beside them."""
-    if number > NUM_DRAFT_TOKENS_MAX:
-        raise BadRequest(number_field, f"{number} is over {NUM_DRAFT_TOKENS_MAX}")
+    _at_most(number, NUM_DRAFT_TOKENS_MAX, number_field)
     if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
         raise BadRequest(
             field,
@@ -308,26 +400,30 @@ def verify_answer_to_proto(
     message = target_pb2.VerifyReplyItem(
         session_id=key.session_id, epoch=key.epoch, round=key.round
     )
-    if isinstance(answer, VerdictReply):
-        verdict = message.verdict
-        verdict.accept_probability.extend(answer.verdict.accept_probability)
-        verdict.correction.extend(answer.verdict.correction)
-        for entry in answer.logprobs:
-            verdict.logprobs.append(logprobs_to_proto(entry))
-        verdict.cached_length = answer.cached_length
-        verdict.queue_ms = answer.queue_ms
-        verdict.compute_ms = answer.compute_ms
-        if answer.next_proposal:
-            verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
-            verdict.next_base_length = answer.next_base_length
-        verdict.next_draft_ms = answer.next_draft_ms
-        verdict.next_work_ms = answer.next_work_ms
-        verdict.next_out_of_time = answer.next_out_of_time
-        if answer.features is not None:
-            verdict.features.CopyFrom(features_to_proto(answer.features))
-        audit_to_proto(answer.audit, verdict)
-    else:
+    if not isinstance(answer, VerdictReply):
         _other_answer_to_proto(answer, message)
+        return message
+    verdict = message.verdict
+    verdict.accept_probability.extend(answer.verdict.accept_probability)
+    verdict.correction.extend(answer.verdict.correction)
+    verdict.logprobs.extend(logprobs_to_proto(entry) for entry in answer.logprobs)
+    verdict.cached_length = answer.cached_length
+    verdict.queue_ms = answer.queue_ms
+    verdict.compute_ms = answer.compute_ms
+    if answer.next_proposal:
+        verdict.next_proposal.CopyFrom(_proposal_to_proto(answer.next_proposal))
+        verdict.next_base_length = answer.next_base_length
+    verdict.next_draft_ms = answer.next_draft_ms
+    verdict.next_work_ms = answer.next_work_ms
+    verdict.next_out_of_time = answer.next_out_of_time
+    if answer.features is not None:
+        verdict.features.first = answer.features.first
+        verdict.features.width = answer.features.width
+        verdict.features.rows = answer.features.rows
+    if answer.audit is not None:
+        verdict.audit.SetInParent()
+        for name, value in asdict(answer.audit).items():
+            setattr(verdict.audit, name, value)
     return message
 
 
@@ -356,37 +452,48 @@ def verify_answer_from_proto(
         verdict=Verdict(accept, token_ids_from_wire(correction, "verdict.correction")),
         cached_length=verdict.cached_length,
         logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
-        queue_ms=milliseconds(verdict.queue_ms, "verdict.queue_ms"),
-        compute_ms=milliseconds(verdict.compute_ms, "verdict.compute_ms"),
-        next_proposal=proposal_from_proto(verdict.next_proposal),
+        queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
+        compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
+        next_proposal=_proposal_from_proto(verdict.next_proposal),
         next_base_length=verdict.next_base_length,
-        next_draft_ms=milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
-        next_work_ms=milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
+        next_draft_ms=_milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
+        next_work_ms=_milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
         next_out_of_time=verdict.next_out_of_time,
-        features=features_from_proto(verdict.features, "verdict.features"),
-        audit=audit_from_proto(verdict),
+        features=_features_from_proto(verdict.features, "verdict.features"),
+        audit=_audit_from_proto(verdict) if verdict.HasField("audit") else None,
     )
+
+
+def _audit_from_proto(verdict: target_pb2.Verdict) -> AuditSums:
+    sums = copied(verdict.audit, AuditSums)
+    parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
+    if sums.num_tokens != len(verdict.accept_probability) or sum(parts) > sums.num_tokens:
+        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
+    for value in (sums.surprise, sums.entropy, sums.variance):
+        if not 0.0 <= value < math.inf:
+            raise BadRequest("verdict.audit", f"{value!r} is no sum of an audit")
+    return sums
 
 
 def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2.DraftReplyItem:
     """Any answer of a draft."""
     key = answer.key
     message = draft_pb2.DraftReplyItem(session_id=key.session_id, epoch=key.epoch, round=key.round)
-    if isinstance(answer, ProposalReply):
-        message.proposal.CopyFrom(
-            draft_pb2.ProposalAnswer(
-                proposal=proposal_to_proto(answer.proposal),
-                base_length=answer.base_length,
-                cached_length=answer.cached_length,
-                queue_ms=answer.queue_ms,
-                compute_ms=answer.compute_ms,
-                work_ms=answer.work_ms,
-                assumed=answer.assumed,
-                out_of_time=answer.out_of_time,
-            )
-        )
-    else:
+    if not isinstance(answer, ProposalReply):
         _other_answer_to_proto(answer, message)
+        return message
+    message.proposal.CopyFrom(
+        draft_pb2.ProposalAnswer(
+            proposal=_proposal_to_proto(answer.proposal),
+            base_length=answer.base_length,
+            cached_length=answer.cached_length,
+            queue_ms=answer.queue_ms,
+            compute_ms=answer.compute_ms,
+            work_ms=answer.work_ms,
+            assumed=answer.assumed,
+            out_of_time=answer.out_of_time,
+        )
+    )
     return message
 
 
@@ -398,26 +505,19 @@ def draft_answer_from_proto(
     if message.WhichOneof("answer") != "proposal":
         return _other_answer_from_proto(key, message)
     answer = message.proposal
+    # An outcome is assumed: accepted draft tokens and one more.
+    assumed = token_ids_from_wire(answer.assumed, "proposal.assumed", NUM_DRAFT_TOKENS_MAX + 1)
     return ProposalReply(
         key=key,
-        proposal=proposal_from_proto(answer.proposal),
+        proposal=_proposal_from_proto(answer.proposal),
         base_length=answer.base_length,
         cached_length=answer.cached_length,
-        queue_ms=milliseconds(answer.queue_ms, "proposal.queue_ms"),
-        compute_ms=milliseconds(answer.compute_ms, "proposal.compute_ms"),
-        work_ms=milliseconds(answer.work_ms, "proposal.work_ms"),
-        assumed=_assumed_from_wire(answer.assumed),
+        queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
+        compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
+        work_ms=_milliseconds(answer.work_ms, "proposal.work_ms"),
+        assumed=assumed,
         out_of_time=answer.out_of_time,
     )
-
-
-def _assumed_from_wire(ids: Sequence[int]) -> tuple[int, ...]:
-    """An outcome: accepted draft tokens and one more."""
-    if len(ids) > NUM_DRAFT_TOKENS_MAX + 1:
-        raise BadRequest(
-            "proposal.assumed", f"{len(ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX + 1}"
-        )
-    return token_ids_from_wire(ids, "proposal.assumed")
 
 
 def key_from_proto(
@@ -451,210 +551,32 @@ def _other_answer_from_proto(
     raise BadRequest("answer", "is empty")
 
 
-def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
-    """One position."""
-    return types_pb2.PositionLogprobs(
-        logprob=entry.logprob,
-        top=[types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top],
-    )
-
-
-def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs:
-    """One position. Minus infinity is the log-probability of an impossible token."""
-    if len(message.top) > LOGPROBS_MAX:
-        raise BadRequest("logprobs.top", f"{len(message.top)} entries are over {LOGPROBS_MAX}")
-    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
-    for value in (message.logprob, *(value for _, value in top)):
-        if not value < math.inf:
-            raise BadRequest("logprobs", f"{value!r} is no log-probability")
-    token_ids_from_wire((v for v, _ in top), "logprobs.top")
-    return PositionLogprobs(message.logprob, top)
-
-
-_SESSION_ID = re.compile(r"[0-9a-f]{32}")
-
-
-def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
-    """Checks that a session id is 32 lower-case hexadecimal digits."""
-    if _SESSION_ID.fullmatch(session_id) is None:
-        raise BadRequest(
-            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
-        )
-    return session_id
-
-
-def token_ids_from_wire(ids: Iterable[int], field: str) -> tuple[int, ...]:
-    """Checks that token ids fit 31 bits; whether they are in a vocabulary, its owner checks."""
-    token_ids = tuple(ids)
-    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
-        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
-    return token_ids
-
-
-def drafted_from_wire(
-    ids: Sequence[int], field: str, num_max: int = NUM_DRAFT_TOKENS_MAX
-) -> tuple[int, ...]:
-    """The tokens of a proposal."""
-    if len(ids) > num_max:
-        raise BadRequest(field, f"{len(ids)} tokens are more than {num_max}")
-    return token_ids_from_wire(ids, field)
-
-
-def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
-    """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
-    return types_pb2.Proposal(
-        token_ids=proposal.token_ids,
-        q=proposal.q,
-        parents=[parent + 1 for parent in proposal.parents],
-    )
-
-
-def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
-    """Checks the tree, the token ids and the size of q, which is for the target to open."""
-    if not (message.token_ids or message.q or message.parents):
-        return NOTHING_SEALED
-    num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
-    token_ids = drafted_from_wire(message.token_ids, "proposal.token_ids", num_max)
-    if len(message.q) > Q_BYTES_MAX:
-        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
-    parents = tuple(parent - 1 for parent in message.parents)
-    draft_tree(parents, len(token_ids))
-    return SealedProposal(token_ids, message.q, parents)
-
-
-def put_constraint(message: types_pb2.RoundHead, head: RoundHead, *, in_full: bool) -> None:
-    """What the completion must be, if anything, or the hash of that."""
-    if not in_full and head.constraint_hash:
-        message.constraint_hash = head.constraint_hash
-    elif head.constraint is not None:
-        message.constraint.kind = head.constraint.kind
-        message.constraint.text = head.constraint.text
-
-
-def constraint_from_proto(
-    message: types_pb2.RoundHead, field: str
-) -> tuple[Constraint | None, bytes]:
-    """What the completion must be, and its hash; None where only that was sent, or nothing."""
-    given = message.WhichOneof("completion")
-    if given is None:
-        return None, b""
-    if given == "constraint":
-        constraint = Constraint.read(message.constraint.kind, message.constraint.text, field)
-        return constraint, constraint.digest()
-    if len(message.constraint_hash) != DIGEST_BYTES:
-        raise BadRequest(f"{field}_hash", f"has {len(message.constraint_hash)} bytes, not 16")
-    return None, message.constraint_hash
-
-
-def features_to_proto(features: Features) -> types_pb2.Features:
-    """Field for field."""
-    return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
-
-
-def features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
-    """Checks that they are whole rows, and few; None where none were sent."""
-    if not (message.width or message.rows):
-        return None
-    if not 0 < message.width <= FEATURES_WIDTH_MAX:
-        raise BadRequest(f"{field}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
-    num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
-    if rest or not 0 < num <= FEATURES_MAX:
-        whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
-        raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
-    return Features(message.first, message.width, message.rows)
-
-
-def milliseconds(value: float, field: str) -> float:
-    """Checks that a duration is one."""
-    if not 0.0 <= value < math.inf:
-        raise BadRequest(field, f"{value!r} is no duration")
-    return value
-
-
-def audit_to_proto(sums: AuditSums | None, message: target_pb2.Verdict) -> None:
-    """Puts sums into a verdict, field for field, if there are any."""
-    if sums is None:
-        return
-    found = message.audit
-    found.SetInParent()
-    found.num_tokens = sums.num_tokens
-    found.num_impossible = sums.num_impossible
-    found.num_unlikely = sums.num_unlikely
-    found.num_near_ties = sums.num_near_ties
-    found.surprise = sums.surprise
-    found.entropy = sums.entropy
-    found.variance = sums.variance
-
-
-def audit_from_proto(message: target_pb2.Verdict) -> AuditSums | None:
-    """Those of a verdict, if it has any. Raises `BadRequest` for numbers that are none, or that
-    count more tokens than there are."""
-    if not message.HasField("audit"):
-        return None
-    found = message.audit
-    sums = AuditSums(
-        found.num_tokens,
-        found.num_impossible,
-        found.num_unlikely,
-        found.num_near_ties,
-        found.surprise,
-        found.entropy,
-        found.variance,
-    )
-    parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
-    if sums.num_tokens != len(message.accept_probability) or sum(parts) > sums.num_tokens:
-        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
-    for value in (sums.surprise, sums.entropy, sums.variance):
-        if not 0.0 <= value < math.inf:
-            raise BadRequest("verdict.audit", f"{value!r} is no sum of an audit")
-    return sums
+# Descriptions
 
 
 def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
     """Field for field."""
     costs = description.step_costs
-    return types_pb2.ReplicaDescription(
-        model=description.model,
-        weights_fingerprint=description.weights_fingerprint,
-        tokenizer_fingerprint=description.tokenizer_fingerprint,
-        vocab_size=description.vocab_size,
-        dtype=description.dtype,
-        max_model_len=description.max_model_len,
-        eos_token_ids=description.eos_token_ids,
-        max_num_seqs=description.max_num_seqs,
-        step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
-        drafts_itself=description.drafts_itself,
-        shows_features=description.shows_features,
-        reads_features=description.reads_features,
-        numerics=description.numerics,
-    )
+    values = {field.name: getattr(description, field.name) for field in fields(description)}
+    values["step_costs"] = costs if costs is None else types_pb2.StepCosts(**asdict(costs))
+    return types_pb2.ReplicaDescription(**values)
 
 
 def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
     """Field for field."""
-    return ReplicaDescription(
-        model=message.model,
-        weights_fingerprint=message.weights_fingerprint,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        dtype=message.dtype,
-        max_model_len=message.max_model_len,
-        eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
-        max_num_seqs=message.max_num_seqs,
-        step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
-        drafts_itself=message.drafts_itself,
-        shows_features=message.shows_features,
-        reads_features=message.reads_features,
-        numerics=message.numerics,
-    )
+    costs = None
+    if message.HasField("step_costs"):
+        found = message.step_costs
+        try:
+            rows, seconds = tuple(found.rows), tuple(found.seconds)
+            costs = copied(found, StepCosts, rows=rows, seconds=seconds)
+        except InvariantError as error:
+            raise BadRequest("step_costs", error.message) from error
+    eos_token_ids = token_ids_from_wire(message.eos_token_ids, "eos_token_ids")
+    return copied(message, ReplicaDescription, eos_token_ids=eos_token_ids, step_costs=costs)
 
 
-def _costs(message: types_pb2.StepCosts) -> StepCosts:
-    rows, seconds = tuple(message.rows), tuple(message.seconds)
-    try:
-        return StepCosts(rows, seconds, message.session_s, message.slot_s, message.row_slot_s)
-    except InvariantError as error:
-        raise BadRequest("step_costs", error.message) from error
+# Streams
 
 
 class Keyed(Protocol):
@@ -666,7 +588,7 @@ class Keyed(Protocol):
         ...
 
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer", bound=Keyed)
 
 
@@ -682,12 +604,9 @@ class Codec(Generic[Item, Answer]):
     parse_reply: Callable[[bytes], Any]
     """Bytes to a frame of answers; raises `DecodeError`."""
     reply_frame: Callable[[Sequence[Any]], Any]
-    item_to_proto: Callable[[Item, int | None], Any]
+    item_to_proto: Callable[[Item, bool], Any]
+    """An item, with hashes in the place of parameters and constraint or not."""
     item_from_proto: Callable[[Any], Item]
-    item_head: Callable[[Item], RoundHead]
-    awaits_answer: Callable[[Item], bool]
-    """Whether an item asks for anything but guesses."""
-    with_head: Callable[[Item, RoundHead], Item]
     answer_to_proto: Callable[[Answer], Any]
     answer_from_proto: Callable[[Any], Answer]
 
@@ -704,9 +623,6 @@ VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
     reply_frame=lambda items: target_pb2.VerifyReply(items=items),
     item_to_proto=verify_item_to_proto,
     item_from_proto=verify_item_from_proto,
-    item_head=lambda item: item.head,
-    awaits_answer=lambda item: True,
-    with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=verify_answer_to_proto,
     answer_from_proto=verify_answer_from_proto,
 )
@@ -720,9 +636,6 @@ DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
     reply_frame=lambda items: draft_pb2.DraftReply(items=items),
     item_to_proto=draft_item_to_proto,
     item_from_proto=draft_item_from_proto,
-    item_head=lambda item: item.head,
-    awaits_answer=lambda item: item.held is None,
-    with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=draft_answer_to_proto,
     answer_from_proto=draft_answer_from_proto,
 )

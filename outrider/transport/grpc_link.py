@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from random import random
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,7 +33,6 @@ from outrider.messages import (
     DraftItem,
     ReplicaDescription,
     Resync,
-    RoundHead,
     VerifyAnswer,
     VerifyItem,
 )
@@ -41,9 +40,9 @@ from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import (
     DRAFT,
     VERIFY,
+    Answer,
     Codec,
-    Keyed,
-    canonical_sampling,
+    Item,
     description_from_proto,
 )
 from outrider.transport.link import LinkBytes
@@ -53,8 +52,6 @@ from outrider.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer", bound=Keyed)
 RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
 """What a read returns at the end of a stream; type stubs do not know it."""
@@ -237,19 +234,15 @@ class _Stream(Generic[Item, Answer]):
         self._on_answer = on_answer
         self._on_end = on_end
         self._outbox = SendQueue()
-        self._sampling: dict[str, tuple[tuple[int, bytes], int]] = {}
-        """session -> (hashes of the parameters as given and of the constraint, hash of the former
-        as the replica reads them)"""
+        self._sent: dict[str, tuple[int, bytes]] = {}
+        """session -> hashes of the parameters and the constraint that the replica has"""
         self._stopped = False
 
     def encode(self, item: Item) -> Any:
         """The item as a message: parameters and a constraint that were sent before become their
         hashes."""
-        head = self._codec.item_head(item)
-        sent = self._sampling.get(head.session_id)
-        if sent is not None and sent[0] == _hashes(head):
-            return self._codec.item_to_proto(item, sent[1])
-        return self._codec.item_to_proto(item, None)
+        head = item.head
+        return self._codec.item_to_proto(item, self._sent.get(head.session_id) == head.given_hashes)
 
     def put(self, item: Item, message: Any) -> None:
         """Queues what `encode` made of the item just now."""
@@ -257,15 +250,12 @@ class _Stream(Generic[Item, Answer]):
             error = Overloaded(f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
             error.retry_after_ms = LINK_BACKOFF_MS_MIN
             raise error
-        head: RoundHead = self._codec.item_head(item)
-        sent = self._sampling.get(head.session_id)
-        if head.sampling is not None and (sent is None or sent[0] != _hashes(head)):
-            as_read = canonical_sampling(head.sampling).hash()
-            self._sampling[head.session_id] = (_hashes(head), as_read)
+        if item.head.sampling is not None:
+            self._sent[item.head.session_id] = item.head.given_hashes
 
     def forget(self, session_id: str) -> None:
         """Sends this session's parameters in full again, if it sends any."""
-        self._sampling.pop(session_id, None)
+        self._sent.pop(session_id, None)
 
     def stop(self) -> None:
         """Ends the call; nothing of it is heard any more."""
@@ -322,8 +312,3 @@ class _Stream(Generic[Item, Answer]):
             # Whoever waits for it must hear something, and this peer cannot be believed.
             return f"the replica sent an answer that does not fit: {error}"
         return "the replica closed it"
-
-
-def _hashes(head: RoundHead) -> tuple[int, bytes]:
-    """Of what is sent in full once for each session on a stream."""
-    return head.sampling_hash, head.constraint_hash

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
@@ -27,6 +28,7 @@ from outrider.speculation.sampling_params import Rule
 from outrider.transport.codec import (
     RULE_NUMBERS,
     RULES,
+    copied,
     logprobs_from_proto,
     logprobs_to_proto,
     sampling_from_proto,
@@ -51,7 +53,12 @@ FINISH_REASONS: Final[dict[int, FinishReason]] = {
 }
 _ORIGIN_NUMBERS: Final[Any] = {origin: number for number, origin in ORIGINS.items()}
 _REASON_NUMBERS: Final[Any] = {reason: number for number, reason in FINISH_REASONS.items()}
-_RULE_NUMBERS: Final[Any] = RULE_NUMBERS
+
+
+_OPTIONAL: Final = (
+    "max_tokens", "seed", "num_draft_tokens", "deadline_ms", "logprobs", "draft_deadline_ms"
+)  # fmt: skip
+"""Fields of a request whose absence means the coordinator's default."""
 
 
 # Requests
@@ -66,7 +73,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         stop=request.stop,
         ignore_eos=request.ignore_eos,
         seed=request.seed,
-        rule=None if request.rule is None else _RULE_NUMBERS[request.rule],
+        rule=None if request.rule is None else RULE_NUMBERS[request.rule],
         num_draft_tokens=request.num_draft_tokens,
         deadline_ms=request.deadline_ms,
         logprobs=request.logprobs,
@@ -108,24 +115,17 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     if rule is None and message.rule != 0:
         raise BadRequest("rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
 
-    def given(name: str) -> Any:
-        return getattr(message, name) if message.HasField(name) else None
-
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     return GenerateRequest(
         prompt=_prompt_from_proto(message),
         model=message.model,
         sampling=sampling_from_proto(message.sampling),
-        max_tokens=given("max_tokens"),
         stop=tuple(message.stop),
         ignore_eos=message.ignore_eos,
-        seed=given("seed"),
         rule=rule,
-        num_draft_tokens=given("num_draft_tokens"),
-        deadline_ms=given("deadline_ms"),
-        logprobs=given("logprobs"),
         include_rounds=message.include_rounds,
-        draft_deadline_ms=given("draft_deadline_ms"),
         constraint=_constraint_from_proto(message),
+        **given,
     )
 
 
@@ -178,12 +178,11 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
     """Raises `BadRequest` for what is no session's id, or no deadline."""
     if message.HasField("deadline_ms") and not 1 <= message.deadline_ms <= DEADLINE_MS_MAX:
         raise BadRequest("deadline_ms", f"got {message.deadline_ms}; allowed: 1..{DEADLINE_MS_MAX}")
+    optional = ("num_characters", "deadline_ms", "tokens_digest")
     return ResumeRequest(
         session_id=session_id_from_wire(message.session_id),
         num_tokens=message.num_tokens,
-        num_characters=message.num_characters if message.HasField("num_characters") else None,
-        deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
-        tokens_digest=message.tokens_digest if message.HasField("tokens_digest") else None,
+        **{name: getattr(message, name) for name in optional if message.HasField(name)},
     )
 
 
@@ -193,116 +192,56 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """One event."""
     message = pb.GenerateEvent()
-    if isinstance(event, Tokens):
-        message.tokens.first_index = event.first_index
-        message.tokens.token_ids.extend(event.token_ids)
-        message.tokens.text_delta = event.text_delta
-        message.tokens.origins.extend(_ORIGIN_NUMBERS[origin] for origin in event.origins)
-        message.tokens.logprobs.extend(logprobs_to_proto(entry) for entry in event.logprobs)
-    elif isinstance(event, Started):
-        message.started.session_id = event.session_id
-        message.started.model = event.model
-        message.started.seed = event.seed
-        message.started.rule = _RULE_NUMBERS[event.rule]
-        message.started.num_prompt_tokens = event.num_prompt_tokens
-    elif isinstance(event, RoundReport):
-        message.round.CopyFrom(_round_to_proto(event))
-    else:
-        message.finished.CopyFrom(_finished_to_proto(event))
+    match event:
+        case Tokens():
+            message.tokens.first_index = event.first_index
+            message.tokens.token_ids.extend(event.token_ids)
+            message.tokens.text_delta = event.text_delta
+            message.tokens.origins.extend(_ORIGIN_NUMBERS[origin] for origin in event.origins)
+            message.tokens.logprobs.extend(logprobs_to_proto(entry) for entry in event.logprobs)
+        case Started():
+            values = asdict(event) | {"rule": RULE_NUMBERS[event.rule]}
+            message.started.CopyFrom(pb.Started(**values))
+        case RoundReport():
+            parents = [parent + 1 for parent in event.proposed_parents]
+            message.round.CopyFrom(pb.Round(**asdict(event) | {"proposed_parents": parents}))
+        case Finished():
+            message.finished.finish_reason = _REASON_NUMBERS[event.finish_reason]
+            message.finished.usage.CopyFrom(pb.Usage(**asdict(event.usage)))
+            message.finished.metrics.CopyFrom(pb.GenerationMetrics(**asdict(event.metrics)))
     return message
 
 
 def event_from_proto(message: pb.GenerateEvent) -> Event | None:
     """None for a kind of event that this version does not know."""
-    kind = message.WhichOneof("event")
-    if kind == "tokens":
-        return _tokens_from_proto(message.tokens)
-    if kind == "started":
-        found = message.started
-        return Started(
-            found.session_id, found.model, found.seed, rule_from_number(found.rule),
-            found.num_prompt_tokens,
-        )  # fmt: skip
-    if kind == "round":
-        return _round_from_proto(message.round)
-    if kind == "finished":
-        return _finished_from_proto(message.finished)
+    match message.WhichOneof("event"):
+        case "tokens":
+            tokens = message.tokens
+            return Tokens(
+                first_index=tokens.first_index,
+                token_ids=tuple(tokens.token_ids),
+                text_delta=tokens.text_delta,
+                origins=tuple(_known(ORIGINS, origin, "origin") for origin in tokens.origins),
+                logprobs=tuple(logprobs_from_proto(entry) for entry in tokens.logprobs),
+            )
+        case "started":
+            return copied(message.started, Started, rule=rule_from_number(message.started.rule))
+        case "round":
+            found = message.round
+            return copied(
+                found,
+                RoundReport,
+                proposed_token_ids=tuple(found.proposed_token_ids),
+                proposed_parents=tuple(parent - 1 for parent in found.proposed_parents),
+            )
+        case "finished":
+            reason = message.finished.finish_reason
+            return Finished(
+                finish_reason=_known(FINISH_REASONS, reason, "finish reason"),
+                usage=copied(message.finished.usage, Usage),
+                metrics=copied(message.finished.metrics, Metrics),
+            )
     return None
-
-
-def _tokens_from_proto(found: pb.Tokens) -> Tokens:
-    return Tokens(
-        first_index=found.first_index,
-        token_ids=tuple(found.token_ids),
-        text_delta=found.text_delta,
-        origins=tuple(_known(ORIGINS, origin, "origin") for origin in found.origins),
-        logprobs=tuple(logprobs_from_proto(entry) for entry in found.logprobs),
-    )
-
-
-def _round_to_proto(event: RoundReport) -> pb.Round:
-    return pb.Round(
-        index=event.index,
-        proposed_token_ids=event.proposed_token_ids,
-        num_accepted=event.num_accepted,
-        draft_ms=event.draft_ms,
-        wire_ms=event.wire_ms,
-        queue_ms=event.queue_ms,
-        verify_ms=event.verify_ms,
-        commit_ms=event.commit_ms,
-        look_ahead_hit=event.look_ahead_hit,
-        proposed_parents=[parent + 1 for parent in event.proposed_parents],
-    )
-
-
-def _round_from_proto(found: pb.Round) -> RoundReport:
-    return RoundReport(
-        index=found.index,
-        proposed_token_ids=tuple(found.proposed_token_ids),
-        num_accepted=found.num_accepted,
-        draft_ms=found.draft_ms,
-        wire_ms=found.wire_ms,
-        queue_ms=found.queue_ms,
-        verify_ms=found.verify_ms,
-        commit_ms=found.commit_ms,
-        look_ahead_hit=found.look_ahead_hit,
-        proposed_parents=tuple(parent - 1 for parent in found.proposed_parents),
-    )
-
-
-def _finished_to_proto(event: Finished) -> pb.Finished:
-    metrics = event.metrics
-    return pb.Finished(
-        finish_reason=_REASON_NUMBERS[event.finish_reason],
-        usage=pb.Usage(
-            prompt_tokens=event.usage.prompt_tokens,
-            completion_tokens=event.usage.completion_tokens,
-        ),
-        metrics=pb.GenerationMetrics(
-            num_rounds=metrics.num_rounds,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            time_to_first_token_ms=metrics.time_to_first_token_ms,
-            tokens_per_second=metrics.tokens_per_second,
-        ),
-    )
-
-
-def _finished_from_proto(found: pb.Finished) -> Finished:
-    metrics = found.metrics
-    return Finished(
-        finish_reason=_known(FINISH_REASONS, found.finish_reason, "finish reason"),
-        usage=Usage(found.usage.prompt_tokens, found.usage.completion_tokens),
-        metrics=Metrics(
-            num_rounds=metrics.num_rounds,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            time_to_first_token_ms=metrics.time_to_first_token_ms,
-            tokens_per_second=metrics.tokens_per_second,
-        ),
-    )
 
 
 # Sessions
@@ -315,7 +254,7 @@ def session_to_proto(record: SessionRecord) -> pb.Session:
         epoch=record.epoch,
         state=record.state,
         seed=record.seed,
-        rule=_RULE_NUMBERS[record.rule],
+        rule=RULE_NUMBERS[record.rule],
         prompt_length=record.prompt_length,
         token_ids=record.token_ids,
         finish_reason=(

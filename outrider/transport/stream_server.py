@@ -30,17 +30,23 @@ from outrider.v1 import types_pb2
 _ECHOED_SESSION_ID_CHARS = 64
 
 
-class StreamServer(Generic[Item, Answer]):
-    """Bridges protobuf streams and unary calls to one `ReplicaService`."""
+class ReplicaServicer(Generic[Item, Answer]):
+    """Answers the gRPC calls of one `ReplicaService`."""
 
     def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
         self._service = service
         self._codec = codec
         self._readers: dict[asyncio.Task[None], SendQueue] = {}
-        """Of each open stream, who takes its items, and where its answers wait."""
+        """Of each open stream, the task that takes its items, and where its answers wait."""
         self._ending: asyncio.Task[None] | None = None
+        setattr(self, codec.stream_method.lower(), self.stream)
 
-    async def serve(self, frames: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+    @property
+    def grpc_service(self) -> Service:
+        """The service for `outrider.transport.server.RpcServer`."""
+        return Service(self._codec.service, self)
+
+    async def stream(self, frames: AsyncIterator[Any], context: Any = None) -> AsyncGenerator[Any]:
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
         `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
         write stays stuck on such a caller, the task that iterates is cancelled."""
@@ -85,14 +91,17 @@ class StreamServer(Generic[Item, Answer]):
         for outbox in self._readers.values():
             outbox.wake()
 
-    def describe(self) -> types_pb2.ReplicaDescription:
-        """What the replica runs."""
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Any
+    ) -> types_pb2.ReplicaDescription:
+        """What runs here."""
         return description_to_proto(self._service.describe())
 
-    def release(self, request: types_pb2.ReleaseRequest) -> types_pb2.ReleaseReply:
+    async def release(
+        self, request: types_pb2.ReleaseRequest, context: Any
+    ) -> types_pb2.ReleaseReply:
         """Forgets a session unless a newer epoch of it is known."""
-        session_id = session_id_from_wire(request.session_id)
-        self._service.release(session_id, request.epoch)
+        self._service.release(session_id_from_wire(request.session_id), request.epoch)
         return types_pb2.ReleaseReply()
 
 
@@ -124,12 +133,12 @@ class _Stream(Generic[Item, Answer]):
                 if item is not None:
                     items.append(item)
             for item in items:
-                if self._codec.awaits_answer(item):
-                    self._await(self._codec.item_head(item).key)
+                if item.awaits_answer:
+                    self._await(item.head.key)
             if items:
                 self.connection.receive(items)
 
-    def answer(self, answers: Sequence[Answer]) -> None:
+    def answer(self, answers: Sequence[Any]) -> None:
         """Queues answers of the service; when the caller does not read, the stream ends."""
         for answer in answers:
             if self.unanswered.get(answer.key.session_id) == answer.key:
@@ -171,19 +180,19 @@ class _Stream(Generic[Item, Answer]):
         try:
             item = self._codec.item_from_proto(message)
         except BadRequest as error:
-            self._answer_here(_refusal(message.head, error))
+            self.answer([_refusal(message.head, error)])
             return None
-        head = self._codec.item_head(item)
+        head = item.head
         if head.sampling is not None:
             self._remember(head)
             return item
         known = self._known.get(head.session_id)
-        if known is None or _hashes(known) != _hashes(head):
+        if known is None or known.given_hashes != head.given_hashes:
             # The caller then sends everything anew, the parameters included.
-            self._answer_here(Resync(head.key, 0, EMPTY_DIGEST))
+            self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
             return None
         full = replace(head, sampling=known.sampling, constraint=known.constraint)
-        return self._codec.with_head(item, full)
+        return replace(item, head=full)
 
     def _remember(self, head: RoundHead) -> None:
         self._known[head.session_id] = replace(head, append=())
@@ -191,52 +200,11 @@ class _Stream(Generic[Item, Answer]):
         if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
             self._known.popitem(last=False)
 
-    def _answer_here(self, answer: Any) -> None:
-        self.answer([answer])
-
-
-def _hashes(head: RoundHead) -> tuple[int, bytes]:
-    """Of what comes in full once for each session."""
-    return head.sampling_hash, head.constraint_hash
-
 
 def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:
     """Refuses an item under what it called itself, valid or not."""
     key = ReplyKey(head.session_id[:_ECHOED_SESSION_ID_CHARS], head.epoch, head.round)
     return Refused(key, error.grpc_code, error.message)
-
-
-class ReplicaServicer(Generic[Item, Answer]):
-    """Answers the calls of one `ReplicaService`; a role adds its stream under the stream's name."""
-
-    def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
-        self._codec = codec
-        self._streams = StreamServer(service, codec)
-
-    @property
-    def grpc_service(self) -> Service:
-        """The service for `outrider.transport.server.RpcServer`."""
-        return Service(self._codec.service, self)
-
-    def stream(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-        """One stream of a coordinator."""
-        return self._streams.serve(requests)
-
-    async def describe(
-        self, request: types_pb2.DescribeRequest, context: Any
-    ) -> types_pb2.ReplicaDescription:
-        """What runs here."""
-        return self._streams.describe()
-
-    async def release(
-        self, request: types_pb2.ReleaseRequest, context: Any
-    ) -> types_pb2.ReleaseReply:
-        """Forgets a session."""
-        return self._streams.release(request)
-
-    def finish(self, drained: Coroutine[Any, Any, None]) -> None:
-        """See `StreamServer.finish`."""
-        self._streams.finish(drained)
 
 
 class SendQueue:

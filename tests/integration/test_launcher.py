@@ -18,7 +18,7 @@ from outrider.client import Client, Finished, GenerateRequest, Tokens
 from outrider.config import DeploymentConfig, load_config
 from outrider.limits import UNCOMMITTED_TOKENS_MAX
 from outrider.registry.registry import ROLES, Role
-from outrider.replica.host import Traffic
+from outrider.transport.link import Traffic
 
 EMULATED = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",

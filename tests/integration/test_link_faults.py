@@ -16,10 +16,11 @@ from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyA
 from outrider.speculation.accept_reject import Verdict
 from outrider.transport import codec
 from outrider.transport.channel import open_channel
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, Service
+from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
-from target_service.service import TargetServicer
 
 KEY = make_head((1,)).key
 GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
@@ -99,7 +100,7 @@ async def test_a_full_outbox_refuses_and_loses_nothing_it_took() -> None:
     """Items queued in one turn of the loop, one more than may wait: the last is refused, all
     others arrive."""
     service = Silent()
-    server = RpcServer([TargetServicer(service).grpc_service])
+    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
     await server.start()
     link = target_link(server.address)
     Listener(link)
@@ -148,7 +149,7 @@ async def test_more_answers_than_may_wait_end_the_stream() -> None:
     """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
     gone."""
     service = Silent()
-    server = RpcServer([TargetServicer(service).grpc_service])
+    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
     await server.start()
     channel: Any = open_channel(server.address)
     call = await ask_raw(channel)
@@ -171,7 +172,7 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
     """Its window full of unread frames, a write hangs; when the outbox is full as well, the call is
     cancelled rather than kept for ever."""
     service = Silent()
-    server = RpcServer([TargetServicer(service).grpc_service])
+    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
     await server.start()
     channel: Any = open_channel(server.address)
     call = await ask_raw(channel)
@@ -190,14 +191,14 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
 async def ask_raw(channel: Any) -> Any:
     """A stream with one item written and nothing read."""
     call = channel.stream_stream(codec.VERIFY.path("Verify"))()
-    item = codec.verify_item_to_proto(VerifyItem(make_head((1,))), None)
+    item = codec.verify_item_to_proto(VerifyItem(make_head((1,))))
     await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
     return call
 
 
 async def test_a_cancelled_stream_closes_its_connection() -> None:
     service = Silent()
-    server = RpcServer([TargetServicer(service).grpc_service])
+    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
     await server.start()
     link = target_link(server.address)
     Listener(link)

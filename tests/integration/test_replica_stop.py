@@ -17,8 +17,9 @@ from outrider.errors import EngineLost, LinkLost
 from outrider.limits import STEP_CRASHES_UNHEALTHY
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.host import ReplicaHost
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import target_link
-from target_service.service import TargetService, TargetServicer
+from target_service.service import TargetService
 
 T = TypeVar("T")
 Serving = health_pb2.HealthCheckResponse.ServingStatus
@@ -48,7 +49,7 @@ class Hosted:
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)
-        self.address = await self.host.serve(service, TargetServicer, TargetConfig())
+        self.address = await self.host.serve(service, VERIFY, TargetConfig())
         self.link = target_link(self.address)
         self.heard = Listener(self.link)
 

@@ -15,7 +15,6 @@ from stack import draft_without_model
 from toy_engine import ToyEngine
 
 import outrider.transport.server as rpc_server
-from draft_service.service import DraftServicer
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import SettingError, Unavailable
@@ -31,9 +30,10 @@ from outrider.transport.certificates import (
     name_of,
 )
 from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import target_link
 from outrider.transport.tls import caller_trust, internal_server_credentials, internal_trust
-from target_service.service import TargetService, TargetServicer
+from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)
 ROLES: tuple[InternalRole, ...] = ("target", "draft")
@@ -93,11 +93,11 @@ async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
         engine = ToyEngine()
         executor = ThreadExecutor("target", engine.take_step_seconds)
         target = TargetService(engine, executor, max_num_seqs=4)
-        address = await host.serve(target, TargetServicer, TargetConfig(internal_tls_dir=tls))
+        address = await host.serve(target, VERIFY, TargetConfig(internal_tls_dir=tls))
     else:
         executor = ThreadExecutor("draft", lambda: 0.0)
         draft = draft_without_model(NgramDrafter(), executor, max_num_seqs=4)
-        address = await host.serve(draft, DraftServicer, DraftConfig(internal_tls_dir=tls))
+        address = await host.serve(draft, DRAFT, DraftConfig(internal_tls_dir=tls))
     try:
         yield address
     finally:

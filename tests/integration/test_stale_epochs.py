@@ -16,7 +16,7 @@ from rounds import Listener, Player, make_head, session_name
 from session_model import IDS, new_session, next_append
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService, DraftServicer
+from draft_service.service import DraftService
 from outrider.errors import StaleEpoch
 from outrider.limits import APPENDS_PER_CALL_MAX
 from outrider.messages import DraftItem, Refused, VerifyItem
@@ -27,10 +27,12 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Counters, Finish, FinishReason
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link, MemoryLink
 from outrider.transport.server import RpcServer
-from target_service.service import TargetService, TargetServicer
+from outrider.transport.stream_server import ReplicaServicer
+from target_service.service import TargetService
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -179,7 +181,7 @@ async def start_pair(wire: str, exits: AsyncExitStack) -> Pair:
     if wire == "grpc":
         servers = [
             RpcServer([servicer.grpc_service])
-            for servicer in (TargetServicer(target), DraftServicer(draft))
+            for servicer in (ReplicaServicer(target, VERIFY), ReplicaServicer(draft, DRAFT))
         ]
         for server in servers:
             await server.start()

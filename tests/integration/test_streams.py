@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService, DraftServicer
+from draft_service.service import DraftService
 from outrider.errors import ConfigError, LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
@@ -25,14 +25,16 @@ from outrider.replica.scheduler import InlineExecutor, ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport import codec
 from outrider.transport.channel import open_channel
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import MemoryLink
 from outrider.transport.server import RpcServer, ServerOptions
+from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
-from target_service.service import TargetService, TargetServicer
+from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
-VERIFY = "/outrider.v1.Target/Verify"
+VERIFY_PATH = "/outrider.v1.Target/Verify"
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Pair:
 async def start_target(engine: ToyEngine, port: int = 0) -> tuple[TargetService, RpcServer]:
     executor = ThreadExecutor("target", engine.take_step_seconds)
     service = TargetService(engine, executor, max_num_seqs=256)
-    server = RpcServer([TargetServicer(service).grpc_service], ServerOptions(port=port))
+    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service], ServerOptions(port=port))
     await server.start()
     await server.set_serving(True)
     return service, server
@@ -65,7 +67,7 @@ async def pair() -> AsyncIterator[Pair]:
     target, target_server = await start_target(engine)
     executor = ThreadExecutor("draft", draft_engine.take_step_seconds)
     draft = DraftService.with_model(draft_engine, executor, max_num_seqs=256)
-    draft_server = RpcServer([DraftServicer(draft).grpc_service])
+    draft_server = RpcServer([ReplicaServicer(draft, DRAFT).grpc_service])
     await draft_server.start()
     made = Pair(target, draft, target_server, draft_server, engine)
     yield made
@@ -254,7 +256,7 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
 async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
     """What a stream answers to raw bytes, and how it ends."""
     channel: Any = open_channel(address)
-    call = channel.stream_stream(VERIFY)(iter(frames))
+    call = channel.stream_stream(VERIFY_PATH)(iter(frames))
     replies = []
     try:
         async for data in call:
@@ -283,10 +285,10 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
 async def test_a_bad_item_is_refused_by_name_and_its_frame_goes_on(pair: Pair) -> None:
     """One frame with a good item, one with a bad id, one without parameters: each gets its own
     answer, and the half-closed stream ends well."""
-    good = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT)), None)
-    bad = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)), None)
+    good = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT)))
+    bad = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)))
     bad.head.session_id = "XYZ"
-    unknown = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), 77)
+    unknown = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), hashed=True)
     frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
     replies, code, _ = await send_raw(pair.target_server.address, [frame])
     assert code is grpc.StatusCode.OK
@@ -314,7 +316,7 @@ async def test_a_message_over_the_limit_is_refused(pair: Pair) -> None:
     )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     channel: Any = grpc.aio.insecure_channel(pair.target_server.address)
-    call = channel.stream_stream(VERIFY)(iter([b"\x00" * (GRPC_MESSAGE_BYTES_MAX + 1)]))
+    call = channel.stream_stream(VERIFY_PATH)(iter([b"\x00" * (GRPC_MESSAGE_BYTES_MAX + 1)]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
@@ -402,7 +404,9 @@ async def listed_services(address: str) -> list[str]:
 async def test_reflection_where_it_is_on(pair: Pair) -> None:
     names = await listed_services(pair.target_server.address)
     assert {"outrider.v1.Target", "grpc.health.v1.Health"} <= set(names)
-    silent = RpcServer([TargetServicer(pair.target).grpc_service], ServerOptions(reflection=False))
+    silent = RpcServer(
+        [ReplicaServicer(pair.target, VERIFY).grpc_service], ServerOptions(reflection=False)
+    )
     await silent.start()
     try:
         # As a unary call: a stream that is refused while it is written reports either.
@@ -439,7 +443,7 @@ async def test_bytes_that_are_no_message_of_another_package(
 
 async def test_a_taken_port_is_a_clear_error(pair: Pair) -> None:
     second = RpcServer(
-        [TargetServicer(pair.target).grpc_service], ServerOptions(port=pair.target_port)
+        [ReplicaServicer(pair.target, VERIFY).grpc_service], ServerOptions(port=pair.target_port)
     )
     with pytest.raises(ConfigError, match=f"127.0.0.1:{pair.target_port}"):
         await second.start()

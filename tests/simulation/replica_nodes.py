@@ -11,8 +11,8 @@ from draft_service.service import DraftService
 from outrider.errors import InvariantError, OutriderError
 from outrider.messages import ProposalReply
 from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
-from outrider.replica.host import MeteredService, Traffic
 from outrider.replica.scheduler import InlineExecutor
+from outrider.transport.link import Traffic
 from target_service.service import TargetService
 from tests.simulation.processes import Process
 from tests.simulation.shown import (
@@ -93,7 +93,6 @@ class ReplicaNode:
         self.address = ""
         self.service: Any = None
         self._build = build
-        self._metered: Any = None
         self._announcer: Lease | None = None
         self._is_leaving = False
         self._plan: str | None = None
@@ -106,9 +105,8 @@ class ReplicaNode:
         self._watch_steps(world)
         if self.role == "draft" and not world.looks_ahead:
             self._watch_draws(world)
-        self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
-        world.serve(self, self._metered)
+        world.serve(self, self.service)
         self._announcer = Lease(world.redis.registry(), self._record)
         await self._announcer.start()
         self._plan, self._slot = config.plan, config.slot
@@ -172,7 +170,7 @@ class ReplicaNode:
         return ReplicaRecord(
             role=self.role, name=self.name, address=self.address, host="host", pid=1,
             model=runs.model, weights=runs.weights, leaving=self._is_leaving,
-            load=self._metered.traffic.num_items,
+            load=self.service.traffic.num_items,
         )  # fmt: skip
 
     async def wait(self) -> None:
@@ -181,7 +179,7 @@ class ReplicaNode:
 
     async def traffic(self) -> Traffic:
         """See `ReplicaHost`."""
-        found: Traffic = self._metered.traffic
+        found: Traffic = self.service.traffic
         return found
 
     async def leave(self) -> None:

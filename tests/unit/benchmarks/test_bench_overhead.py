@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_serialised_frames() -> None:
     item = draft_item(1, 1)
     clock.draft_sent(item)
     codec = counted(codecs.DRAFT, clock)
-    request = codec.request_frame([codec.item_to_proto(item, None)]).SerializeToString()
+    request = codec.request_frame([codec.item_to_proto(item)]).SerializeToString()
     answer = codec.answer_to_proto(canned_draft().answer(item))
     reply = codec.reply_frame([answer]).SerializeToString()
     assert codec.parse_reply(reply).items[0] == answer

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
 from outrider.grammar.constraint import Constraint
-from outrider.messages import ReplicaDescription
 from outrider.models import linear_layers
-from outrider.replica.host import MeteredService, Traffic
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
     STANDARD_ERROR,
@@ -42,50 +39,6 @@ from outrider.replica.process_setup import (
     step_costs,
     use_threads,
 )
-from outrider.transport.link import Connection
-
-
-class _Echo:
-    """Answers every item with itself, twice; forgets nothing and describes nothing."""
-
-    def __init__(self) -> None:
-        self.closed = 0
-        self.released: list[tuple[str, int]] = []
-
-    def connect(self, send: Callable[[Sequence[int]], None]) -> Connection[int]:
-        echo = self
-
-        class _Stream:
-            def receive(self, items: Sequence[int]) -> None:
-                send([*items, *items])
-
-            def close(self) -> None:
-                echo.closed += 1
-
-        return _Stream()
-
-    def describe(self) -> ReplicaDescription:
-        return ReplicaDescription("echo", "", "", 0, "", 0, (), 1)
-
-    def release(self, session_id: str, epoch: int) -> None:
-        self.released.append((session_id, epoch))
-
-
-def test_a_metered_service_counts_and_passes_everything_on() -> None:
-    """Over several streams, with the service's own answers unchanged."""
-    service = _Echo()
-    metered: MeteredService[int, int] = MeteredService(service)
-    heard: list[int] = []
-    streams = [metered.connect(heard.extend) for _ in range(2)]
-    streams[0].receive([1, 2, 3])
-    streams[1].receive([4])
-    assert heard == [1, 2, 3, 1, 2, 3, 4, 4]
-    assert metered.traffic == Traffic(num_items=4, num_answers=8)
-    for stream in streams:
-        stream.close()
-    metered.release("a", 1)
-    assert (service.closed, service.released) == (2, [("a", 1)])
-    assert metered.describe().model == "echo"
 
 
 def test_threads_are_set_for_libraries_to_come(monkeypatch: pytest.MonkeyPatch) -> None:

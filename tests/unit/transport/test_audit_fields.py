@@ -37,7 +37,7 @@ def test_an_item_says_whether_it_audits() -> None:
     head = RoundHead("ab" * 16, "t", 1, 0, 0, 0, (4,), 1, Rule.BLOCK, 7, sampling, sampling.hash())
     for audits in (True, False):
         item = VerifyItem(head, SealedProposal((1,), b"\0\0"), audit=audits)
-        assert verify_item_from_proto(verify_item_to_proto(item, None)) == item
+        assert verify_item_from_proto(verify_item_to_proto(item)) == item
 
 
 @pytest.mark.parametrize(

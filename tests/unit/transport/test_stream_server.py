@@ -12,7 +12,7 @@ from rounds import make_head
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.messages import DraftItem, Refused, VerifyItem
 from outrider.transport import codec
-from outrider.transport.stream_server import StreamServer
+from outrider.transport.stream_server import ReplicaServicer
 
 FIRST = VerifyItem(make_head((1, 2)))
 SECOND = VerifyItem(make_head((1, 2, 3), 2, round_index=1))
@@ -47,15 +47,15 @@ class Served:
     def __init__(self, codec: Any, *items: Any) -> None:
         self.replica = Replica()
         # As much of a replica as a stream calls.
-        server: Any = StreamServer(self.replica, codec)  # type: ignore[arg-type]
+        server: Any = ReplicaServicer(self.replica, codec)  # type: ignore[arg-type]
         self._codec = codec
-        self.replies = server.serve(self._frames(items))
+        self.replies = server.stream(self._frames(items))
         self.seen: list[tuple[str, int]] = []
         self.reading = asyncio.create_task(self._read())
 
     async def _frames(self, items: Sequence[Any]) -> AsyncIterator[Any]:
         for item in items:
-            yield self._codec.request_frame([self._codec.item_to_proto(item, None)])
+            yield self._codec.request_frame([self._codec.item_to_proto(item)])
 
     async def _read(self) -> None:
         async for frame in self.replies:
