@@ -106,12 +106,12 @@ def _coordinator(store: RedisStore, target: str) -> StampedCoordinator:
             length_control=False,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Timeouts.of(config),
+            timeouts=Timeouts.of(config),
         ),
         store=store,
         targets={"target": target_link(target)},
         drafts={},
-        stand_in=NgramDrafter(),
+        fallback=NgramDrafter(),
         text=_text(),
     )
 

@@ -129,7 +129,7 @@ async def _coordinating(
             length_control=False,  # What is measured are rounds with drafts.
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=replace(
+            timeouts=replace(
                 Timeouts.of(config),
                 # One that stalls is to be measured, not done without.
                 draft_answer_s=config.target_timeout_ms / 1e3,
@@ -150,7 +150,7 @@ async def _coordinating(
                 clock.draft_heard,
             )
         },
-        stand_in=NgramDrafter(),
+        fallback=NgramDrafter(),
         text=None,
     )
     descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

@@ -34,7 +34,7 @@ from outrider.speculation.sampling_params import Rule
 if TYPE_CHECKING:
     from grpc import ServerCredentials
 
-    from coordinator.auth.access_control import Gate
+    from coordinator.auth.access_control import AccessControl
     from coordinator.http_api.server import HttpServer
     from coordinator.requests.validation import Text
     from outrider.drafters.lookup import LookupDrafter
@@ -60,13 +60,13 @@ class CoordinatorActor:
 
     def __init__(self) -> None:
         self._service: CoordinatorService | None = None
-        self._gate: Gate | None = None
+        self._access: AccessControl | None = None
         self._server: RpcServer | None = None
         self._http: HttpServer | None = None
         self._health: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
         self._announcer: Lease | None = None
-        self._rosters: list[asyncio.Task[None]] = []
+        self._followers: list[asyncio.Task[None]] = []
         self._engagement = Engagement(address="")
         self._stopping: asyncio.Task[None] | None = None
 
@@ -85,7 +85,7 @@ class CoordinatorActor:
         log_to(log_directory, config.log_name("coordinator"))
         config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
-        from coordinator.auth.access_control import KeyGuard
+        from coordinator.auth.access_control import KeyInterceptor
         from outrider.transport.server import RpcServer, ServerOptions, Service
         from outrider.v1 import coordinator_pb2
 
@@ -98,21 +98,21 @@ class CoordinatorActor:
         self._service = await _build(config, _links(addresses, links), observation, registry)
         await self._service.start()
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-        gate = self._gate = build_gate(config)
+        access = self._access = build_gate(config)
         self._server = RpcServer(
-            [Service(descriptor, CoordinatorServicer(self._service, gate))],
+            [Service(descriptor, CoordinatorServicer(self._service, access))],
             ServerOptions(
                 config.host,
                 config.grpc_port,
                 reflection=config.serves_reflection,
                 shares_port=config.shares_ports,
                 takes_over=config.takes_over_ports,
-                guards=(KeyGuard(gate),) if gate.asks_for_keys else (),
+                guards=(KeyInterceptor(access),) if access.asks_for_keys else (),
                 credentials=_front_credentials(config),
             ),
         )
         await self._server.start()
-        http_address = await self._serve_http(self._service, config, gate)
+        http_address = await self._serve_http(self._service, config, access)
         await self._server.set_serving(True)
         self._health = asyncio.create_task(_report_health(self._service, self._server, self._http))
         address = advertised(config.host, self._server.address)
@@ -124,7 +124,7 @@ class CoordinatorActor:
         return address
 
     async def _serve_http(
-        self, service: CoordinatorService, config: CoordinatorConfig, gate: Gate
+        self, service: CoordinatorService, config: CoordinatorConfig, access: AccessControl
     ) -> str:
         """Where it answers by HTTP; empty where it does not. Raises `ConfigError`."""
         if not config.http:
@@ -143,7 +143,7 @@ class CoordinatorActor:
             metrics = None if self._exports.scrape is None else self._exports.scrape.render
         options = HttpOptions(
             config.host, config.port, config.shares_ports, config.takes_over_ports,
-            metrics, gate, tls, times,
+            metrics, access, tls, times,
         )  # fmt: skip
         self._http = HttpServer(service, options)
         await self._http.start()
@@ -165,12 +165,12 @@ class CoordinatorActor:
         if service is None or member is None:
             return
         hear = service.fleet.hear
-        rosters = (
+        followers = (
             Discovery("target", service.targets, registry, links[0], begun_with[0], hear),
             Discovery("draft", service.drafts, registry, links[1], begun_with[1], hear),
         )
         peers = Peers(registry, member.name, service, hear)
-        self._rosters = [asyncio.create_task(one.run()) for one in (*rosters, peers)]
+        self._followers = [asyncio.create_task(one.run()) for one in (*followers, peers)]
 
         def record() -> ReplicaRecord:
             return ReplicaRecord(
@@ -224,20 +224,20 @@ class CoordinatorActor:
             self._health.cancel()
         announcer = self._announcer
         servers = [one for one in (self._server, self._http) if one is not None]
-        closed = (self._service, announcer, self._gate, self._exports)
+        closed = (self._service, announcer, self._access, self._exports)
         await run_all(
             *([] if announcer is None else [announcer.withdraw]),
             lambda: asyncio.gather(
                 *(run_all(partial(one.stop, grace_s)) for one in servers), return_exceptions=True
             ),
-            self._end_rosters,  # What still ran had to follow replicas that came and went.
+            self._end_followers,  # What still ran had to follow replicas that came and went.
             *(one.close for one in closed if one is not None),
         )
 
-    async def _end_rosters(self) -> None:
-        for task in self._rosters:
+    async def _end_followers(self) -> None:
+        for task in self._followers:
             task.cancel()
-        await asyncio.gather(*self._rosters, return_exceptions=True)
+        await asyncio.gather(*self._followers, return_exceptions=True)
 
 
 async def _report_health(
@@ -352,7 +352,7 @@ async def _build(
             length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Timeouts.of(config),
+            timeouts=Timeouts.of(config),
             resume_grace_s=config.resume_grace_ms / 1e3,
             follows=config.membership is not None,
             drafting_delays=config.drafting_delays,
@@ -367,7 +367,7 @@ async def _build(
         store=await connect_store(config),
         targets=links[0],
         drafts=links[1],
-        stand_in=_stand_in(config),
+        fallback=_fallback(config),
         text=text,
         random_seed=_random_seeds(config.seed),
         observation=observation,
@@ -383,7 +383,7 @@ def _owner(config: CoordinatorConfig) -> str:
     return f"{name}-{uuid.uuid4().hex}"
 
 
-def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
+def _fallback(config: CoordinatorConfig) -> LookupDrafter:
     """The configured look-up, which drafts alone or before what else does; else prompt lookup."""
     from outrider.drafters.lookup import NgramConfig, NgramDrafter
 
@@ -399,17 +399,17 @@ async def connect_store(config: CoordinatorConfig) -> RedisStore:
     return await RedisStore.connect_to(config.redis, wait_replicas=config.redis_wait_replicas)
 
 
-def build_gate(config: CoordinatorConfig) -> Gate:
+def build_gate(config: CoordinatorConfig) -> AccessControl:
     """What stands before everything that the coordinator serves. Raises `ConfigError`."""
-    from coordinator.auth.access_control import gate_of
+    from coordinator.auth.access_control import access_control_of
 
     if not config.asks_for_keys:
-        return gate_of("", "")
+        return access_control_of("", "")
     from coordinator.auth.rate_limits import Limiter, RedisSlots
 
     limiter = Limiter(RedisSlots(config.redis))
     with blaming("api_key_file"):
-        return gate_of(config.api_key, config.api_key_file, limiter)
+        return access_control_of(config.api_key, config.api_key_file, limiter)
 
 
 def _load_text(config: CoordinatorConfig) -> Text | None:

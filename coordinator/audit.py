@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool, berth_of
-from coordinator.routing.target_client import HeadWriter, TargetClient
+from coordinator.routing.replica_pool import ReplicaPool, route_of
+from coordinator.routing.target_client import HeaderWriter, TargetClient
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
@@ -143,15 +143,15 @@ class Auditor:
         prompt_ids = session.tokens.since(0, session.prompt_length)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         target = TargetClient(
-            berth_of(
+            route_of(
                 self._targets,
                 again,
                 affinity(again.record.tenant, prompt_ids),
                 again.target,
                 parameters.weights,
             ),
-            HeadWriter(again, parameters.sampling, deadline, constraint=parameters.constraint),
-            self._options.patience,
+            HeaderWriter(again, parameters.sampling, deadline, constraint=parameters.constraint),
+            self._options.timeouts,
             audits=True,
         )
         try:

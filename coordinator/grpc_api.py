@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
-from coordinator.auth.access_control import OPEN, Gate, current_caller
+from coordinator.auth.access_control import OPEN, AccessControl, current_caller
 from outrider.api_keys import Caller
 from outrider.errors import Overloaded
 from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_MAX
@@ -28,10 +28,10 @@ class CoordinatorServicer:
     """The methods of `outrider.v1.Coordinator`. Whose sessions a call is about says the caller's
     key alone (`outrider.transport.authorization`)."""
 
-    def __init__(self, service: CoordinatorService, gate: Gate = OPEN) -> None:
-        """`gate` counts what callers run."""
+    def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
+        """`access` counts what callers run."""
         self._service = service
-        self._gate = gate
+        self._access = access
         self._num_reads: Counter[str] = Counter()
         """Calls that read stored sessions now, by their caller's name."""
 
@@ -43,8 +43,9 @@ class CoordinatorServicer:
         running = self._service.generate(
             request_from_proto(request), caller.tenant, _traceparent(context)
         )
-        async with aclosing(self._gate.generation(caller, running)) as events:
-            async for event in events:
+        async with aclosing(running), self._access.admit(caller) as grant:
+            async for event in running:
+                await grant.note(event)
                 yield event_to_proto(event)
 
     async def resume(
@@ -53,9 +54,9 @@ class CoordinatorServicer:
         """Streams the rest of a generation; a client that goes away cancels it."""
         caller, resumed = current_caller(), resume_from_proto(request)
         running = self._service.resume(resumed, caller.tenant, _traceparent(context))
-        counted = self._gate.generation(caller, running, resumes=resumed.session_id)
-        async with aclosing(counted) as events:
-            async for event in events:
+        async with aclosing(running), self._access.admit(caller, resumed.session_id) as grant:
+            async for event in running:
+                await grant.note(event)
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
@@ -71,9 +72,9 @@ class CoordinatorServicer:
         generation: it may be asked for while as many run as the caller may run."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
-        self._gate.check_rate(caller)
+        self._access.check_rate(caller)
         with self._reading(caller):
-            async with self._gate.admit(caller, num_generations=0):
+            async with self._access.admit(caller, num_generations=0):
                 record = await self._service.session(session_id, caller.reach)
         return session_to_proto(record)
 

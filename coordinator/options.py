@@ -23,7 +23,7 @@ class CoordinatorOptions:
     """Whether K is chosen round by round, up to what a request asks for; else it is just that."""
     run_ahead_rounds: int
     max_sessions: int
-    patience: Timeouts
+    timeouts: Timeouts
     follows: bool = False
     """Whether replicas may join later."""
     drafting_delays: bool = False
@@ -38,12 +38,12 @@ class CoordinatorOptions:
     """Candidates that a proposal may have beside each of its tokens, where the draft does not look
     ahead; without `length_control` just so many are asked for."""
     looks_up: bool = False
-    """Whether the stand-in is what drafts, in place of replicas."""
+    """Whether the fallback is what drafts, in place of replicas."""
     confident: float | None = None
-    """Tokens that the stand-in must expect to be accepted to go before what else drafts; None = it
+    """Tokens that the fallback must expect to be accepted to go before what else drafts; None = it
     never does."""
     model_tokens: int = NUM_DRAFT_TOKENS_MAX
-    """Draft tokens of a round that a model or heads are asked for at most where the stand-in was
+    """Draft tokens of a round that a model or headers are asked for at most where the fallback was
     not confident: each takes a step, while those of a look-up cost next to nothing."""
     audit_share: float = 0.0
     """Of sessions, those whose tokens are scored once more when they are over, where anybody hears

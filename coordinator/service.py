@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.loop import RoundMeter
+from coordinator.decoding.loop import Decoding, RoundMeter
 from coordinator.decoding.recovery import Replayed, Replays, told_again
 from coordinator.decoding.sessions import (
     COMMIT_GRACE_S,
-    Runs,
+    RunningSessions,
     SessionCreator,
     SessionRun,
     TakeOvers,
@@ -36,15 +36,14 @@ from coordinator.requests.validation import (
 from coordinator.routing.discovery import FleetView
 from coordinator.routing.draft_client import DraftClient, SelfDraftClient
 from coordinator.routing.drafts import Drafts, LookupDrafts, SessionLookup
-from coordinator.routing.replica_pool import Compatibility, ReplicaPool, berth_of
-from coordinator.routing.target_client import HeadWriter, TargetClient
+from coordinator.routing.replica_pool import Compatibility, ReplicaPool, route_of
+from coordinator.routing.target_client import HeaderWriter, TargetClient
 from outrider.closing import run_all
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
     NotFound,
-    OutriderError,
     Overloaded,
     Unavailable,
 )
@@ -52,7 +51,7 @@ from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.registry.affinity import affinity
 from outrider.registry.registry import Figures, Registry
-from outrider.request import Event, GenerateRequest, ResumeRequest, Started
+from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
 from outrider.speculation.sampling_params import SamplingParams
@@ -79,7 +78,7 @@ class CoordinatorService:
         store: SessionStore,
         targets: Mapping[str, Link[VerifyItem, VerifyAnswer]],
         drafts: Mapping[str, Link[DraftItem, DraftAnswer]],
-        stand_in: LookupDrafter,
+        fallback: LookupDrafter,
         text: Text | None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
@@ -87,7 +86,7 @@ class CoordinatorService:
         registry: Registry | None = None,
     ) -> None:
         """`targets` and `drafts` are there from the start, by name; without drafts nobody is asked
-        for proposals. `stand_in` drafts while no draft replica answers, or alone.
+        for proposals. `fallback` drafts while no draft replica answers, or alone.
         `random_bits(n)` gives n fresh random bits, for session ids; `random_seed()` the seed of a
         request that names none. The `registry` tells observers how large the fleet is."""
         self._options = options
@@ -101,7 +100,7 @@ class CoordinatorService:
             "draft", self._together.check_draft
         )
         self.fleet = FleetView(options.announced_as or options.name, self.targets, self.drafts)
-        self._stand_in = stand_in
+        self._fallback = fallback
         self._text = text
         self._prompts = PromptEncoder(text)
         self._replays = Replays()
@@ -111,7 +110,7 @@ class CoordinatorService:
             return random_bits(53) / 2**53
 
         self._opener = SessionCreator(store, options.name, random_bits, random, self._in_background)
-        self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
+        self._runs = RunningSessions(self._opener, options.resume_grace_s, self._in_background)
         self._take_overs = TakeOvers(
             store, options.name, self._opener, self._runs, self.targets, self._replays
         )
@@ -218,37 +217,57 @@ class CoordinatorService:
         arrived = asyncio.get_running_loop().time()
         served = "" if self._model is None else self._model.name
         observer = self._observation.begin(request, served, traceparent)
-        try:
+        with _observing(observer), self._admitted():
             self._check(request)
-        except OutriderError as error:
-            observer.failed(error)
-            raise
-        deadline_ms = request.deadline_ms or self._options.defaults.deadline_ms
-        deadline = arrived + deadline_ms / 1e3
+            run = await self._open(request, tenant, arrived, observer)
+            with self._serving(run, resumable):
+                yield run.started(self.model.name)
+                while events := await run.next_events():
+                    for event in events:
+                        yield event
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Counts a request while it is served."""
         self._num_admitted += 1
         try:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    parameters = await self._resolve(request, tenant)
-                    session = await self._opener.open(tenant, parameters)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"deadline_ms: {deadline_ms} ms passed before the session was open"
-                ) from None
-            try:
-                run = self._begin(session, parameters, arrived, deadline, observer)
-            except BaseException:
-                counters = session.counters
-                self._opener.cancel(session.session_id, session.epoch, counters)
-                raise
-            async with aclosing(self._events(run, parameters, resumable)) as events:
-                async for event in events:
-                    yield event
-        except BaseException as error:
-            observer.failed(error)
-            raise
+            yield
         finally:
             self._num_admitted -= 1
+
+    @contextmanager
+    def _serving(self, run: SessionRun, resumable: bool = True) -> Iterator[None]:
+        """Ends the session with its stream; one that is `resumable` and whose client goes waits
+        for it."""
+        chosen = self._auditor.choose(run.session, run.parameters)
+        try:
+            yield
+        except (GeneratorExit, asyncio.CancelledError):
+            self._runs.end(run, is_gone=resumable)
+            raise
+        finally:
+            self._runs.end(run)
+            if chosen:
+                self._auditor.take(run.session, run.parameters)
+
+    async def _open(
+        self, request: GenerateRequest, tenant: str, arrived: float, observer: RequestObserver
+    ) -> SessionRun:
+        deadline_ms = request.deadline_ms or self._options.defaults.deadline_ms
+        deadline = arrived + deadline_ms / 1e3
+        try:
+            async with asyncio.timeout_at(deadline):
+                parameters = await self._resolve(request, tenant)
+                session = await self._opener.open(tenant, parameters)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"deadline_ms: {deadline_ms} ms passed before the session was open"
+            ) from None
+        try:
+            return self._begin(session, parameters, arrived, deadline, observer)
+        except BaseException:
+            self._opener.cancel(session.session_id, session.epoch, session.counters)
+            raise
 
     async def resume(
         self, request: ResumeRequest, tenant: str = "", traceparent: str = ""
@@ -260,35 +279,30 @@ class CoordinatorService:
         weights), and `Unavailable` while another coordinator may have it, or this one takes too
         many over."""
         arrived = asyncio.get_running_loop().time()
-        self._check_open()
-        place = self._take_overs.enter(request.session_id)
-        self._num_admitted += 1
-        try:
-            await self._opener.told(request.session_id)
-            record = await self.session(request.session_id, tenant)
-            record, parameters = await self._take_overs.claim(record, request)
-            if record.finish_reason is not None:
-                completion = self._completion(parameters)
-                replayed = await self._replays.replay(record, parameters, completion, request)
-                place.leave()  # A client may read as slowly as it likes.
-                for event in told_again(record, self.model.name, replayed):
-                    yield event
-                return
-            observer = self._observation.begin(
-                parameters.as_request(), self.model.name, traceparent
-            )
-            try:
-                run = await self._go_on(record, parameters, request, arrived, observer)
-                place.leave()
-                async with aclosing(self._events(run, parameters)) as events:
-                    async for event in events:
+        with self._admitted():
+            self._check_open()
+            with self._take_overs.place(request.session_id) as place:
+                await self._opener.told(request.session_id)
+                record = await self.session(request.session_id, tenant)
+                record, parameters = await self._take_overs.claim(record, request)
+                if record.finish_reason is not None:
+                    completion = self._completion(parameters)
+                    replayed = await self._replays.replay(record, parameters, completion, request)
+                    place.leave()  # A client may read as slowly as it likes.
+                    for event in told_again(record, self.model.name, replayed):
                         yield event
-            except BaseException as error:
-                observer.failed(error)
-                raise
-        finally:
-            place.leave()
-            self._num_admitted -= 1
+                    return
+                observer = self._observation.begin(
+                    parameters.as_request(), self.model.name, traceparent
+                )
+                with _observing(observer):
+                    run = await self._go_on(record, parameters, request, arrived, observer)
+                    place.leave()
+                    with self._serving(run):
+                        yield run.started(self.model.name)
+                        while events := await run.next_events():
+                            for event in events:
+                                yield event
 
     async def _go_on(
         self,
@@ -312,31 +326,12 @@ class CoordinatorService:
             self._runs.wait_for_client(record.session_id, record.epoch, record.counters)
             raise
 
-    async def _events(
-        self, run: SessionRun, parameters: GenerationParameters, resumable: bool = True
-    ) -> AsyncGenerator[Event]:
-        chosen = self._auditor.choose(run.session, parameters)
-        try:
-            yield Started(
-                run.session_id, self.model.name, parameters.seed, parameters.rule,
-                len(parameters.prompt_ids),
-            )  # fmt: skip
-            async for event in run.events():
-                yield event
-        except (GeneratorExit, asyncio.CancelledError):
-            self._runs.end(run, is_gone=resumable)
-            raise
-        finally:
-            self._runs.end(run)
-            if chosen:
-                self._auditor.take(run.session, parameters)
-
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
         `tenant` as for `session`. Raises `NotFound`, and `Unavailable` for one that another
         coordinator has."""
         run = self._runs.get(session_id)
-        if run is not None and tenant in (run.tenant, None):
+        if run is not None and tenant in (run.session.record.tenant, None):
             run.cancel()
             return
         await self._opener.told(session_id)
@@ -423,7 +418,7 @@ class CoordinatorService:
         """Refuses what is too much, or too late."""
         if self._committer.closing:
             raise Unavailable("this coordinator is shutting down")
-        if self._num_admitted >= self._options.max_sessions:
+        if self._num_admitted > self._options.max_sessions:  # This one counts already.
             raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
@@ -433,7 +428,7 @@ class CoordinatorService:
             ends = self.model.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # Of a session that begins without a target nobody could say with whose weights it goes on.
-        target = await self.targets.wait_for_one(self._options.patience.target_gone_s)
+        target = await self.targets.wait_for_one(self._options.timeouts.target_gone_s)
         parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
         return replace(parameters, weights=target.weights)
 
@@ -454,51 +449,49 @@ class CoordinatorService:
     ) -> SessionRun:
         """Runs a session. Where that fails, nothing here refers to it."""
         try:
-            return self._run(session, parameters, arrived, deadline, observer, replayed)
+            observer.opened(session.session_id, session.prompt_length, parameters.seed)
+            self._committer.add(session)
+            decoding = self._decoding(session, parameters, deadline, observer, replayed)
+            run = SessionRun(decoding, arrived, deadline, replayed)
+            self._runs.add(run)
         except BaseException:
             self._committer.remove(session)
             raise
+        return run
 
-    def _run(
+    def _decoding(
         self,
         session: Session,
         parameters: GenerationParameters,
-        arrived: float,
         deadline: float,
         observer: RequestObserver,
         replayed: Replayed | None,
-    ) -> SessionRun:
+    ) -> Decoding:
         options = self._options
-        observer.opened(session.session_id, session.prompt_length, parameters.seed)
-        self._committer.add(session)
-        heads = HeadWriter(session, parameters.sampling, deadline, observer, parameters.constraint)
+        headers = HeaderWriter(
+            session, parameters.sampling, deadline, observer, parameters.constraint
+        )
         key = affinity(session.record.tenant, parameters.prompt_ids)
-        draft = self._drafts_of(heads, parameters, key)
-        num_draft_tokens = parameters.num_draft_tokens
-        run = SessionRun(
+        draft = self._drafts_of(headers, parameters, key)
+        num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
+        return Decoding(
             session=session,
             parameters=parameters,
             completion=self._completion(parameters) if replayed is None else replayed.completion,
             target=TargetClient(
-                berth_of(self.targets, session, key, session.target, parameters.weights),
-                heads,
-                options.patience,
+                route_of(self.targets, session, key, session.target, parameters.weights),
+                headers,
+                options.timeouts,
             ),
             draft=draft,
             committer=self._committer,
-            lengths=self._length_policy(
-                session, 0 if draft is None else num_draft_tokens, parameters.sampling
-            ),
+            lengths=self._length_policy(session, num_draft_tokens, parameters.sampling),
             length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
             meter=self._meter,
-            arrived=arrived,
-            deadline=deadline,
             reads_beside=not options.drafting_delays,
             observer=observer,
-            replayed=replayed,
+            ended=None if replayed is None else replayed.finish_reason,
         )
-        self._runs.add(run)
-        return run
 
     def _completion(self, parameters: GenerationParameters) -> Completion:
         return Completion(
@@ -509,34 +502,34 @@ class CoordinatorService:
         )
 
     def _drafts_of(
-        self, heads: HeadWriter, parameters: GenerationParameters, key: bytes
+        self, headers: HeaderWriter, parameters: GenerationParameters, key: bytes
     ) -> Drafts | None:
         """Where the proposals of a session come from; None for one without."""
         if parameters.num_draft_tokens == 0:
             return None
         options = self._options
-        stand_in = SessionLookup(self._stand_in, heads.session, heads.sampling)
+        fallback = SessionLookup(self._fallback, headers.session, headers.sampling)
         target, draft = self._together.target, self._together.draft
-        patience = options.patience.with_draft_deadline(parameters.draft_deadline_ms)
+        timeouts = options.timeouts.with_draft_deadline(parameters.draft_deadline_ms)
         if target is not None and target.drafts_itself:
             return SelfDraftClient(
-                heads.session,
-                stand_in,
+                headers.session,
+                fallback,
                 options.confident,
-                patience.draft_answer_s,
+                timeouts.draft_answer_s,
                 options.model_tokens,
             )
         if options.looks_up:
-            return LookupDrafts(stand_in)
+            return LookupDrafts(fallback)
         if draft is None:
             return None
         reads_features = draft.reads_features
         return DraftClient(
-            berth_of(self.drafts, heads.session, key, heads.session.draft),
-            heads,
-            patience,
-            stand_in,
-            0 if reads_features or heads.constraint else options.look_ahead,
+            route_of(self.drafts, headers.session, key, headers.session.draft),
+            headers,
+            timeouts,
+            fallback,
+            0 if reads_features or headers.constraint else options.look_ahead,
             options.look_ahead_bytes_max,
             reads_features,
             options.confident,
@@ -554,3 +547,13 @@ class CoordinatorService:
         return self._lengths.open(
             record.rule, record.seed, num_draft_tokens, session.prompt_length, siblings
         )
+
+
+@contextmanager
+def _observing(observer: RequestObserver) -> Iterator[None]:
+    """Tells an observer how its request failed."""
+    try:
+        yield
+    except BaseException as error:
+        observer.failed(error)
+        raise

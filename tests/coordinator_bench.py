@@ -92,13 +92,13 @@ class Bench:
                 length_control=length_control,
                 run_ahead_rounds=8,
                 max_sessions=max_sessions,
-                patience=PATIENCE,
+                timeouts=PATIENCE,
                 resume_grace_s=resume_grace_s,
             ),
             store=self.store,
             targets={"t": self.target_link},
             drafts=drafts or {"d": MemoryLink(self.draft)},
-            stand_in=NgramDrafter(),
+            fallback=NgramDrafter(),
             text=text,
         )
 

@@ -111,8 +111,8 @@ class World:
         passes = [self.random.random() < self.acceptance for _ in range(num_proposed)]
         survival = tuple(float(all(passes[: n + 1])) for n in range(num_proposed))
         draft_s = self.wire_s + self._noisy(num_proposed * self.draft_s) if num_asked else 0.0
-        if num_asked and (draft_s := draft_s + self.stall(self.random)) > length.patience_s:
-            draft_s, num_asked, num_proposed, survival = length.patience_s, 0, 0, ()
+        if num_asked and (draft_s := draft_s + self.stall(self.random)) > length.draft_budget_s:
+            draft_s, num_asked, num_proposed, survival = length.draft_budget_s, 0, 0, ()
         target_s = self._noisy(self.verify(1 + num_proposed))
         self.now += draft_s + target_s + (self.wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeadWriter, TargetClient, Timeouts
+from coordinator.routing.target_client import HeaderWriter, TargetClient, Timeouts
 from outrider.clock import run_virtually
 from outrider.errors import (
     Unavailable,
@@ -112,8 +112,8 @@ def session(prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY) -> Sessi
     return Session(SessionRecord.new("0" * 32, "", "me", 3, rule, "{}", prompt))
 
 
-def heads(of: Session, observer: RequestObserver = SILENT) -> HeadWriter:
-    return HeadWriter(of, SamplingParams(temperature=0.0), 1000.0, observer)
+def heads(of: Session, observer: RequestObserver = SILENT) -> HeaderWriter:
+    return HeaderWriter(of, SamplingParams(temperature=0.0), 1000.0, observer)
 
 
 _watching: set[Any] = set()

@@ -1,16 +1,17 @@
 """What stands before everything that a coordinator serves, by gRPC and by HTTP: one object asks
 for keys, and counts what each caller runs.
 
-    caller = gate.identify(shown)                             # raises Unauthenticated
-    async for event in gate.generation(caller, events): ...   # raises Overloaded
+    caller = access.identify(shown)           # raises Unauthenticated
+    async with access.admit(caller) as grant: # raises Overloaded
+        ...                                   # one generation, of which `grant.note` hears
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,6 @@ from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, re
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.limits import API_KEY_CHARS_MAX, HEALTH_WATCHES_MAX, KEY_FILE_LOOK_MS
-from outrider.request import Event, Finished, Started
 from outrider.transport.authorization import Continuation, behind, refusing
 from outrider.transport.status import abort
 
@@ -63,7 +63,7 @@ class KeyFile:
         return Keyring([*entries, *self._given])
 
 
-class Gate:
+class AccessControl:
     """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
 
     def __init__(self, keys: KeyFile | None = None, limiter: Limiter | None = None) -> None:
@@ -113,41 +113,27 @@ class Gate:
         async with self._limiter.admit(caller, resumes, num_generations) as grant:
             yield grant
 
-    async def generation(
-        self, caller: Caller, events: AsyncGenerator[Event], resumes: str = ""
-    ) -> AsyncGenerator[Event]:
-        """The events of a generation, which begins once there is room for it, and closes with this.
-        Its place is free when its last event comes, so that who has that may ask again. Raises as
-        `admit`, and what `events` raises."""
-        async with aclosing(events), self.admit(caller, resumes) as grant:
-            async for event in events:
-                if isinstance(event, Started):
-                    grant.name_after(event.session_id)
-                elif isinstance(event, Finished):
-                    await grant.release()
-                yield event
-
     async def close(self) -> None:
         """Counts nothing any more."""
         if self._limiter is not None:
             await self._limiter.close()
 
 
-OPEN = Gate()
+OPEN = AccessControl()
 """Asks for nothing."""
 
 
-def gate_of(
+def access_control_of(
     api_keys: str,
     api_key_file: str,
     limiter: Limiter | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Gate:
-    """The gate that these settings ask for. Raises `ConfigError`."""
+) -> AccessControl:
+    """The access that these settings ask for. Raises `ConfigError`."""
     if not api_keys and not api_key_file:
         return OPEN
     path = Path(api_key_file) if api_key_file else None
-    return Gate(KeyFile(path, given_keys(api_keys), clock), limiter)
+    return AccessControl(KeyFile(path, given_keys(api_keys), clock), limiter)
 
 
 HEALTH: Final = f"/{health.SERVICE_NAME}/"
@@ -161,11 +147,11 @@ def current_caller() -> Caller:
     return _CALLER.get()
 
 
-class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets in who has a key, as the `Gate` knows it."""
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets in who has a key, as the `AccessControl` knows it."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, access: AccessControl) -> None:
+        self._access = access
         self._num_watches = 0
 
     async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
@@ -177,7 +163,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             metadata = details.invocation_metadata or ()
             shown = [value for key, value in metadata if key == _AUTHORIZATION]
-            caller = self._gate.identify(shown)
+            caller = self._access.identify(shown)
         except OutriderError as error:
             return refusing(error, details.method)
         _CALLER.set(caller)

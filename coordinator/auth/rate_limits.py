@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from outrider.api_keys import Caller
 from outrider.errors import InvariantError, OutriderError, Overloaded
 from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS, SLOT_RETRY_MS, SLOTS_PER_SCRIPT_MAX
+from outrider.request import Event, Finished, Started
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
@@ -66,8 +67,9 @@ def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
 class Grant:
     """One request that runs; this one has no slots."""
 
-    def name_after(self, session_id: str) -> None:
-        """The request, which is one generation, has this session."""
+    async def note(self, event: Event) -> None:
+        """The request is one generation, which has this event. Its slot is free before the last one
+        is told, so that a client that has it may ask again."""
 
     async def release(self) -> None:
         """It does not run any more. A second time it does nothing."""
@@ -78,10 +80,12 @@ class _Slots(Grant):
         self._limiter, self._caller = limiter, caller
         self._held = list(names)
 
-    def name_after(self, session_id: str) -> None:
-        if self._held and session_id not in self._held:
-            old, self._held[0] = self._held[0], session_id
-            self._limiter.swap(self._caller, old, session_id)
+    async def note(self, event: Event) -> None:
+        if isinstance(event, Started) and self._held and event.session_id not in self._held:
+            old, self._held[0] = self._held[0], event.session_id
+            self._limiter.swap(self._caller, old, event.session_id)
+        elif isinstance(event, Finished):
+            await self.release()
 
     async def release(self) -> None:
         names, self._held = self._held, []
@@ -114,7 +118,7 @@ class Limiter:
         self._renewing: asyncio.Task[None] | None = None
 
     def check_rate(self, caller: Caller) -> None:
-        """See `Gate.check_rate`."""
+        """See `AccessControl.check_rate`."""
         until = self._empty_until.get(caller)
         if until is None:
             return
@@ -127,7 +131,7 @@ class Limiter:
     async def admit(
         self, caller: Caller, resumes: str = "", num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """See `Gate.admit`."""
+        """See `AccessControl.admit`."""
         names: list[str] = []
         if caller.concurrency:
             names = [resumes] if resumes else [self._new_name() for _ in range(num_generations)]

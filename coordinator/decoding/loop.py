@@ -16,7 +16,7 @@ from coordinator.decoding.detokenizer import Completion, Piece
 from coordinator.draft_length.acceptance import fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts, LookupProbe
+from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.target_client import TargetClient
 from outrider.decayed_average import DecayedSums
 from outrider.errors import DataLoss, DeadlineExceeded
@@ -31,7 +31,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.telemetry.logs import identify
 from outrider.telemetry.observer import SILENT, RequestObserver
 
-_NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
+_NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class Decoding:
         target: TargetClient,
         draft: Drafts | None,
         committer: Committer,
-        journal: OutputQueue,
         lengths: LengthPolicy,
         length_max: int,
         meter: RoundMeter,
@@ -66,30 +65,37 @@ class Decoding:
         reads the prompt while the target does, if it `reads_beside`; else with the first round
         that has a draft. `ended` is why there is nothing to decode, for a completion that was
         whole when it was resumed."""
-        self._session = session
+        self.session = session
+        self.parameters = parameters
+        self.completion = completion
+        self.target = target
+        self.draft = draft
+        self.committer = committer
+        self.lengths = lengths
+        self.observer = observer
+        self.output = OutputQueue(session, committer, observer)
         self._length_max = length_max
-        self._parameters = parameters
-        self._completion = completion
-        self._target = target
-        self._draft = draft
-        self._committer = committer
-        self._journal = journal
-        self._lengths = lengths
-        self._watch: LookupProbe | None = None
-        if isinstance(draft, LookupDrafts) and lengths.listens:
-            self._watch = LookupProbe(draft.lookup, lengths, parameters.num_draft_tokens)
+        self._probe: LookupProbe | None = None
+        if draft is not None and draft.lookup is not None and lengths.listens:
+            self._probe = LookupProbe(draft.lookup, lengths, parameters.num_draft_tokens)
         self._meter = meter
-        self._observer = observer
         self._reads_beside = reads_beside
         self._ended = ended
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
 
+    def close(self) -> None:
+        """Frees what the session holds at its replicas."""
+        self.lengths.close()
+        self.target.close()
+        if self.draft is not None:
+            self.draft.close()
+
     async def run(self, deadline: float) -> FinishReason:
         """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
         Raises `DeadlineExceeded` when it passes before the first token, what the target refuses
         with, and what made the session lose its store."""
-        identify(self._session.session_id, self._observer.trace_id)
+        identify(self.session.session_id, self.observer.trace_id)
         try:
             async with asyncio.timeout_at(deadline) as self._deadline:
                 if self._ended is not None:
@@ -100,14 +106,14 @@ class Decoding:
         except TimeoutError:
             if self._cancelled:
                 return self._interrupted(FinishReason.CANCELLED)
-            if self._completion.num_tokens == 0:
+            if self.completion.num_tokens == 0:
                 raise DeadlineExceeded(
-                    f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+                    f"deadline_ms: {self.parameters.deadline_ms} ms passed before the first token"
                 ) from None
             return self._interrupted(FinishReason.DEADLINE)
         finally:
             self._deadline = None
-            self._journal.close()
+            self.output.close()
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
@@ -116,12 +122,12 @@ class Decoding:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
-        if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
-            self._draft.prefill(0, self._parameters.num_draft_tokens)
+        if self.draft is not None and self._reads_beside and not self.lengths.begins_plain:
+            self.draft.prefill(0, self.parameters.num_draft_tokens)
         round_index = 0
         while True:
-            await self._committer.room(self._session, self._parameters.num_draft_tokens + 1)
-            await self._journal.room()
+            await self.committer.room(self.session, self.parameters.num_draft_tokens + 1)
+            await self.output.room()
             reason = await self._round(round_index)
             if reason is not None:
                 return reason
@@ -129,14 +135,14 @@ class Decoding:
 
     async def _round(self, index: int) -> FinishReason | None:
         """One round; returns why the completion ends with it, if it does."""
-        self._observer.round_began(index)
-        record, start_length = self._session.record, self._session.length
+        self.observer.round_began(index)
+        record, start_length = self.session.record, self.session.length
         noise = RoundNoise(record.seed, record.rule, start_length)
-        length = self._lengths.choose(index, self._completion.remaining)
+        length = self.lengths.choose(index, self.completion.remaining)
         drafted = await self._propose(index, length, noise)
         verified = await self._verify(index, length, drafted)
-        if self._session.error is not None:
-            raise self._session.error  # It was lost meanwhile.
+        if self.session.error is not None:
+            raise self.session.error  # It was lost meanwhile.
         proposal = drafted.proposal
         outcome = decide(
             verified.reply.verdict,
@@ -145,33 +151,33 @@ class Decoding:
             noise.accept_uniforms(len(proposal), proposal.parents),
             proposal.parents,
         )
-        self._target.settle(verified.reply, start_length + outcome.num_accepted)
-        if self._draft is not None:
+        self.target.settle(verified.reply, start_length + outcome.num_accepted)
+        if self.draft is not None:
             on_spine = proposal.tree.shared_with_spine(outcome.path)
-            self._draft.settle(start_length + on_spine)
-        if self._lengths.listens:
+            self.draft.settle(start_length + on_spine)
+        if self.lengths.listens:
             self._note(drafted, verified, outcome)
-        if self._watch is not None:
+        if self._probe is not None:
             if length.num_draft_tokens == 0:
-                self._watch.committed(noise, outcome.token_ids[0])
+                self._probe.committed(noise, outcome.token_ids[0])
             else:
-                self._watch.interrupted()
+                self._probe.interrupted()
         return self._commit(index, drafted, verified, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
-            self._observer.chosen(length.num_draft_tokens)
-        if self._draft is None or length.num_draft_tokens == 0:
+            self.observer.chosen(length.num_draft_tokens)
+        if self.draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
-        self._observer.asked("draft")
-        room = self._length_max - self._session.length - length.num_draft_tokens
+        self.observer.asked("draft")
+        room = self._length_max - self.session.length - length.num_draft_tokens
         siblings = fitting(length.siblings, room)
-        drafted = await self._draft.propose(
-            index, length.num_draft_tokens, noise, siblings, length.patience_s, length.is_timed
+        drafted = await self.draft.propose(
+            index, length.num_draft_tokens, noise, siblings, length.draft_budget_s, length.is_timed
         )
-        self._observer.drafted(
+        self.observer.drafted(
             len(drafted.proposal),
-            drafted.by_replica,
+            drafted.source != "fallback",
             drafted.seconds,
             drafted.queue_ms,
             drafted.compute_ms,
@@ -180,23 +186,23 @@ class Decoding:
         return drafted
 
     async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> Verified:
-        self._observer.asked("target")
+        self.observer.asked("target")
         loop = asyncio.get_running_loop()
         start = loop.time()
         wanted = NOTHING_WANTED
-        if self._draft is not None:
-            room = self._length_max - self._session.length - len(drafted.proposal) - 1
-            wanted = self._draft.next_wanted(length, room)
-        reply = await self._target.verify(
-            index, drafted.proposal, length.run_ahead, self._parameters.logprobs, wanted
+        if self.draft is not None:
+            room = self._length_max - self.session.length - len(drafted.proposal) - 1
+            wanted = self.draft.next_wanted(length, room)
+        reply = await self.target.verify(
+            index, drafted.proposal, length.run_ahead, self.parameters.logprobs, wanted
         )
-        if self._draft is not None:
-            self._draft.hear(reply)
-            if self._target.found_broken_draft:
-                self._target.found_broken_draft = False
-                self._draft.reject()
+        if self.draft is not None:
+            self.draft.hear(reply)
+            if self.target.found_broken_draft:
+                self.target.found_broken_draft = False
+                self.draft.reject()
         seconds = loop.time() - start
-        self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
+        self.observer.verified(seconds, reply.queue_ms, reply.compute_ms)
         return Verified(reply, seconds)
 
     def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
@@ -206,9 +212,9 @@ class Decoding:
         tree = proposal.tree
         played = PlayedRound(
             num_asked=drafted.num_asked,
-            survival=survival(self._session.record.rule, [accept[i] for i in tree.spine]),
+            survival=survival(self.session.record.rule, [accept[i] for i in tree.spine]),
             num_tokens=len(outcome.token_ids),
-            context=self._session.length,
+            context=self.session.length,
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
@@ -219,54 +225,54 @@ class Decoding:
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
         )
-        self._lengths.note(played)
+        self.lengths.note(played)
 
     def _commit(
         self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome
     ) -> FinishReason | None:
-        first_index = self._completion.num_tokens
-        piece = self._completion.push(outcome.token_ids)
+        first_index = self.completion.num_tokens
+        piece = self.completion.push(outcome.token_ids)
         num_accepted = min(outcome.num_accepted, piece.num_tokens)
         tokens = self._tokens_event(first_index, piece, verified.reply, outcome)
-        counters = self._session.counters
-        self._session.decide(
+        counters = self.session.counters
+        self.session.decide(
             tokens.token_ids,
             Counters(
                 counters.num_rounds + 1,
                 counters.num_draft_tokens + len(drafted.proposal),
                 counters.num_accepted_draft_tokens + num_accepted,
             ),
-            draft=None if self._draft is None else self._draft.cache_state,
-            target=self._target.cache_state,
+            draft=None if self.draft is None else self.draft.cache_state,
+            target=self.target.cache_state,
             logprobs=[write_logprobs(logprobs) for logprobs in tokens.logprobs],
         )
-        self._observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
+        self.observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
         self._meter.decided(drafted, num_accepted, piece.num_tokens)
-        self._committer.notify(self._session)
+        self.committer.notify(self.session)
         report = None
-        if self._parameters.include_rounds:
+        if self.parameters.include_rounds:
             report = _report(index, drafted, verified, num_accepted)
         self._write(tokens, report, index)
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
         """Shows the text that was held back when nothing more will come."""
-        text = self._completion.finish()
+        text = self.completion.finish()
         if text:
-            self._write(Tokens(self._completion.num_tokens, (), text, (), ()), None)
+            self._write(Tokens(self.completion.num_tokens, (), text, (), ()), None)
         return reason
 
     def _write(
         self, tokens: Tokens, report: RoundReport | None, round_index: int | None = None
     ) -> None:
         now = asyncio.get_running_loop().time()
-        self._journal.write(Entry(self._session.length, tokens, report, now, round_index))
+        self.output.write(Entry(self.session.length, tokens, report, now, round_index))
 
     def _tokens_event(
         self, first_index: int, piece: Piece, reply: VerdictReply, outcome: Outcome
     ) -> Tokens:
         logprobs: tuple[PositionLogprobs, ...] = ()
-        if self._parameters.logprobs is not None:
+        if self.parameters.logprobs is not None:
             num_draft_tokens = len(reply.verdict.accept_probability)
             accepted = (reply.logprobs[index] for index in outcome.path)
             last = reply.logprobs[num_draft_tokens + outcome.last]
@@ -432,9 +438,9 @@ class RoundMeter:
         if self._sums is None:
             self._sums = DecayedSums(WINDOW_S, now)
         amounts: dict[str, float] = {"tokens": num_tokens}
-        if drafted.by_replica:
+        if drafted.source != "fallback":
             amounts |= {"drafted": len(drafted.proposal), "accepted": num_accepted}
-        if drafted.is_remote:
+        if drafted.source == "replica":
             waited = not drafted.ahead and drafted.queue_ms > WAITED * drafted.compute_ms
             amounts |= {
                 "proposals": 1.0, "waited": float(waited), "ahead": float(drafted.ahead)

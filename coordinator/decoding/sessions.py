@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from coordinator.decoding.committer import Committer
-from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.loop import Decoding, Entry, OutputQueue, RoundMeter
+from coordinator.decoding.loop import Decoding, Entry
 from coordinator.decoding.recovery import Replayed, Replays, check_weights
-from coordinator.draft_length.policy import LengthPolicy
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.drafts import Drafts
 from coordinator.routing.replica_pool import ReplicaPool
-from coordinator.routing.target_client import TargetClient
 from outrider.backoff import backoff
 from outrider.errors import (
     DeadlineExceeded,
@@ -36,7 +31,7 @@ from outrider.limits import (
     UNTOLD_SESSIONS_MAX,
 )
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.request import Event, Finished, Metrics, ResumeRequest, Tokens, Usage
+from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
     FIRST_EPOCH,
@@ -50,7 +45,6 @@ from outrider.sessions.store import (
     released,
 )
 from outrider.telemetry.logs import about, identify
-from outrider.telemetry.observer import SILENT, RequestObserver
 
 _log = logging.getLogger(__name__)
 
@@ -63,127 +57,81 @@ class SessionRun:
 
     def __init__(
         self,
-        *,
-        session: Session,
-        parameters: GenerationParameters,
-        completion: Completion,
-        target: TargetClient,
-        draft: Drafts | None,
-        committer: Committer,
-        lengths: LengthPolicy,
-        length_max: int,
-        meter: RoundMeter,
+        decoding: Decoding,
         arrived: float,
         deadline: float,
-        reads_beside: bool = True,
-        observer: RequestObserver = SILENT,
         replayed: Replayed | None = None,
     ) -> None:
-        """Starts decoding a session that the committer knows. `length_max` is the target's,
-        `arrived` and `deadline` are times of the event loop's clock; `reads_beside` as for
-        `Decoding`; `replayed` is what a resumed
-        session has, whose completion it is."""
-        self._session = session
-        self._parameters = parameters
-        self._target = target
-        self._draft = draft
-        self._committer = committer
-        self._lengths = lengths
+        """Starts decoding a session that the committer knows. `arrived` and `deadline` are times of
+        the event loop's clock; `replayed` is what a resumed session has."""
+        self._decoding = decoding
+        self.session = decoding.session
+        self.session_id = self.session.session_id
+        self.parameters = decoding.parameters
+        self._committer = decoding.committer
+        self._output = decoding.output
+        self._observer = decoding.observer
         self._arrived = arrived
         self._deadline = deadline
         self._first_token_at: float | None = None
-        self._ended = False
-        self._observer = observer
+        self._is_recorded = False
+        """Whether the store has been told of the end."""
+        self._is_told = False
         self._handed_over = False
-        self._num_known = completion.num_tokens
+        self._held_back: Tokens | None = None
+        """Text without a token: if the session could still go on, it might come again."""
+        self._num_known = decoding.completion.num_tokens
         """Tokens that another stream may have told."""
-        self._journal = OutputQueue(session, committer, observer)
         for tokens in () if replayed is None else replayed.events:
-            self._journal.write(Entry(session.length, tokens, None, arrived))
-        self._decoding = Decoding(
-            session=session,
-            parameters=parameters,
-            completion=completion,
-            target=target,
-            draft=draft,
-            committer=committer,
-            journal=self._journal,
-            lengths=lengths,
-            length_max=length_max,
-            meter=meter,
-            reads_beside=reads_beside,
-            observer=observer,
-            ended=None if replayed is None else replayed.finish_reason,
-        )
-        self._task = asyncio.create_task(self._decoding.run(deadline))
-
-    @property
-    def session_id(self) -> str:
-        """32 hexadecimal digits."""
-        return self._session.session_id
-
-    @property
-    def session(self) -> Session:
-        """What it runs, or ran."""
-        return self._session
-
-    @property
-    def epoch(self) -> int:
-        """Under which it runs."""
-        return self._session.epoch
-
-    @property
-    def counters(self) -> Counters:
-        """What its rounds came to."""
-        return self._session.counters
+            self._output.write(Entry(self.session.length, tokens, None, arrived))
+        self._task = asyncio.create_task(decoding.run(deadline))
 
     @property
     def is_unrecorded(self) -> bool:
         """Whether the store may still have the session as running here: it has not been told of
         the end, and the session is not another owner's."""
-        return not self._ended and self._session.error is None
-
-    @property
-    def tenant(self) -> str:
-        """Whose session it is."""
-        return self._session.record.tenant
+        return not self._is_recorded and self.session.error is None
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
         self._decoding.cancel()
 
-    async def events(self) -> AsyncGenerator[Event]:
-        """Every event after `Started`."""
-        loop = asyncio.get_running_loop()
-        held_back: Tokens | None = None
-        while True:
+    def started(self, model: str) -> Started:
+        """The first event."""
+        record = self.session.record
+        return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
+
+    async def next_events(self) -> Sequence[Event]:
+        """Waits for the next events after `Started`; none behind the last one."""
+        while not self._is_told:
             try:
                 async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
-                    entry = await self._journal.read()
+                    found = await self._output.read()
             except TimeoutError:
                 raise self._late() from None
             except OutriderError:
                 self._check_here()
                 raise
-            if entry is None:
-                break
-            tokens, report = entry
+            if found is None:
+                return await self._last_events()
+            tokens, report = found
             if not tokens.token_ids:
-                held_back = tokens  # If the session could still go on, it might come again.
+                self._held_back = tokens
                 continue
             if self._first_token_at is None:
-                self._first_token_at = loop.time()
-            if report is not None:
-                yield report
-            yield tokens
+                self._first_token_at = asyncio.get_running_loop().time()
+            return (tokens,) if report is None else (report, tokens)
+        return ()
+
+    async def _last_events(self) -> Sequence[Event]:
         self._check_here()
         reason = await self._task
+        loop = asyncio.get_running_loop()
         await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
-        if held_back is not None:
-            yield held_back
         finished = self._finished(reason, loop.time())
         self._observer.finished(finished)
-        yield finished
+        self._is_told = True
+        return (finished,) if self._held_back is None else (self._held_back, finished)
 
     def _check_here(self) -> None:
         """Raises `StaleEpoch` where the session was handed over."""
@@ -191,35 +139,31 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> bool:
-        """As `close`, but leaves the record to whoever goes on with the session, unless its end is
-        decided."""
-        self._handed_over = self._session.finish_reason is None
+        """As `close`, but leaves the record to the next owner, unless the end is decided."""
+        self._handed_over = self.session.finish_reason is None
         return await self.close()
 
     async def close(self) -> bool:
         """Stops decoding and frees what the session holds everywhere. A session that has not
         ended is recorded as cancelled. Returns whether it had ended."""
-        had_ended = self._ended
+        had_ended = self._is_recorded
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._lengths.close()
-        self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        self._decoding.close()
         try:
-            if not (self._ended or self._handed_over):
+            if not (self._is_recorded or self._handed_over):
                 now = asyncio.get_running_loop().time()
                 await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
-            self._committer.remove(self._session)
-            counters = self._session.counters
+            self._committer.remove(self.session)
+            counters = self.session.counters
             fields = about(
-                finish_reason=self._session.finish_reason,
-                prompt_tokens=self._session.prompt_length,
-                completion_tokens=self._session.length - self._session.prompt_length,
+                finish_reason=self.session.finish_reason,
+                prompt_tokens=self.session.prompt_length,
+                completion_tokens=self.session.length - self.session.prompt_length,
                 num_rounds=counters.num_rounds,
                 num_draft_tokens=counters.num_draft_tokens,
                 num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
@@ -230,31 +174,29 @@ class SessionRun:
     def _late(self) -> OutriderError:
         if self._first_token_at is None:
             return DeadlineExceeded(
-                f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+                f"deadline_ms: {self.parameters.deadline_ms} ms passed before the first token"
             )
         return StoreUnavailable("the session store did not commit in time; tokens are held back")
 
     async def _finish(self, reason: FinishReason, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                await self._committer.finish(self._session, reason)
+                await self._committer.finish(self.session, reason)
         except TimeoutError:
             raise StoreUnavailable("the session store did not take the session's end") from None
-        self._ended = True
+        self._is_recorded = True
 
     def _finished(self, reason: FinishReason, now: float) -> Finished:
         first = now if self._first_token_at is None else self._first_token_at
-        num_tokens = self._session.length - self._session.prompt_length
+        num_tokens = self.session.length - self.session.prompt_length
         seconds = now - self._arrived
         return Finished(
             finish_reason=reason,
-            usage=Usage(self._session.prompt_length, num_tokens),
+            usage=Usage(self.session.prompt_length, num_tokens),
             metrics=Metrics.of(
-                self._session.counters,
+                self.session.counters,
                 time_to_first_token_ms=(first - self._arrived) * 1e3,
-                tokens_per_second=(
-                    (num_tokens - self._num_known) / seconds if seconds > 0 else 0.0
-                ),
+                tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
             ),
         )
 
@@ -400,8 +342,8 @@ class SessionCreator:
             await asyncio.sleep(wait_ms / 1e3)
 
 
-class Runs:
-    """Runs by session: one at a time, and none begins before the one before it is closed."""
+class RunningSessions:
+    """By session: one at a time, and none begins before the one before it is closed."""
 
     def __init__(
         self,
@@ -451,7 +393,7 @@ class Runs:
             return
         if is_gone and self._resume_grace_s > 0:
             ending = self._free(run, run.hand_over())
-            self.wait_for_client(run.session_id, run.epoch, run.counters, ending)
+            self.wait_for_client(run.session_id, run.session.epoch, run.session.counters, ending)
         else:
             ending = self._free(run, run.close())
             ending.add_done_callback(lambda _: self._release_unrecorded(run))
@@ -463,7 +405,7 @@ class Runs:
         while True:
             run = self._running.get(session_id)
             if run is not None:
-                if run.epoch >= record.epoch:
+                if run.session.epoch >= record.epoch:
                     raise StaleEpoch(f"session {session_id} was resumed by another stream")
                 self._free(run, run.hand_over())
             ending = self._ending.get(session_id)
@@ -493,7 +435,7 @@ class Runs:
         """The store did not take the end of a run: the session is given up as one whose client is
         gone."""
         if run.is_unrecorded and not self._closing.is_set():
-            self.wait_for_client(run.session_id, run.epoch, run.counters)
+            self.wait_for_client(run.session_id, run.session.epoch, run.session.counters)
 
     def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
         session_id = run.session_id
@@ -527,6 +469,12 @@ class Place:
         self._taken = taken
         taken.add(self)
 
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
     def leave(self) -> None:
         """The session runs here now, or will not. Leaving again changes nothing."""
         self._taken.discard(self)
@@ -541,7 +489,7 @@ class TakeOvers:
         store: SessionStore,
         owner: str,
         opener: SessionCreator,
-        runs: Runs,
+        runs: RunningSessions,
         targets: ReplicaPool[VerifyItem, VerifyAnswer],
         replays: Replays,
     ) -> None:
@@ -556,7 +504,7 @@ class TakeOvers:
         self._unsettled: set[str] = set()
         """Sessions of which the store is asked for a take-over."""
 
-    def enter(self, session_id: str) -> Place:
+    def place(self, session_id: str) -> Place:
         """A place to take this session over. Raises `Unavailable` where there is none."""
         if len(self._taken) >= TAKE_OVERS_MAX:
             raise Unavailable(

@@ -234,7 +234,7 @@ PLAIN_TRIED_ROUNDS: Final = 6
 """... for so many rounds, of which the first is not timed."""
 PLAIN_KNOWN_ROUNDS: Final = 2.0
 """What it takes is known while rounds of it weigh so much."""
-PATIENCE_MIN_S: Final = 0.02
+DRAFT_BUDGET_MIN_S: Final = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
 TIMES_KNOWN_ROUNDS: Final = 16
 """Where acceptance is known without drafting, rounds that tell how long drafting takes ..."""
@@ -365,7 +365,7 @@ class _Planned:
     siblings: tuple[int, ...]
     run_ahead: int
     """Rounds after it that are sure to be plain."""
-    patience_s: float
+    draft_budget_s: float
     is_plain: bool
     """Whether it belongs to a plain phase."""
     follows_plain: bool
@@ -408,7 +408,7 @@ class LengthControl:
         """K; 0 = not chosen yet."""
         self._beside: tuple[int, ...] = ()
         """Siblings that go with it ..."""
-        self._patience_s = math.inf
+        self._draft_budget_s = math.inf
         """... and how long such a round waits for its proposal."""
         self._looks: tuple[int, ...] | None = None
         """The siblings of the next round, if that asks for all it may."""
@@ -473,7 +473,7 @@ class LengthControl:
             min(current.run_ahead, num_left - 1),
             current.siblings[:num_asked],
             max(0, min(self._next.num_draft_tokens, num_left - 2)),
-            current.patience_s,
+            current.draft_budget_s,
             self._next.siblings,
             is_timed=self._fixed is None,
         )
@@ -569,7 +569,7 @@ class LengthControl:
             num_draft_tokens,
             siblings,
             run_ahead,
-            math.inf if is_plain or self._fixed is not None else self._patience_s,
+            math.inf if is_plain or self._fixed is not None else self._draft_budget_s,
             is_plain,
             before is not None and before.is_plain,
             self._drafting,
@@ -629,16 +629,18 @@ class LengthControl:
             lost = current.rate * drafted[-1].seconds - drafted[-1].num_tokens
             looks = self._trials.first_look() or self._trials.pays(lost)
             self._looks = drafted[-1].siblings if looks else None
-        self._patience_s = self._patience(current if self._looks is None else drafted[-1], plain)
+        self._draft_budget_s = self._timeouts(
+            current if self._looks is None else drafted[-1], plain
+        )
 
-    def _patience(self, drafted: _Option, plain: _Option) -> float:
+    def _timeouts(self, drafted: _Option, plain: _Option) -> float:
         """How long a proposal is drawn for: until as much time has been lost, beyond what it takes
         as a rule, as its tokens would take without it. So a draft that has become slow costs no
         more than twice what it brings, whenever that is."""
         if not self._costs.are_known:
             return math.inf
         worth_s = max(0.0, drafted.num_tokens - 1.0) * plain.seconds
-        return max(PATIENCE_MIN_S, drafted.draft_s + worth_s)
+        return max(DRAFT_BUDGET_MIN_S, drafted.draft_s + worth_s)
 
     def _plain_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting has lost, and not only against what was expected of it."""

@@ -23,7 +23,7 @@ class RoundLength:
     next_max: int = 0
     """Draft tokens that a target which drafts itself is to have for the next round. That asks for
     as many, or for fewer where the completion ends; 0 where that is sure to have none."""
-    patience_s: float = math.inf
+    draft_budget_s: float = math.inf
     """How long its proposal is worth drawing for, beside what bounds every wait."""
     next_siblings: tuple[int, ...] = ()
     """Candidates that the next round asks for beside its draft tokens."""

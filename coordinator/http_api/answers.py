@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
@@ -47,7 +46,7 @@ class ScoredToken:
     """Of its first whole character in the answer's text."""
 
 
-class Verifier:
+class LogprobSpeller:
     """Spells the log-probabilities of one choice."""
 
     def __init__(self, text: Text | None) -> None:
@@ -164,7 +163,7 @@ class Shape(Protocol):
         ...
 
 
-class _Ledger:
+class _Totals:
     """What an answer says of all its choices together."""
 
     def __init__(self, asked: Asked, shape: Shape, num_draft_tokens: int, created: int) -> None:
@@ -229,33 +228,33 @@ class Answer:
         """`num_draft_tokens` is the most of a round, `created` a time in seconds since 1970."""
         self._asked = asked
         self._shape = shape
-        self._ledger = _Ledger(asked, shape, num_draft_tokens, created)
+        self._totals = _Totals(asked, shape, num_draft_tokens, created)
         places = range(len(asked.requests))
         self._texts: list[list[str]] = [[] for _ in places]
         self._token_ids: list[list[int]] = [[] for _ in places]
         self._scored: list[list[ScoredToken]] = [[] for _ in places]
-        self._scorers = [Verifier(text) for _ in places]
+        self._spellers = [LogprobSpeller(text) for _ in places]
         self._ends: dict[int, FinishReason] = {}
 
     def add(self, index: int, event: Event) -> None:
         """The next event of a choice."""
-        self._ledger.note(index, event)
+        self._totals.note(index, event)
         if isinstance(event, Tokens):
             self._texts[index].append(event.text_delta)
             self._token_ids[index] += event.token_ids
             if self._asked.logprobs:
-                self._scored[index] += self._scorers[index].score(event)
+                self._scored[index] += self._spellers[index].score(event)
         elif isinstance(event, Finished):
             self._ends[index] = event.finish_reason
 
     def whole(self) -> Json:
         """The answer, once every choice has ended."""
-        check(self._ledger.is_whole, "a choice has not ended")
+        check(self._totals.is_whole, "a choice has not ended")
         choices = [self._choice(index) for index in range(len(self._asked.requests))]
-        ledger = self._ledger
-        return ledger.envelope(self._shape.whole, choices) | {
-            "usage": ledger.usage,
-            "metrics": ledger.metrics,
+        totals = self._totals
+        return totals.envelope(self._shape.whole, choices) | {
+            "usage": totals.usage,
+            "metrics": totals.metrics,
         }
 
     def _choice(self, index: int) -> Json:
@@ -280,13 +279,13 @@ class Chunks:
         """As of `Answer`."""
         self._asked = asked
         self._shape = shape
-        self._ledger = _Ledger(asked, shape, num_draft_tokens, created)
-        self._scorers = [Verifier(text) for _ in asked.requests]
+        self._totals = _Totals(asked, shape, num_draft_tokens, created)
+        self._spellers = [LogprobSpeller(text) for _ in asked.requests]
         self._opened: set[int] = set()
 
     def take(self, index: int, event: Event) -> list[Json]:
         """What is told once an event of a choice has come; often nothing."""
-        self._ledger.note(index, event)
+        self._totals.note(index, event)
         if isinstance(event, Tokens):
             return self._opening(index) + self._tokens(index, event)
         if isinstance(event, Finished):
@@ -305,13 +304,13 @@ class Chunks:
             "index": index, **self._shape.delta(event.text_delta), "logprobs": None, **_end(None)
         }  # fmt: skip
         if self._asked.logprobs:
-            choice["logprobs"] = self._shape.logprobs(self._scorers[index].score(event))
+            choice["logprobs"] = self._shape.logprobs(self._spellers[index].score(event))
         if self._asked.token_ids:
             choice["token_ids"] = list(event.token_ids)
         return [self._chunk(choice)]
 
     def _finished(self, index: int, event: Finished) -> list[Json]:
-        ledger = self._ledger
+        totals = self._totals
         last = self._chunk(
             {
                 "index": index,
@@ -320,17 +319,17 @@ class Chunks:
                 **_end(event.finish_reason),
             }
         )
-        if not ledger.is_whole:
+        if not totals.is_whole:
             return [last]
         if not self._asked.usage_at_end:
-            return [last | {"metrics": ledger.metrics}]
-        totals = {"usage": ledger.usage, "metrics": ledger.metrics}
-        return [last, ledger.envelope(self._shape.chunk, []) | totals]
+            return [last | {"metrics": totals.metrics}]
+        told = {"usage": totals.usage, "metrics": totals.metrics}
+        return [last, totals.envelope(self._shape.chunk, []) | told]
 
     def _chunk(self, choice: Json) -> Json:
-        chunk = self._ledger.envelope(self._shape.chunk, [choice])
+        chunk = self._totals.envelope(self._shape.chunk, [choice])
         if self._asked.usage_always:
-            chunk["usage"] = self._ledger.usage
+            chunk["usage"] = self._totals.usage
         elif self._asked.usage_at_end:
             chunk["usage"] = None
         return chunk
@@ -418,8 +417,8 @@ class CompletionShape:
         }
 
 
-class Teller:
-    """Tells the events of one session."""
+class NativeEvents:
+    """The events of one session as `POST /api/generate` tells them."""
 
     def __init__(self, text: Text | None) -> None:
         """Without a tokenizer there are no texts."""
@@ -427,14 +426,13 @@ class Teller:
         self._stream = None if text is None else text.stream()
         self._num_tokens = 0
 
-    def tell(self, event: Event) -> Json:
-        """The next event, as JSON."""
+    def take(self, index: int, event: Event) -> list[Json]:
+        """As `Chunks.take`."""
         if isinstance(event, Tokens):
-            return self._tokens(event)
+            return [self._tokens(event)]
         if isinstance(event, RoundReport):
-            return self._round(event)
-        kind = {Started: "started", Finished: "finished"}[type(event)]
-        return {"type": kind, **asdict(event)}
+            return [self._round(event)]
+        return [{"type": "started" if isinstance(event, Started) else "finished", **asdict(event)}]
 
     def _tokens(self, event: Tokens) -> Json:
         self._num_tokens = event.first_index + len(event.token_ids)
@@ -469,13 +467,3 @@ class Teller:
             **asdict(event),
             "proposed_texts": texts,
         }
-
-
-async def told_events(
-    text: Text | None, events: AsyncGenerator[tuple[int, Event]]
-) -> AsyncGenerator[Json]:
-    """The events of one session as JSON. Closes them when it is closed."""
-    teller = Teller(text)
-    async with aclosing(events):
-        async for _, event in events:
-            yield teller.tell(event)

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.auth.access_control import OPEN, Gate
-from coordinator.http_api.answers import ChatShape, CompletionShape, told_events
+from coordinator.auth.access_control import OPEN, AccessControl
+from coordinator.http_api.answers import ChatShape, CompletionShape, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
 from coordinator.http_api.errors import (
     ErrorBody,
@@ -103,7 +103,7 @@ def fleet_body(service: CoordinatorService) -> dict[str, Any]:
     return {"replicas": [asdict(one) for one in seen], "heard_ms_ago": fleet.heard_ms_ago}
 
 
-KEPT_S: Final = 1.0
+HEALTH_CACHED_S: Final = 1.0
 """How long an answer is good for: no key is needed to ask, and each question costs the store and a
 target one."""
 SLOW_S: Final = 0.5
@@ -112,7 +112,7 @@ WELL_S: Final = 5.0
 """... and are given that one then, unless it is older than this."""
 
 
-class KeptHealth:
+class CachedHealth:
     """The newest answer of a coordinator, on its event loop."""
 
     def __init__(self, service: CoordinatorService) -> None:
@@ -121,9 +121,9 @@ class KeptHealth:
         self._good_until = self._well_until = 0.0
 
     async def trouble(self) -> str:
-        """Why no request can make progress, or was up to `KEPT_S` ago; empty where they can, or
-        could up to `WELL_S` ago and nothing else is known within `SLOW_S`. Where asking fails it
-        raises, and the next caller asks again."""
+        """Why no request can make progress, as of `HEALTH_CACHED_S` ago at most; empty where they
+        can, or could up to `WELL_S` ago and nothing else is known within `SLOW_S`. Where asking
+        fails it raises, and the next caller asks again."""
         loop = asyncio.get_running_loop()
         if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
             self._good_until = 0.0
@@ -137,7 +137,7 @@ class KeptHealth:
     async def _answer(self) -> str:
         found = await self._service.trouble()
         now = asyncio.get_running_loop().time()
-        self._good_until = now + KEPT_S
+        self._good_until = now + HEALTH_CACHED_S
         self._well_until = 0.0 if found else now + WELL_S
         return found
 
@@ -212,7 +212,7 @@ def _server(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
     return serve
 
 
-class Timed:
+class TimingMiddleware:
     """Around an application, from a request's arrival to the last byte of its answer."""
 
     def __init__(self, app: ASGIApp, times: HttpTimes) -> None:
@@ -270,12 +270,12 @@ for one themselves."""
 _PORT: Final = re.compile(r":\d*$")
 
 
-class Doorkeeper:
+class CallerMiddleware:
     """Learns who calls before anything of a request's body is read."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
         self._app = app
-        self._gate = gate
+        self._access = access
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -285,7 +285,7 @@ class Doorkeeper:
             try:
                 self._check_host(headers.get("host", ""))
                 if scope["path"] not in OPEN_PATHS:
-                    caller = self._gate.identify(headers.getlist("authorization"))
+                    caller = self._access.identify(headers.getlist("authorization"))
                     scope.setdefault("state", {})["caller"] = caller
             except OutriderError as error:
                 await error_response(meant(error))(scope, receive, send)
@@ -306,11 +306,11 @@ def build_app(
     service: CoordinatorService,
     closing: asyncio.Event,
     metrics: Metrics | None,
-    gate: Gate = OPEN,
+    access: AccessControl = OPEN,
     times: HttpTimes | None = None,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The application, behind the `gate`. `closing` is set when it waits no longer for what runs;
+    """The application, behind the `access`. `closing` is set when it waits no longer for what runs;
     without `metrics` there are none. `times` hear of each request. `hosts` are the names that it is
     called by; none = any."""
     app = FastAPI(
@@ -321,13 +321,13 @@ def build_app(
         redirect_slashes=False,  # A path with one more is another, and not there.
     )
     app.router.route_class = BodyRoute
-    app.state.gate = gate
+    app.state.access = access
     app.add_middleware(BodyLimit)
-    app.add_middleware(Doorkeeper, gate=gate, hosts=hosts)  # The last one is asked first.
+    app.add_middleware(CallerMiddleware, access=access, hosts=hosts)  # The last one is asked first.
     if times is not None:
-        app.add_middleware(Timed, times=times)
+        app.add_middleware(TimingMiddleware, times=times)
     add_error_handlers(app)
-    generations = Generations(service, gate, closing)
+    generations = Generations(service, access, closing)
     _add_generation(app, generations, service)
     _add_models(app, service)
     _add_operation(app, service, metrics)
@@ -364,7 +364,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
-    kept = KeptHealth(service)
+    kept = CachedHealth(service)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_ERRORS)
@@ -399,8 +399,7 @@ def _add_window(app: FastAPI, generations: Generations, service: CoordinatorServ
     async def generate(body: NativeBody, request: Request) -> Response:
         """Goes on with a conversation or a prompt, and tells of every round."""
         asked = translate_native(body, service.draw_seed)
-        told = told_events(service.text, generations.events(request, asked))
-        return await generations.stream(request, told)
+        return await generations.stream(request, asked, NativeEvents(service.text).take)
 
     @app.get("/api/fleet", responses={200: {"model": Fleet}, **_ERRORS})
     async def tell_fleet() -> Response:

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.auth.access_control import Gate
+from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.serving import Unsent
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import BadRequest, Overloaded, Unavailable
@@ -61,8 +61,8 @@ class BodyRoute(APIRoute):
             return handle
 
         async def read(request: Request) -> Response:
-            gate: Gate = request.app.state.gate
-            gate.check_rate(request.state.caller)
+            access: AccessControl = request.app.state.access
+            access.check_rate(request.state.caller)
             try:
                 data = await request.body()
             except ClientDisconnect:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
-from coordinator.auth.access_control import OPEN, Gate
+from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.app import Metrics, build_app
 from coordinator.http_api.connections import (
     BACKLOG,
@@ -105,7 +105,7 @@ class HttpOptions:
     Else a port that another process holds is refused."""
     metrics: Metrics | None = None
     """None = they are off."""
-    gate: Gate = OPEN
+    access: AccessControl = OPEN
     """Who may call, and how much."""
     tls: TlsFiles | None = None
     """None = plain text."""
@@ -127,7 +127,7 @@ class HttpServer:
                 service,
                 self._closing,
                 options.metrics,
-                options.gate,
+                options.access,
                 options.times,
                 _own_names(options),
             ),
@@ -222,7 +222,7 @@ def _in_url(host: str) -> str:
 def _own_names(options: HttpOptions) -> frozenset[str]:
     """Those that its callers may use; none = any. Where nothing else keeps others out, a name of
     somebody else's means a web page that has led its own name here."""
-    if options.gate.asks_for_keys or not is_loopback(options.host):
+    if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
 

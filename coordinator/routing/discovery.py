@@ -264,21 +264,21 @@ class FleetView:
     def _of(self, pool: ReplicaPool[Any, Any]) -> list[SeenReplica]:
         records = self._records.get(pool.role, {})
         seen = []
-        for name, office in pool.offices.items():
+        for name, replica in pool.replicas.items():
             state: State = "serving"
-            if office.leaving:
+            if replica.leaving:
                 state = "leaving"
-            elif office.away:
+            elif replica.away:
                 state = "away"
             record = records.get(name)
             seen.append(
                 SeenReplica(
                     role=pool.role,
                     name=name,
-                    model=office.description.model,
+                    model=replica.description.model,
                     node="" if record is None else record.host,
                     device="" if record is None else record.device,
-                    load=office.num_boxes,
+                    load=replica.num_boxes,
                     state=state,
                     here=False,
                     figures=NO_FIGURES if record is None else record.figures,
@@ -287,7 +287,7 @@ class FleetView:
         seen += [
             _announced(record, "leaving" if record.leaving else "joining", 0)
             for name, record in records.items()
-            if name not in pool.offices
+            if name not in pool.replicas
         ]
         return sorted(seen, key=lambda one: one.name)
 

@@ -15,10 +15,11 @@ from coordinator.routing.drafts import (
     Drafted,
     NextWanted,
     SessionLookup,
+    Source,
     check_wanted,
 )
 from coordinator.routing.replica_pool import SessionRoute
-from coordinator.routing.target_client import HeadWriter, Timeouts, budget_us
+from coordinator.routing.target_client import HeaderWriter, Timeouts, budget_us
 from outrider.errors import (
     DeadlineExceeded,
     LinkLost,
@@ -127,12 +128,14 @@ class DraftClient:
     """One session's draft, and the local drafter that stands in while it does not answer.
     Implements `Drafts`."""
 
+    lookup: SessionLookup | None = None
+
     def __init__(
         self,
-        berth: SessionRoute[DraftItem, DraftAnswer],
-        heads: HeadWriter,
-        patience: Timeouts,
-        stand_in: SessionLookup,
+        route: SessionRoute[DraftItem, DraftAnswer],
+        headers: HeaderWriter,
+        timeouts: Timeouts,
+        fallback: SessionLookup,
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         reads_features: bool = False,
@@ -141,15 +144,15 @@ class DraftClient:
     ) -> None:
         """`look_ahead` outcomes of each round are to be worked out before they are known; so many
         bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
-        target. Where the stand-in expects `confident` of its tokens to be accepted, it proposes,
+        target. Where the fallback expects `confident` of its tokens to be accepted, it proposes,
         and the replica is not asked; else that is asked for `model_tokens` of a round at most."""
         self._confident = confident
         self._model_tokens = model_tokens
-        self._berth = berth
-        self._mailbox = berth.mailbox
-        self._heads = heads
-        self._patience = patience
-        self._stand_in = stand_in
+        self._route = route
+        self._mailbox = route.mailbox
+        self._headers = headers
+        self._timeouts = timeouts
+        self._fallback = fallback
         self._look_ahead = look_ahead
         self._look_ahead_bytes_max = look_ahead_bytes_max
         self._pushed = PushedProposals(look_ahead_bytes_max)
@@ -164,18 +167,18 @@ class DraftClient:
         self._looked_for = 0
         """K of the newest item: of what is drafted ahead for the next round."""
         self._ask_again_at = 0.0
-        self.cached_length = heads.session.draft.held_by(berth.replica)
+        self.cached_length = headers.session.draft.held_by(route.replica)
         """Committed tokens that the draft is thought to hold."""
 
     @property
     def cache_state(self) -> CacheState | None:
         """See `Drafts.cache_state`."""
-        return CacheState(self._berth.replica, self.cached_length)
+        return CacheState(self._route.replica, self.cached_length)
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
         a proposal, for so many tokens; waits for nothing."""
-        number = self._berth.number(round_index)
+        number = self._route.number(round_index)
         self._mailbox.begin(number)
         self._looked_for = num_draft_tokens = min(num_draft_tokens, self._model_tokens)
         try:
@@ -183,7 +186,7 @@ class DraftClient:
         except (LinkLost, Overloaded) as error:
             self._lose(error)
         # Messages of a session are worked off in order; where this one is lost, a resync follows.
-        self.cached_length = len(self._heads.session.tokens)
+        self.cached_length = len(self._headers.session.tokens)
 
     async def propose(
         self,
@@ -191,22 +194,22 @@ class DraftClient:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
-        patience_s: float = math.inf,
+        draft_budget_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
-        """See `Drafts.propose`: the stand-in's where it is confident, which depends on the
+        """See `Drafts.propose`: the fallback's where it is confident, which depends on the
         committed tokens and its history alone; else the replica's."""
         guess: SealedProposal | None = None
         if self._confident is not None:
             start = asyncio.get_running_loop().time()
-            guess, score = self._stand_in.guess(num_draft_tokens, noise)
+            guess, score = self._fallback.guess(num_draft_tokens, noise)
             if score >= self._confident:
                 self._go_on_without(round_index, num_draft_tokens, guess)
                 seconds = asyncio.get_running_loop().time() - start
-                return Drafted(guess, True, seconds, num_draft_tokens)
+                return Drafted(guess, "local", seconds, num_draft_tokens)
         num_drawn = min(num_draft_tokens, self._model_tokens)
         drafted = await self._propose(
-            round_index, num_drawn, noise, siblings[:num_drawn], patience_s, is_timed, guess
+            round_index, num_drawn, noise, siblings[:num_drawn], draft_budget_s, is_timed, guess
         )
         # Of a hybrid, tokens beyond the model's count as asked for and not proposed.
         is_whole = drafted.num_asked == num_drawn
@@ -218,9 +221,9 @@ class DraftClient:
         """A round has its proposal, for which the replica was not asked; that may look ahead."""
         if self._look_ahead == 0 or self._is_rejected:
             return
-        number = self._berth.number(round_index)
+        number = self._route.number(round_index)
         self._mailbox.begin(number)
-        self._pushed.begin(number, self._heads.session.tokens)
+        self._pushed.begin(number, self._headers.session.tokens)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._tell, number, self._looked_for, proposal.token_ids)
@@ -231,11 +234,11 @@ class DraftClient:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...],
-        patience_s: float,
+        draft_budget_s: float,
         is_timed: bool,
         guess: SealedProposal | None,
     ) -> Drafted:
-        """The replica's. The stand-in's where the replica is away or silent, refuses, or had no
+        """The replica's. The fallback's where the replica is away or silent, refuses, or had no
         time for a first token: its `guess`, if it was asked already. The replica is told how much
         time there is and decides itself, before each draw, whether to make it: a proposal that has
         been drawn is never given up for being late, as how late it is may depend on its tokens. A
@@ -243,16 +246,16 @@ class DraftClient:
         hung."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        if (self._berth.is_left or self._is_rejected) and self._move():
+        if (self._route.is_left or self._is_rejected) and self._move():
             self._present, self._is_rejected = True, False
         if self._is_rejected:
             proposal = self._filled_in(guess, num_draft_tokens, noise)
-            return Drafted(proposal, False, 0.0, num_draft_tokens)
-        number = self._berth.number(round_index)
+            return Drafted(proposal, "fallback", 0.0, num_draft_tokens)
+        number = self._route.number(round_index)
         self._mailbox.begin(number)
         looked_for, self._looked_for = self._looked_for, num_draft_tokens
         was_looked_for = self._look_ahead > 0 and looked_for > 0 and self._pushed.expects(number)
-        pushed = self._pushed.begin(number, self._heads.session.tokens)
+        pushed = self._pushed.begin(number, self._headers.session.tokens)
         if pushed is not None and self._is_fit(pushed):
             self._held = pushed
             self.cached_length = pushed.cached_length
@@ -263,11 +266,11 @@ class DraftClient:
             num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
             return _drafted_by(pushed, proposal, 0.0, num_asked, ahead=True)
         if was_looked_for:
-            self._heads.observer.look_ahead_missed()
+            self._headers.observer.look_ahead_missed()
         reply: ProposalReply | None = None
         is_late = False
         if self._present or self._heard_again():
-            budget_s = min(patience_s, self._patience.draft_answer_s) if is_timed else math.inf
+            budget_s = min(draft_budget_s, self._timeouts.draft_answer_s) if is_timed else math.inf
             wait_s = (budget_s if is_timed else UNTIMED_DRAFT_S) + SILENT_DRAFT_S
             try:
                 async with asyncio.timeout(wait_s):
@@ -288,13 +291,13 @@ class DraftClient:
             return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
         proposal = self._filled_in(guess, num_draft_tokens, noise)
         num_asked = 0 if is_late else num_draft_tokens
-        return Drafted(proposal, False, loop.time() - start, num_asked)
+        return Drafted(proposal, "fallback", loop.time() - start, num_asked)
 
     def _filled_in(
         self, guess: SealedProposal | None, num_draft_tokens: int, noise: RoundNoise
     ) -> SealedProposal:
-        """The stand-in's proposal. An empty guess is one, too: it is not looked up again."""
-        return self._stand_in.propose(num_draft_tokens, noise) if guess is None else guess
+        """The fallback's proposal. An empty guess is one, too: it is not looked up again."""
+        return self._fallback.propose(num_draft_tokens, noise) if guess is None else guess
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`: the target proposes nothing."""
@@ -303,7 +306,7 @@ class DraftClient:
     def hear(self, reply: VerdictReply) -> None:
         """See `Drafts.hear`: what it shows is for the draft's next question."""
         if self._features is not None and reply.features is not None:
-            self._features.put(reply.features, self._heads.session.length)
+            self._features.put(reply.features, self._headers.session.length)
 
     def settle(self, common_length: int) -> None:
         """See `Drafts.settle`."""
@@ -312,16 +315,16 @@ class DraftClient:
             self._held = None
 
     def reject(self) -> None:
-        """See `Drafts.reject`: another replica goes on, or the stand-in until there is one."""
+        """See `Drafts.reject`: another replica goes on, or the fallback until there is one."""
         self._held = None
         self._pushed = PushedProposals(self._look_ahead_bytes_max)
-        self._berth.reject()
+        self._route.reject()
         self._is_rejected = not self._move()
 
     def close(self) -> None:
         """See `Drafts.close`."""
-        self._stand_in.close()
-        self._berth.close()
+        self._fallback.close()
+        self._route.close()
 
     async def _ask(
         self, number: int, num_draft_tokens: int, siblings: tuple[int, ...], draw_until: float
@@ -334,10 +337,10 @@ class DraftClient:
             self._send(number, num_draft_tokens, siblings=siblings, budget=budget)
             answer = await self._take(number, num_draft_tokens)
             if isinstance(answer, Resync):
-                self.cached_length = self._heads.held(answer)
+                self.cached_length = self._headers.held(answer)
                 if self._features is not None:
                     self._features.forgotten()
-                self._heads.observer.resynced("draft")
+                self._headers.observer.resynced("draft")
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
             else:
@@ -362,13 +365,13 @@ class DraftClient:
         if self._asked is None or reply.key.round != self._asked[0]:
             self._pushed.put(reply)
             return
-        session = self._heads.session
+        session = self._headers.session
         behind = session.tokens.since(reply.base_length)
         if reply.assumed == behind and self._is_fit(reply):
             proposal = reply.proposal.cut(self._asked[1])
             answer = replace(reply, proposal=proposal, assumed=(), base_length=session.length)
             if self._mailbox.put(answer):
-                self._berth.expect_repeat(reply.key)
+                self._route.expect_repeat(reply.key)
 
     def _drafted_for(self, proposal: SealedProposal, num_draft_tokens: int, looked_for: int) -> int:
         """K of a proposal: one of just what was looked ahead for may have been cut short by that,
@@ -380,7 +383,7 @@ class DraftClient:
         """Whether it can be used at all."""
         try:
             check(not pushed.proposal.parents, "it is a tree")
-            require_q(pushed.proposal, self._heads.session.record.rule)
+            require_q(pushed.proposal, self._headers.session.record.rule)
         except OutriderError as error:
             _log.warning("a pushed proposal is of no use: %s", error)
             return False
@@ -398,10 +401,10 @@ class DraftClient:
         self, answer: ProposalReply, num_draft_tokens: int, siblings: tuple[int, ...]
     ) -> None:
         """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
-        length = self._heads.session.length
+        length = self._headers.session.length
         check_wanted(answer.proposal, num_draft_tokens, siblings)
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
-        require_q(answer.proposal, self._heads.session.record.rule)
+        require_q(answer.proposal, self._headers.session.record.rule)
 
     def _send(
         self,
@@ -411,33 +414,33 @@ class DraftClient:
         siblings: tuple[int, ...] = (),
         budget: int = 0,
     ) -> None:
-        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write("draft", number, base_length)
+        base_length = min(self.cached_length, len(self._headers.session.tokens) - 1)
+        head = self._headers.write("draft", number, base_length)
         news = None if self._features is None else self._features.news
-        self._berth.send(
+        self._route.send(
             DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news, budget)
         )
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)
         if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
-            self._berth.give_up()
+            self._route.give_up()
         self._present = isinstance(error, Unavailable) and self._move()
         self._mailbox.heard = False
         self._rest()
 
     def _move(self) -> bool:
         """Goes to another draft, if there is one."""
-        if not self._berth.move():
+        if not self._route.move():
             return False
         self.cached_length = 0
         if self._features is not None:
             self._features.forgotten()
-        self._heads.observer.moved("draft")
+        self._headers.observer.moved("draft")
         return True
 
     def _rest(self) -> None:
-        self._ask_again_at = asyncio.get_running_loop().time() + self._patience.draft_retry_s
+        self._ask_again_at = asyncio.get_running_loop().time() + self._timeouts.draft_retry_s
 
     def _heard_again(self) -> bool:
         """Whether an absent draft has answered anything since it was lost."""
@@ -450,7 +453,7 @@ class DraftClient:
             return
         self._rest()
         try:
-            budget = budget_us(self._patience.draft_answer_s if is_timed else math.inf)
+            budget = budget_us(self._timeouts.draft_answer_s if is_timed else math.inf)
             self._send(number, num_draft_tokens, budget=budget)
         except (LinkLost, Overloaded):
             return  # Still away; the next probe comes after the rest.
@@ -467,32 +470,34 @@ def _drafted_by(
 ) -> Drafted:
     """What a replica's answer brings, of which `proposal` is what the round asked for."""
     return Drafted(
-        proposal, True, seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
-        is_remote=True, ahead=ahead, siblings=siblings,
+        proposal, "replica", seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
+        ahead=ahead, siblings=siblings,
     )  # fmt: skip
 
 
 class SelfDraftClient:
     """Implements `Drafts`. The target is asked for a round's proposal with the round before, for as
     many tokens as that round will ask for; where the completion ends sooner, it is cut. Where
-    nothing has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it
+    nothing has come, as behind rounds that the target ran ahead, the fallback proposes, and so it
     does where it is confident."""
+
+    lookup: SessionLookup | None = None
 
     def __init__(
         self,
         session: Session,
-        stand_in: SessionLookup,
+        fallback: SessionLookup,
         confident: float | None,
         draft_s: float = math.inf,
         model_tokens: int = NUM_DRAFT_TOKENS_MAX,
     ) -> None:
-        """The stand-in goes before the target if it expects `confident` of its tokens to be
+        """The fallback goes before the target if it expects `confident` of its tokens to be
         accepted; None = never. The target has `draft_s` seconds to draft a proposal of
         `model_tokens` tokens at most."""
         self._model_tokens = model_tokens
         self._budget_us = budget_us(draft_s)
         self._session = session
-        self._stand_in = stand_in
+        self._fallback = fallback
         self._confident = confident
         self._wanted = NOTHING_WANTED
         """Of the newest verdict's proposal ..."""
@@ -522,28 +527,29 @@ class SelfDraftClient:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
-        patience_s: float = math.inf,
+        draft_budget_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
         """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
-        stand-in may look at, and not on what the target has proposed."""
+        fallback may look at, and not on what the target has proposed."""
         found, self._next = self._next, None
         if self._next_length != self._session.length:
             found = None  # It extends something else.
         if found is None or self._confident is not None:
-            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
+            proposal, score = self._fallback.guess(num_draft_tokens, noise)
             is_sure = self._confident is not None and score >= self._confident
             if found is None or is_sure:
                 # Of a guess that only fills in nothing is learned.
                 num_asked = num_draft_tokens if is_sure else 0
                 was_wanted = self._wanted.num_draft_tokens > 0
-                return Drafted(proposal, is_sure or not was_wanted, 0.0, num_asked)
+                source: Source = "local" if is_sure or not was_wanted else "fallback"
+                return Drafted(proposal, source, 0.0, num_asked)
         num_drafted = found.tree.num_depths if self._next_is_cut else self._next_max
         num_asked = min(num_drafted, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
         beside = DraftedBeside(found.tree.num_depths, self._next_s, self._next_work_s)
         siblings = self._wanted.siblings[:num_asked]
-        return Drafted(proposal, True, 0.0, num_asked, siblings=siblings, beside=beside)
+        return Drafted(proposal, "local", 0.0, num_asked, siblings=siblings, beside=beside)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
@@ -578,9 +584,9 @@ class SelfDraftClient:
         """See `Drafts.settle`: the target keeps its own books."""
 
     def reject(self) -> None:
-        """See `Drafts.reject`: the stand-in goes on."""
+        """See `Drafts.reject`: the fallback goes on."""
         self._is_rejected, self._next, self._wanted = True, None, NOTHING_WANTED
 
     def close(self) -> None:
         """See `Drafts.close`."""
-        self._stand_in.close()
+        self._fallback.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
 from outrider.drafters.drafter import DraftRequest
@@ -22,14 +22,17 @@ from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
+Source = Literal["replica", "local", "fallback"]
+"""Of a proposal: a draft replica; a look-up that is meant to draft, or the target itself; or a
+look-up in place of a draft that does not answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """A proposal and where it came from."""
 
     proposal: SealedProposal
-    by_replica: bool
-    """False where somebody stands in for a draft that does not answer."""
+    source: Source
     seconds: float
     num_asked: int
     """K that it was drafted for, if that was settled before the round's own: the lesser of both;
@@ -39,8 +42,6 @@ class Drafted:
     """The replica's own times ..."""
     work_ms: float = 0.0
     """... and of the latter what was done for this session: others may share a step."""
-    is_remote: bool = False
-    """Whether a draft replica answered, rather than a look-up or the target."""
     ahead: bool = False
     """Whether it was there before the round began."""
     siblings: tuple[int, ...] = ()
@@ -68,6 +69,11 @@ class Drafts(Protocol):
     """One session's proposals. A round always gets one: a request must not suffer from a draft."""
 
     @property
+    def lookup(self) -> SessionLookup | None:
+        """The look-up that drafts alone; None where something else does."""
+        ...
+
+    @property
     def cache_state(self) -> CacheState | None:
         """What the store is told of this side; None where no replica drafts."""
         ...
@@ -83,7 +89,7 @@ class Drafts(Protocol):
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
-        patience_s: float = math.inf,
+        draft_budget_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
         """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
@@ -168,14 +174,14 @@ class LookupDrafts:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
-        patience_s: float = math.inf,
+        draft_budget_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
         """See `Drafts.propose`. It waits for nothing."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal = self.lookup.propose(num_draft_tokens, noise)
-        return Drafted(proposal, True, loop.time() - start, num_draft_tokens)
+        return Drafted(proposal, "local", loop.time() - start, num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`: the target proposes nothing."""

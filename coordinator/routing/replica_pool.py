@@ -111,13 +111,13 @@ class ReplicaConnection(Generic[Item, Answer]):
     def __init__(
         self,
         link: Link[Item, Answer],
-        replica: str,
+        name: str,
         description: ReplicaDescription,
         on_away: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_away` hears when the replica cannot be reached."""
         self.link: Link[Item, Answer] = link
-        self.replica = replica
+        self.name = name
         """The replica's name in the session store."""
         self.description = description
         self.leaving = False
@@ -231,7 +231,7 @@ class ReplicaPool(Generic[Item, Answer]):
         """`fits` raises an `OutriderError` for a replica that cannot be used here."""
         self.role = role
         self._fits = fits
-        self._offices: dict[str, ReplicaConnection[Item, Answer]] = {}
+        self._replicas: dict[str, ReplicaConnection[Item, Answer]] = {}
         self._left = LinkBytes()
         """Of replicas that are known no more ..."""
         self._num_stale_left = 0
@@ -244,61 +244,61 @@ class ReplicaPool(Generic[Item, Answer]):
     @property
     def names(self) -> list[str]:
         """Of the replicas that are known, in the order in which they joined."""
-        return list(self._offices)
+        return list(self._replicas)
 
     @property
-    def offices(self) -> Mapping[str, ReplicaConnection[Item, Answer]]:
+    def replicas(self) -> Mapping[str, ReplicaConnection[Item, Answer]]:
         """The replicas that are known, by name, as they are now; to be looked at."""
-        return dict(self._offices)
+        return dict(self._replicas)
 
     @property
     def num_present(self) -> int:
         """Replicas that can be reached, as far as is known, and are not to be left."""
-        return sum(office.is_open for office in self._offices.values())
+        return sum(replica.is_open for replica in self._replicas.values())
 
     @property
     def is_full(self) -> bool:
         """Whether all that are present have as many sessions as share a step of theirs."""
         return all(
-            office.num_boxes >= office.description.max_num_seqs
-            for office in self._offices.values()
-            if office.is_open
+            replica.num_boxes >= replica.description.max_num_seqs
+            for replica in self._replicas.values()
+            if replica.is_open
         )
 
     @property
     def num_bytes(self) -> LinkBytes:
         """To and from all replicas so far; may be read on any thread."""
-        found = [office.link.num_bytes for office in list(self._offices.values())] + [self._left]
+        found = [replica.link.num_bytes for replica in list(self._replicas.values())] + [self._left]
         return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
 
     @property
     def num_stale(self) -> int:
         """Their answers that came too late; may be read on any thread."""
-        return self._num_stale_left + sum(one.num_stale for one in list(self._offices.values()))
+        return self._num_stale_left + sum(one.num_stale for one in list(self._replicas.values()))
 
     @property
     def description(self) -> ReplicaDescription:
         """What the replica runs that joined first of those that are known. Raises `Unavailable`
         where there is none."""
-        for office in self._offices.values():
-            return office.description
+        for replica in self._replicas.values():
+            return replica.description
         raise Unavailable(f"no {self.role} is known")
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """What the replica runs that joined last of those that are present, or else of all; None
         where none is known. Only of those with these `weights` (`ReplicaDescription.weights`);
         empty = any."""
-        offices = [
-            office for office in self._offices.values()
-            if weights in ("", office.description.weights)
+        replicas = [
+            replica for replica in self._replicas.values()
+            if weights in ("", replica.description.weights)
         ]  # fmt: skip
-        found = [office for office in offices if office.is_open] or offices
+        found = [replica for replica in replicas if replica.is_open] or replicas
         return found[-1].description if found else None
 
     async def join(self, name: str, link: Link[Item, Answer]) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
         does not say what it runs, and what `fits` raises; then it is not taken in."""
-        check(name not in self._offices, f"{name} has joined already")
+        check(name not in self._replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
             self._fits(description)
@@ -317,43 +317,43 @@ class ReplicaPool(Generic[Item, Answer]):
         for name, error in zip(links, found, strict=True):
             if error is not None:
                 _log.warning("the %s %s cannot join: %s", self.role, name, error)
-        if errors and not self._offices:
+        if errors and not self._replicas:
             raise errors[0]
 
     async def answers(self, name: str) -> bool:
         """Whether a replica says what it runs."""
-        office = self._offices.get(name)
-        if office is None or office.away:
+        replica = self._replicas.get(name)
+        if replica is None or replica.away:
             return False
         try:
-            await office.link.describe(PROBE_TIMEOUT_S)
+            await replica.link.describe(PROBE_TIMEOUT_S)
         except OutriderError:
             return False
         return True
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
-        self._offices[name] = ReplicaConnection(link, name, description, self._lost.set)
+        self._replicas[name] = ReplicaConnection(link, name, description, self._lost.set)
         self._tell_found()
 
     def retire(self, name: str) -> None:
         """A replica is to be left: it gets no more sessions, and those that it has move at the
         beginning of their next round, where there is another."""
-        office = self._offices.get(name)
-        if office is not None:
-            office.leaving = True
+        replica = self._replicas.get(name)
+        if replica is not None:
+            replica.leaving = True
 
     async def leave(self, name: str) -> None:
         """A replica is gone: its sessions hear that it is lost, and move."""
-        office = self._offices.pop(name, None)
-        if office is not None:
+        replica = self._replicas.pop(name, None)
+        if replica is not None:
             self._left = LinkBytes(
-                self._left.sent + office.link.num_bytes.sent,
-                self._left.received + office.link.num_bytes.received,
+                self._left.sent + replica.link.num_bytes.sent,
+                self._left.received + replica.link.num_bytes.received,
             )
-            self._num_stale_left += office.num_stale
-            office.lose(LinkLost(f"the {self.role} {name} is gone"))
-            await office.link.close()
+            self._num_stale_left += replica.num_stale
+            replica.lose(LinkLost(f"the {self.role} {name} is gone"))
+            await replica.link.close()
 
     def find(
         self,
@@ -369,23 +369,23 @@ class ReplicaPool(Generic[Item, Answer]):
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token."""
         fitting = {
-            name: office
-            for name, office in self._offices.items()
-            if office not in without and weights in ("", office.description.weights)
+            name: replica
+            for name, replica in self._replicas.items()
+            if replica not in without and weights in ("", replica.description.weights)
         }
-        present = {name: office for name, office in fitting.items() if office.is_open}
+        present = {name: replica for name, replica in fitting.items() if replica.is_open}
         if not present and not without:
             present = fitting
         if preferred in present:
             return present[preferred]
         if numerics:
             alike = {
-                name: office
-                for name, office in present.items()
-                if office.description.numerics == numerics
+                name: replica
+                for name, replica in present.items()
+                if replica.description.numerics == numerics
             }
             present = alike or present
-        loads = {name: office.num_boxes for name, office in present.items()}
+        loads = {name: replica.num_boxes for name, replica in present.items()}
         seats = min((one.description.max_num_seqs for one in present.values()), default=0)
         name = choose(affinity, loads, seats)
         return None if name is None else present[name]
@@ -400,9 +400,9 @@ class ReplicaPool(Generic[Item, Answer]):
             await asyncio.sleep(due - loop.time())
             self._lost.clear()
             due = loop.time() + PROBE_PERIOD_S
-            away = [office for office in self._offices.values() if office.away]
-            await asyncio.gather(*(self._probe(office) for office in away))
-            if any(office.away for office in away):
+            away = [replica for replica in self._replicas.values() if replica.away]
+            await asyncio.gather(*(self._probe(replica) for replica in away))
+            if any(replica.away for replica in away):
                 self._lost.set()
 
     async def change(self, timeout_s: float) -> None:
@@ -427,49 +427,49 @@ class ReplicaPool(Generic[Item, Answer]):
         self._found.set()
         self._found = asyncio.Event()
 
-    async def _probe(self, office: ReplicaConnection[Item, Answer]) -> None:
+    async def _probe(self, replica: ReplicaConnection[Item, Answer]) -> None:
         """One that answers is there again, perhaps as another: it was started anew."""
         try:
-            description = await office.link.describe(PROBE_TIMEOUT_S)
+            description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._fits(description)
         except OutriderError as error:
-            _log.debug("the %s %s is still away: %s", self.role, office.replica, error)
+            _log.debug("the %s %s is still away: %s", self.role, replica.name, error)
         else:
-            _log.info("the %s %s is there again", self.role, office.replica)
-            office.description, office.away = description, False
+            _log.info("the %s %s is there again", self.role, replica.name)
+            replica.description, replica.away = description, False
             self._tell_found()
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether a replica answers, after no more than twice `timeout_s`: one that should is asked
         first, and where it does not all others at once."""
-        offices = sorted(self._offices.values(), key=lambda office: not office.is_open)
-        for some in (offices[:1], offices[1:]):
-            if any(await asyncio.gather(*(_answers(office, timeout_s) for office in some))):
+        replicas = sorted(self._replicas.values(), key=lambda replica: not replica.is_open)
+        for some in (replicas[:1], replicas[1:]):
+            if any(await asyncio.gather(*(_answers(replica, timeout_s) for replica in some))):
                 return True
         return False
 
     async def close(self) -> None:
         """Closes all links."""
-        await asyncio.gather(*(office.link.close() for office in self._offices.values()))
+        await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
         """Raises `InvariantError` unless these sessions, `every` one or some, and no others have a
-        mailbox, and in one office."""
-        boxes = [name for office in self._offices.values() for name in office.sessions]
+        mailbox, and in one replica."""
+        boxes = [name for replica in self._replicas.values() for name in replica.sessions]
         check(len(boxes) == len(set(boxes)), "a session with two mailboxes")
         check(set(boxes) <= sessions, "a mailbox without a session")
         check(not every or set(boxes) == sessions, "a session without a mailbox")
 
 
-async def _answers(office: ReplicaConnection[Any, Any], timeout_s: float) -> bool:
+async def _answers(replica: ReplicaConnection[Any, Any], timeout_s: float) -> bool:
     try:
-        await office.link.describe(timeout_s)
+        await replica.link.describe(timeout_s)
     except Unavailable:
         return False
     return True
 
 
-def berth_of(
+def route_of(
     pool: ReplicaPool[Item, Answer],
     session: Session,
     affinity: bytes,
@@ -505,7 +505,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._weights = weights
         self._numerics = ""
         """Those of the replica that it began with."""
-        self._office: ReplicaConnection[Item, Answer] | None = None
+        self._replica: ReplicaConnection[Item, Answer] | None = None
         self._left: list[ReplicaConnection[Item, Answer]] = []
         """Where it was before."""
         self._rejected: list[ReplicaConnection[Item, Answer]] = []
@@ -516,12 +516,12 @@ class SessionRoute(Generic[Item, Answer]):
     @property
     def replica(self) -> str:
         """The replica's name in the session store; empty where there is none."""
-        return "" if self._office is None else self._office.replica
+        return "" if self._replica is None else self._replica.name
 
     @property
     def is_left(self) -> bool:
         """Whether it should move as soon as there is somewhere to go."""
-        return self._office is None or not self._office.is_open
+        return self._replica is None or not self._replica.is_open
 
     def number(self, round_index: int) -> int:
         """What a round is called where it is now: a greater number than any that was asked for, or
@@ -532,19 +532,19 @@ class SessionRoute(Generic[Item, Answer]):
     def send(self, item: Item) -> None:
         """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
         may have been started anew, as another."""
-        office = self._office
-        if office is None:
+        replica = self._replica
+        if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
-        if office.away:
-            raise LinkLost(f"the {self._pool.role} {office.replica} is away")
-        if self._weights not in ("", office.description.weights):
-            raise LinkLost(f"the {self._pool.role} {office.replica} has other weights now")
-        office.send(item)
+        if replica.away:
+            raise LinkLost(f"the {self._pool.role} {replica.name} is away")
+        if self._weights not in ("", replica.description.weights):
+            raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
+        replica.send(item)
 
     def expect_repeat(self, key: ReplyKey) -> None:
         """See `ReplicaConnection.expect_repeat`."""
-        if self._office is not None:
-            self._office.expect_repeat(key)
+        if self._replica is not None:
+            self._replica.expect_repeat(key)
 
     async def change(self, timeout_s: float) -> None:
         """See `ReplicaPool.change`."""
@@ -552,44 +552,44 @@ class SessionRoute(Generic[Item, Answer]):
 
     def give_up(self) -> None:
         """The replica says that it cannot go on: it counts as away until it says what it runs."""
-        if self._office is not None:
-            self._office.miss()
+        if self._replica is not None:
+            self._replica.miss()
 
     def reject(self) -> None:
         """What the replica answers is wrong: a session that leaves it does not come back."""
-        if self._office is not None and self._office not in self._rejected:
-            self._rejected.append(self._office)
+        if self._replica is not None and self._replica not in self._rejected:
+            self._rejected.append(self._replica)
 
     def move(self) -> bool:
         """Goes to another replica with the same weights that can be reached, and that was not
         rejected. Returns whether there
         is one. Nothing that was asked for is answered then, and what the new one holds is not
         known."""
-        without = [*self._rejected] if self._office is None else [*self._rejected, self._office]
+        without = [*self._rejected] if self._replica is None else [*self._rejected, self._replica]
         found = self._pool.find(self._affinity, self._weights, without, numerics=self._numerics)
         if found is None:
             return False
-        _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
-        if self._office is not None:
-            self._office.leave(self._session_id)
-            self._left = [one for one in self._left if one is not self._office] + [self._office]
+        _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.name)
+        if self._replica is not None:
+            self._replica.leave(self._session_id)
+            self._left = [one for one in self._left if one is not self._replica] + [self._replica]
         self._num_moves += 1
         self._enter(found)
         return True
 
     def close(self) -> None:
         """The session ends: all replicas that it has been with may forget it."""
-        for office in (self._office, *self._left):
-            if office is not None:
-                office.close(self._session_id, self._epoch)
-        self._office, self._left, self._rejected = None, [], []
+        for replica in (self._replica, *self._left):
+            if replica is not None:
+                replica.close(self._session_id, self._epoch)
+        self._replica, self._left, self._rejected = None, [], []
 
-    def _enter(self, office: ReplicaConnection[Item, Answer] | None) -> None:
-        if office is not None:
-            office.open(self._session_id, self.mailbox)
+    def _enter(self, replica: ReplicaConnection[Item, Answer] | None) -> None:
+        if replica is not None:
+            replica.open(self._session_id, self.mailbox)
             self.mailbox.forget_loss()
-            self._numerics = self._numerics or office.description.numerics
-            self._office = office
+            self._numerics = self._numerics or replica.description.numerics
+            self._replica = replica
 
 
 class Compatibility:

@@ -87,7 +87,7 @@ def budget_us(seconds: float) -> int:
     return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
 
 
-class HeadWriter:
+class HeaderWriter:
     """Writes the head of each message of one session."""
 
     def __init__(
@@ -152,21 +152,21 @@ class TargetClient:
 
     def __init__(
         self,
-        berth: SessionRoute[VerifyItem, VerifyAnswer],
-        heads: HeadWriter,
-        patience: Timeouts,
+        route: SessionRoute[VerifyItem, VerifyAnswer],
+        headers: HeaderWriter,
+        timeouts: Timeouts,
         audits: bool = False,
     ) -> None:
         """If it `audits`, each verdict says how its proposal looks: see `VerifyItem.audit`."""
-        self._berth = berth
+        self._route = route
         self._audits = audits
-        self._mailbox = berth.mailbox
-        self._heads = heads
-        self._patience = patience
-        self._random = Random(heads.session.session_id).random  # noqa: S311 (for waits)
+        self._mailbox = route.mailbox
+        self._headers = headers
+        self._timeouts = timeouts
+        self._random = Random(headers.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
         """The last round that the target will answer without being asked again."""
-        self.cached_length = heads.session.target.held_by(berth.replica)
+        self.cached_length = headers.session.target.held_by(route.replica)
         """Committed tokens that the target is thought to hold."""
         self.found_broken_draft = False
         """Whether q of a proposal could not be read for a reason that may depend on a token drawn
@@ -175,7 +175,7 @@ class TargetClient:
     @property
     def cache_state(self) -> CacheState:
         """What the store is told of this side."""
-        return CacheState(self._berth.replica, self.cached_length)
+        return CacheState(self._route.replica, self.cached_length)
 
     async def verify(
         self,
@@ -194,19 +194,19 @@ class TargetClient:
         where only the target cannot read it, not at all: the verdict refuses the rest.
         `found_broken_draft` says whether that may bias the tokens."""
         loop = asyncio.get_running_loop()
-        if self._berth.is_left:
+        if self._route.is_left:
             self._move()
-        number = self._berth.number(round_index)
+        number = self._route.number(round_index)
         if self._mailbox.begin(number):
             self._asked_until = -1
         num_drafted = len(proposal)
         unreachable_since: float | None = None
-        wait_s, num_retries, num_silences = self._patience.target_answer_s, 0, 0
+        wait_s, num_retries, num_silences = self._timeouts.target_answer_s, 0, 0
         num_refusals = 0
         ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
         while True:
-            if number != self._berth.number(round_index):  # It has moved.
-                number = self._berth.number(round_index)
+            if number != self._route.number(round_index):  # It has moved.
+                number = self._route.number(round_index)
                 self._mailbox.begin(number)
             try:
                 if ask:
@@ -218,16 +218,16 @@ class TargetClient:
                 num_silences += 1
                 if num_silences > 1 and self._move():
                     num_silences = 0
-                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
+                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._timeouts.target_answer_s)
             except (LinkLost, Overloaded) as error:
                 if isinstance(error, LinkLost) and self._move():
                     ask = True
                     continue
                 now = loop.time()
                 unreachable_since = now if unreachable_since is None else unreachable_since
-                if now - unreachable_since >= self._patience.target_gone_s:
+                if now - unreachable_since >= self._timeouts.target_gone_s:
                     raise Unavailable(f"no target can be reached: {error.message}") from error
-                await self._berth.change(self._retry_s(num_retries))
+                await self._route.change(self._retry_s(num_retries))
                 num_retries += 1
             else:
                 unreachable_since = None
@@ -252,15 +252,15 @@ class TargetClient:
 
     def close(self) -> None:
         """Ends the session on this side."""
-        self._berth.close()
+        self._route.close()
 
     def _move(self) -> bool:
         """Goes to another target, if there is one."""
-        if not self._berth.move():
+        if not self._route.move():
             return False
         self.cached_length = 0
         self._asked_until = -1
-        self._heads.observer.moved("target")
+        self._headers.observer.moved("target")
         return True
 
     def _must_ask(self, round_index: int, run_ahead: int) -> bool:
@@ -277,9 +277,9 @@ class TargetClient:
         num_logprobs: int | None,
         wanted: NextWanted,
     ) -> None:
-        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write("target", round_index, base_length)
-        self._berth.send(
+        base_length = min(self.cached_length, len(self._headers.session.tokens) - 1)
+        head = self._headers.write("target", round_index, base_length)
+        self._route.send(
             VerifyItem(
                 head,
                 proposal,
@@ -296,30 +296,30 @@ class TargetClient:
 
     def _readable(self, proposal: SealedProposal, message: str) -> SealedProposal:
         """What can be verified of a proposal whose q the target could not read."""
-        if not self._heads.session.record.rule.needs_q:
+        if not self._headers.session.record.rule.needs_q:
             return replace(proposal, q=b"")  # The rule does not look at it.
         readable, is_broken = proposal.readable()
         if readable != proposal:
             _log.warning("a proposal is cut to %d tokens: %s", len(readable), message)
-            self._heads.observer.proposal_unreadable()
+            self._headers.observer.proposal_unreadable()
             self.found_broken_draft |= is_broken
         return readable
 
     def _nothing_of(self, proposal: SealedProposal, message: str) -> SealedProposal:
         """What is verified of a proposal whose q only the target cannot read."""
         _log.warning("a proposal of %d tokens is dropped: %s", len(proposal), message)
-        self._heads.observer.proposal_unreadable()
+        self._headers.observer.proposal_unreadable()
         self.found_broken_draft = True
         return NOTHING_SEALED
 
     def _retry_s(self, num_retries: int) -> float:
         """How long to wait before the next one."""
-        return backoff(self._patience.target_retry_s, RETRY_S_MAX, num_retries, self._random)
+        return backoff(self._timeouts.target_retry_s, RETRY_S_MAX, num_retries, self._random)
 
     async def _put_right(self, answer: Resync | Refused, num_retries: int) -> None:
         if isinstance(answer, Resync):
-            self.cached_length = self._heads.held(answer)
-            self._heads.observer.resynced("target")
+            self.cached_length = self._headers.held(answer)
+            self._headers.observer.resynced("target")
             return
         if answer.code == CANCELLED_CODE:
             # Nobody ends a round that is asked for, but a store that has lost that an epoch was
@@ -333,7 +333,7 @@ class TargetClient:
         if not isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
             raise error
         if isinstance(error, Unavailable):
-            self._berth.give_up()
+            self._route.give_up()
             if self._move():
                 return
         await asyncio.sleep(self._retry_s(num_retries))

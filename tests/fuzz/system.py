@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.auth.access_control import OPEN, Gate, KeyFile, KeyGuard
+from coordinator.auth.access_control import OPEN, AccessControl, KeyFile, KeyInterceptor
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -76,7 +76,7 @@ async def main() -> None:
                 "draft": stack.draft_server.address,
             }
             for place, gate in (("open", OPEN), ("locked", _gate(stack, directory, exits))):
-                options = HttpOptions(gate=gate, metrics=exports.scrape.render)
+                options = HttpOptions(access=gate, metrics=exports.scrape.render)
                 await _serve(stack, place, options, addresses, exits)
             _tell({"addresses": addresses, "keys": keys})
             while await asyncio.to_thread(sys.stdin.readline):
@@ -84,9 +84,9 @@ async def main() -> None:
         await exports.close()
 
 
-def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> Gate:
+def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl:
     slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-    gate = Gate(KeyFile(directory / "keys", (), time.monotonic), Limiter(slots))
+    gate = AccessControl(KeyFile(directory / "keys", (), time.monotonic), Limiter(slots))
     exits.push_async_callback(gate.close)
     return gate
 
@@ -107,7 +107,9 @@ async def _serve(
         return
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     servicer = CoordinatorServicer(stack.coordinator, gate)
-    server = RpcServer([Service(descriptor, servicer)], ServerOptions(guards=(KeyGuard(gate),)))
+    server = RpcServer(
+        [Service(descriptor, servicer)], ServerOptions(guards=(KeyInterceptor(gate),))
+    )
     await server.start()
     exits.push_async_callback(server.stop)
     await server.set_serving(True)

@@ -142,12 +142,12 @@ async def test_get_session(stack: Stack) -> None:
 async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
     """A target that takes 20 ms a step."""
     spec = EmulatedSpec(vocab_size=16, support=8, verify_ms=20.0, draft_ms=1.0)
-    patience = replace(PATIENCE, target_gone_s=1.0)
+    timeouts = replace(PATIENCE, target_gone_s=1.0)
     async with running_stack(
         EmulatedEngine(spec, "target"),
         EmulatedEngine(spec, "draft"),
         tmp_path,
-        patience=patience,
+        timeouts=timeouts,
         max_sessions=3,
     ) as running:
         yield running

@@ -19,7 +19,7 @@ from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from coordinator.grpc_api import CoordinatorServicer
 from deploy.cli.serve import endpoints_text
 from outrider.api_keys import Caller, add_key
@@ -108,11 +108,11 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     authority = Made(tmp_path, "authority")
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
-    gate = Gate(KeyFile(tmp_path / "keys", (), lambda: 0.0))
+    gate = AccessControl(KeyFile(tmp_path / "keys", (), lambda: 0.0))
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     options = ServerOptions(
         credentials=server_credentials(mine.file, mine.key_file),
-        guards=(KeyGuard(gate),),
+        guards=(KeyInterceptor(gate),),
         reflection=False,
     )
     server = RpcServer([Service(descriptor, CoordinatorServicer(stack.coordinator, gate))], options)

@@ -44,9 +44,9 @@ async def slow(
 ) -> AsyncIterator[Stack]:
     """Three sessions at most, and clients that may come back: those by gRPC, for longer than a
     test lasts."""
-    patience = replace(PATIENCE, target_gone_s=1.0)
+    timeouts = replace(PATIENCE, target_gone_s=1.0)
     async with running_stack(
-        *engines, tmp_path, patience=patience, max_sessions=3, resume_grace_s=60.0
+        *engines, tmp_path, timeouts=timeouts, max_sessions=3, resume_grace_s=60.0
     ) as running:
         yield running
 

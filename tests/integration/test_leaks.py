@@ -20,7 +20,7 @@ from stack import Stack, running_stack
 from coordinator.decoding.sessions import SessionRun
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import Mailbox
-from coordinator.routing.target_client import HeadWriter, TargetClient
+from coordinator.routing.target_client import HeaderWriter, TargetClient
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -49,7 +49,7 @@ SETTLED_S = 60.0
 """By when whatever has ended has given everything back, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
 """A third ends by itself, a third is cancelled by its client, a third loses its connection."""
-EVERYTHING = {SessionRun, Session, Mailbox, HeadWriter, TargetClient, DraftClient, StepRequest}
+EVERYTHING = {SessionRun, Session, Mailbox, HeaderWriter, TargetClient, DraftClient, StepRequest}
 """Of these there is none but for sessions that run."""
 
 
@@ -179,7 +179,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "runs that end": len(stack.coordinator._runs._ending),
     }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
-        offices: Any = pool._offices.values()
+        offices: Any = pool._replicas.values()
         found[f"mailboxes of the {pool.role}"] = sum(one.num_boxes for one in offices)
         for office in offices:
             for stream in (office.link._normal, office.link._bulk):

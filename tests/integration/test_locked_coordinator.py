@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from outrider import limits
@@ -82,11 +82,11 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         for _ in range(2):
             slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-            gate = Gate(KeyFile(found.file, (), found.clock), Limiter(slots))
+            gate = AccessControl(KeyFile(found.file, (), found.clock), Limiter(slots))
             exits.push_async_callback(gate.close)
             server = RpcServer(
                 [Service(descriptor, CoordinatorServicer(stack.coordinator, gate))],
-                ServerOptions(guards=(KeyGuard(gate),)),
+                ServerOptions(guards=(KeyInterceptor(gate),)),
             )
             await server.start()
             exits.push_async_callback(server.stop)

@@ -16,7 +16,7 @@ from http_front import http_front
 from made_certificates import Made
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, TlsFiles
@@ -56,9 +56,9 @@ class Locked:
         self.urls: list[str] = []
         self.grpc_address = ""
 
-    def gate(self, exits: AsyncExitStack) -> Gate:
+    def gate(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        gate = Gate(KeyFile(self.file, (), lambda: 0.0), Limiter(slots))
+        gate = AccessControl(KeyFile(self.file, (), lambda: 0.0), Limiter(slots))
         exits.push_async_callback(gate.close)
         return gate
 
@@ -79,13 +79,13 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
     ):
         found = Locked(stack, tmp_path / "keys")
         for _ in range(2):
-            options = HttpOptions(gate=found.gate(exits))
+            options = HttpOptions(access=found.gate(exits))
             found.urls.append(await exits.enter_async_context(http_front(stack, options)))
         gate = found.gate(exits)
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         server = RpcServer(
             [Service(descriptor, CoordinatorServicer(stack.coordinator, gate))],
-            ServerOptions(guards=(KeyGuard(gate),)),
+            ServerOptions(guards=(KeyInterceptor(gate),)),
         )
         await server.start()
         exits.push_async_callback(server.stop)
@@ -203,7 +203,7 @@ async def test_a_server_with_a_certificate(locked: Locked, tmp_path: Path) -> No
     async with AsyncExitStack() as exits:
         for callers, good, bad in ((None, None, None), (authority.file, alice, mallory)):
             tls = TlsFiles(own.file, own.key_file, callers)
-            options = HttpOptions(gate=locked.gate(exits), tls=tls)
+            options = HttpOptions(access=locked.gate(exits), tls=tls)
             plain = await exits.enter_async_context(http_front(locked.stack, options))
             url = plain.replace("http:", "https:")
             assert await answer(url, authority, shows=good) == 200

@@ -15,7 +15,7 @@ import pytest
 from http_front import http_front
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import gate_of
+from coordinator.auth.access_control import access_control_of
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.http_api.app import PAGE_PATHS
 from coordinator.http_api.server import HttpOptions
@@ -50,9 +50,9 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(running_stack(*engines, tmp_path / "redis"))
         slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-        gate = gate_of("", str(tmp_path / "keys"), Limiter(slots))
+        gate = access_control_of("", str(tmp_path / "keys"), Limiter(slots))
         exits.push_async_callback(gate.close)
-        url = await exits.enter_async_context(http_front(stack, HttpOptions(gate=gate)))
+        url = await exits.enter_async_context(http_front(stack, HttpOptions(access=gate)))
         http = await exits.enter_async_context(httpx.AsyncClient(base_url=url, timeout=WAIT_S))
         yield Locked(stack, http, headers)
 

@@ -51,12 +51,12 @@ async def another_coordinator(exits: AsyncExitStack, stack: Stack) -> RpcServer:
             length_control=False,
             run_ahead_rounds=8,
             max_sessions=10,
-            patience=PATIENCE,
+            timeouts=PATIENCE,
         ),
         store=await RedisStore.connect(stack.redis.url),
         targets={"t": target_link(stack.target_server.address)},
         drafts={"d": draft_link(stack.draft_server.address)},
-        stand_in=NgramDrafter(),
+        fallback=NgramDrafter(),
         text=None,
     )
     await service.start()

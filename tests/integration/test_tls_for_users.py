@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_certificates import Made
 
-from coordinator.auth.access_control import Gate, KeyFile, KeyGuard
+from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
@@ -32,9 +32,9 @@ class Coordinator:
 
 
 @asynccontextmanager
-async def serving(credentials: Any, gate: Gate) -> AsyncIterator[str]:
+async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
     descriptor: Any = pb.DESCRIPTOR.services_by_name["Coordinator"]
-    options = ServerOptions(credentials=credentials, guards=(KeyGuard(gate),))
+    options = ServerOptions(credentials=credentials, guards=(KeyInterceptor(gate),))
     server = RpcServer([Service(descriptor, Coordinator())], options)
     await server.start()
     await server.set_serving(True)
@@ -70,14 +70,16 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
     keys = KeyFile(tmp_path / "keys", (), lambda: 0.0)
-    async with serving(server_credentials(good.file, good.key_file), Gate(keys)) as address:
+    async with serving(
+        server_credentials(good.file, good.key_file), AccessControl(keys)
+    ) as address:
         assert await answers(address, caller_trust(authority.file), key)
         assert await answers(address, pinned_trust(good.file), key)
         assert not await answers(address, caller_trust(stranger.file), key)
         assert not await answers(address, caller_trust(), key)
         assert not await answers(address, PLAIN, key)
     async with serving(
-        server_credentials(elsewhere.file, elsewhere.key_file), Gate(keys)
+        server_credentials(elsewhere.file, elsewhere.key_file), AccessControl(keys)
     ) as address:
         assert not await answers(address, caller_trust(authority.file), key)
         named = caller_trust(authority.file, server_name="a.example.org")
@@ -93,7 +95,7 @@ async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
     alice = Made(tmp_path, "alice", by=callers)
     mallory = Made(tmp_path, "mallory")
     credentials = server_credentials(own.file, own.key_file, callers.file)
-    async with serving(credentials, Gate()) as address:
+    async with serving(credentials, AccessControl()) as address:
         assert await answers(address, caller_trust(own.file, alice.file, alice.key_file), "")
         assert not await answers(address, caller_trust(own.file), "")
         assert not await answers(

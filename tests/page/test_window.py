@@ -15,7 +15,7 @@ from http_front import http_front
 from models import byte_level_tokenizer
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import gate_of
+from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
 from outrider.engine.emulated import EmulatedEngine
@@ -444,7 +444,7 @@ async def test_a_key_is_asked_for_where_one_is_needed(
     """Of one that is not known the page says so. The right one is kept for this tab alone, goes in
     a header and never in a URL, and what was refused for want of it is run; it can be forgotten."""
     key = add_key(tmp_path / "keys", Caller("alice", "alice"))
-    options = HttpOptions(gate=gate_of("", str(tmp_path / "keys")))
+    options = HttpOptions(access=access_control_of("", str(tmp_path / "keys")))
     asks = "return !document.getElementById('keys').hidden"
     words = "return document.getElementById('keys-words').textContent"
     kept = "return [Object.values(sessionStorage), localStorage.length, document.cookie]"
@@ -485,7 +485,7 @@ async def test_without_a_key_the_server_is_left_alone(
 ) -> None:
     """It is asked once, and not again before there is a key."""
     add_key(tmp_path / "keys", Caller("alice", "alice"))
-    options = HttpOptions(gate=gate_of("", str(tmp_path / "keys")))
+    options = HttpOptions(access=access_control_of("", str(tmp_path / "keys")))
     async with opened(window, tmp_path / "redis", text=tokenizer, options=options):
         await off(window.until, "return !document.getElementById('keys').hidden")
         await asyncio.sleep(4)  # As long as two looks at the fleet.

@@ -104,7 +104,7 @@ class CoordinatorNode:
             store=world.redis.store(),
             targets=links["target"],
             drafts=links["draft"],
-            stand_in=NgramDrafter(),
+            fallback=NgramDrafter(),
             text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(64),
@@ -122,7 +122,9 @@ class CoordinatorNode:
         if self.service is None:
             return False
         pools = (self.service.targets, self.service.drafts)
-        return any(replica in pool._offices and pool._offices[replica].num_boxes for pool in pools)
+        return any(
+            replica in pool._replicas and pool._replicas[replica].num_boxes for pool in pools
+        )
 
     def knows(self, role: Role) -> set[str]:
         """The replicas of a role that it may use."""

@@ -171,7 +171,7 @@ def test_a_deadline_that_is_asked_after_the_draw(monkeypatch: pytest.MonkeyPatch
 
 def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     def stays(self: SessionRoute[Any, Any]) -> None:
-        self._office = None
+        self._replica = None
 
     monkeypatch.setattr(SessionRoute, "close", stays)
     assert found(monkeypatch)
@@ -181,7 +181,7 @@ def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch
     move = SessionRoute.move
 
     def and_release(self: Any) -> bool:
-        before = self._office
+        before = self._replica
         moves = move(self)
         if moves and before is not None:
             before.link.release(self._session_id, self._epoch)

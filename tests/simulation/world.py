@@ -89,7 +89,7 @@ class World:
         self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
         self._shape = {
-            "patience": HASTY if is_hasty else PATIENCE,
+            "timeouts": HASTY if is_hasty else PATIENCE,
             "length_control": rng.random() < 0.5,
             "look_ahead": look_ahead,
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),

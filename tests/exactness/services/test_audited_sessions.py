@@ -74,13 +74,13 @@ class Bench:
                 length_control=False,
                 run_ahead_rounds=8,
                 max_sessions=100,
-                patience=PATIENCE,
+                timeouts=PATIENCE,
                 audit_share=audit_share,
             ),
             store=MemoryStore(lambda: loop.time() * 1e3),
             targets={"t": MemoryLink(self.target)},
             drafts={"d": MemoryLink(self.draft)},
-            stand_in=NgramDrafter(),
+            fallback=NgramDrafter(),
             text=None,
             observation=heard,
         )
@@ -227,7 +227,7 @@ def test_sessions_that_end_at_one_time_are_audited_one_by_one() -> None:
             at_once = set()
             while len(heard.outcomes) < 8:
                 await asyncio.sleep(0.0001)
-                offices = bench.service.targets._offices.values()
+                offices = bench.service.targets._replicas.values()
                 at_once.add(sum(office.num_boxes for office in offices))
             assert at_once == {0, 1}
             # Nothing is taken from pages of theirs, nor of each other's.

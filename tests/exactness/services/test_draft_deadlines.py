@@ -19,7 +19,7 @@ from toy_engine import ToyEngine, toy_logits
 from coordinator.routing import draft_client as draft_side
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeadWriter, Timeouts
+from coordinator.routing.target_client import HeaderWriter, Timeouts
 from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -149,7 +149,7 @@ def first_tokens(
     pass_s: float = PASS_S,
     look_ahead: int = 0,
     constraint: Constraint | None = None,
-    stand_in: Any = None,
+    fallback: Any = None,
     link: Callable[[DraftService], MemoryLink[DraftItem, DraftAnswer]] = MemoryLink,
 ) -> Found:
     async def main() -> Found:
@@ -163,14 +163,14 @@ def first_tokens(
         )
         pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
         pool.admit("r0", link(service), DESCRIPTION)
-        patience = Timeouts(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
+        timeouts = Timeouts(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
         for seed in range(1, num_rounds + 1):
             new = SessionRecord.new(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
             session = Session(new)
-            pool.offices["r0"].away = False
+            pool.replicas["r0"].away = False
             berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            heads = HeadWriter(session, PLAIN, 1e9, constraint=constraint)
-            side = DraftClient(berth, heads, patience, stand_in or NoLookUp(), look_ahead)
+            heads = HeaderWriter(session, PLAIN, 1e9, constraint=constraint)
+            side = DraftClient(berth, heads, timeouts, fallback or NoLookUp(), look_ahead)
             noise = RoundNoise(seed, rule, len(PROMPT))
             drafted = await side.propose(1, K, noise, siblings)
             side.close()
@@ -179,7 +179,7 @@ def first_tokens(
             found.tokens.append(committed(proposal, noise)[:1])
             found.lengths[proposal.tree.num_depths] += 1
             found.waits.add(round(drafted.seconds, 6))
-            found.num_looked_up += not drafted.by_replica
+            found.num_looked_up += drafted.source == "fallback"
         service.check_integrity()
         await service.close()
         return found
@@ -245,7 +245,7 @@ def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(ho
     """It proposes in a third of the rounds. In the others the draft does, however late it is; the
     time that it takes depends on its tokens. False alarm 1e-6."""
     found = first_tokens(
-        Rule.TOKEN, DEADLINE_MS, stand_in=OneLookUp(), link=partial(LossyLink, how)
+        Rule.TOKEN, DEADLINE_MS, fallback=OneLookUp(), link=partial(LossyLink, how)
     )
     assert found.num_looked_up == NUM_ROUNDS // 3
     assert found.lengths.keys() == {1, 2, 3}
@@ -257,7 +257,7 @@ def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(ho
 
 def test_a_look_up_that_proposes_for_what_a_draft_has_drawn_is_found() -> None:
     """The loss of a draft that depends on its tokens, which docs/exactness.md assumes away."""
-    found = first_tokens(Rule.TOKEN, DEADLINE_MS, stand_in=OneLookUp(), link=SelectingLink)
+    found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=OneLookUp(), link=SelectingLink)
     assert 0 < found.num_looked_up < NUM_ROUNDS
     assert fit(found.tokens, law(), TV).p_value < FALSE_ALARM
 
@@ -306,9 +306,9 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
             new = SessionRecord.new(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
             session = Session(new)
             berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            patience = Timeouts(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
-            stand_in: Any = NoLookUp()
-            side = DraftClient(berth, HeadWriter(session, PLAIN, 1e9), patience, stand_in)
+            timeouts = Timeouts(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
+            fallback: Any = NoLookUp()
+            side = DraftClient(berth, HeaderWriter(session, PLAIN, 1e9), timeouts, fallback)
             noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
             return await side.propose(1, num_tokens, noise)
 
@@ -319,7 +319,7 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
         await service.drain()
         service.check_integrity()
         await service.close()
-        assert (short.by_replica, short.seconds) == (True, pytest.approx(0.3))
+        assert (short.source != "fallback", short.seconds) == (True, pytest.approx(0.3))
         assert 0 < len(short.proposal) < 8
         assert short.proposal.token_ids == alone.proposal.token_ids[: len(short.proposal)]
         assert long.proposal.open() == alone.proposal.open()

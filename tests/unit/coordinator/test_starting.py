@@ -52,10 +52,10 @@ async def started(
     service = CoordinatorService(
         CoordinatorOptions(
             name="a", served_model_name="", defaults=RequestDefaults(4, 1000), length_control=True,
-            run_ahead_rounds=8, max_sessions=8, patience=PATIENCE, follows=follows,
+            run_ahead_rounds=8, max_sessions=8, timeouts=PATIENCE, follows=follows,
         ),
         store=MemoryStore(lambda: 0.0), targets={"t": target},
-        drafts={} if draft is None else {"d": draft}, stand_in=NgramDrafter(), text=None,
+        drafts={} if draft is None else {"d": draft}, fallback=NgramDrafter(), text=None,
     )  # fmt: skip
     await service.start()
     yield service

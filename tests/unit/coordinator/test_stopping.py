@@ -47,7 +47,7 @@ async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
             heard.append("follows no more")
 
     actor = CoordinatorActor()
-    actor._rosters = [asyncio.create_task(follow())]
+    actor._followers = [asyncio.create_task(follow())]
     actor._announcer, actor._server = (Part(name, heard) for name in ("announcer", "server"))  # type: ignore[assignment]
     actor._service = Serving("service", heard)  # type: ignore[assignment]
     await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_it_ends_everything_whatever_one_part_raises() -> None:
     heard: list[str] = []
     names = ("announcer", "server", "http", "gate", "exports")
     actor = CoordinatorActor()
-    actor._announcer, actor._server, actor._http, actor._gate, actor._exports = (
+    actor._announcer, actor._server, actor._http, actor._access, actor._exports = (
         Part(name, heard, fails=True)  # type: ignore[assignment]
         for name in names
     )

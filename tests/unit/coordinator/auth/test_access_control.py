@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.auth.access_control import OPEN, Gate, gate_of
+from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
 from coordinator.auth.rate_limits import Limiter
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
@@ -60,6 +60,16 @@ async def events(log: list[str], session_id: str = SESSION) -> AsyncGenerator[Ev
         log.append("closed")
 
 
+async def generation(
+    gate: AccessControl, caller: Caller, running: AsyncGenerator[Event], resumes: str = ""
+) -> AsyncGenerator[Event]:
+    """As the gRPC API counts it."""
+    async with aclosing(running), gate.admit(caller, resumes) as grant:
+        async for event in running:
+            await grant.note(event)
+            yield event
+
+
 @pytest.mark.parametrize(
     "shown",
     [[], [""], ["Bearer"], ["Bearer "], [KEY], [f"Basic {KEY}"], [f"Bearer {KEY}x"],
@@ -69,19 +79,19 @@ async def events(log: list[str], session_id: str = SESSION) -> AsyncGenerator[Ev
 def test_who_shows_no_key_is_refused(shown: list[str]) -> None:
     """In words that say what to send, and do not repeat what was sent."""
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
-        gate_of(KEY, "").identify(shown)
+        access_control_of(KEY, "").identify(shown)
     assert KEY not in caught.value.message
 
 
 def test_who_shows_a_key_is_known() -> None:
     """However the scheme is written."""
     for shown in (f"Bearer {KEY}", f"bearer  {KEY} ", f"BEARER {KEY}"):
-        assert gate_of(KEY, "").identify([shown]).tenant.startswith("key-")
+        assert access_control_of(KEY, "").identify([shown]).tenant.startswith("key-")
 
 
 def test_without_keys_everybody_is_anybody() -> None:
     """Whatever is shown, once."""
-    assert gate_of("", "") is OPEN
+    assert access_control_of("", "") is OPEN
     assert not OPEN.asks_for_keys
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
     with pytest.raises(Unauthenticated, match="there are several"):
@@ -92,16 +102,16 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
     """Named after its session with the first renewal; free when the last event is there, so that
     who asks for the next one then has room."""
     slots, log = Slots(), []
-    gate = Gate(None, Limiter(slots, lambda: "new"))
-    async with aclosing(gate.generation(LIMITED, events(log))) as running:
+    gate = AccessControl(None, Limiter(slots, lambda: "new"))
+    async with aclosing(generation(gate, LIMITED, events(log))) as running:
         assert isinstance(await anext(running), Started)
         assert slots.taken == {"new"}
         with pytest.raises(Overloaded):
-            await anext(gate.generation(LIMITED, events([], "6" * 32), resumes="6" * 32))
+            await anext(generation(gate, LIMITED, events([], "6" * 32), resumes="6" * 32))
         await anext(running)
         assert isinstance(await anext(running), Finished)
         assert slots.taken == set()
-        second = gate.generation(LIMITED, events(log))
+        second = generation(gate, LIMITED, events(log))
         await anext(second)
         await second.aclose()
     assert log == ["begun", "begun", "closed", "closed"]
@@ -112,16 +122,16 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
 async def test_one_that_is_refused_never_begins() -> None:
     """And neither does one that nobody can count."""
     slots, log = Slots(), []
-    gate = Gate(None, Limiter(slots))
+    gate = AccessControl(None, Limiter(slots))
     slots.taken.add("of another coordinator")
     with pytest.raises(Overloaded):
-        await anext(gate.generation(LIMITED, events(log)))
+        await anext(generation(gate, LIMITED, events(log)))
     slots.away = True
     with pytest.raises(StoreUnavailable):
-        await anext(gate.generation(LIMITED, events(log)))
+        await anext(generation(gate, LIMITED, events(log)))
     assert log == []
     # Who has no limits is not counted, and needs no store.
-    async with aclosing(gate.generation(Caller("b", "b"), events(log))) as running:
+    async with aclosing(generation(gate, Caller("b", "b"), events(log))) as running:
         await anext(running)
     await gate.close()
 
@@ -129,10 +139,10 @@ async def test_one_that_is_refused_never_begins() -> None:
 async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     """Beside the stream that has broken and is not closed yet; the slot is free when both are."""
     slots = Slots()
-    gate = Gate(None, Limiter(slots))
-    old = gate.generation(LIMITED, events([]), resumes=SESSION)
+    gate = AccessControl(None, Limiter(slots))
+    old = generation(gate, LIMITED, events([]), resumes=SESSION)
     await anext(old)
-    new = gate.generation(LIMITED, events([]), resumes=SESSION)
+    new = generation(gate, LIMITED, events([]), resumes=SESSION)
     await anext(new)
     assert slots.taken == {SESSION}
     assert slots.depths == [2, 2]
@@ -148,9 +158,9 @@ async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
 async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
     """The lease runs out by itself."""
     slots = Slots()
-    gate = Gate(None, Limiter(slots))
+    gate = AccessControl(None, Limiter(slots))
     seen = []
-    async with aclosing(gate.generation(LIMITED, events([]))) as running:
+    async with aclosing(generation(gate, LIMITED, events([]))) as running:
         async for event in running:
             slots.away = True
             seen.append(type(event))
@@ -161,7 +171,7 @@ async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
 async def test_a_request_has_a_slot_for_each_generation() -> None:
     """All or none; they are free together."""
     slots = Slots()
-    gate = Gate(None, Limiter(slots))
+    gate = AccessControl(None, Limiter(slots))
     caller = Caller("carol", "carol", concurrency=4)
     async with gate.admit(caller, num_generations=3) as grant:
         assert len(slots.taken) == 3
@@ -196,7 +206,7 @@ async def test_a_slot_that_nobody_heard_of_is_given_back(error: Exception | None
     """Where its caller went before the store's answer came, or none came; but not that of a session
     that is resumed, which may be another stream's."""
     slots = LateSlots(error)
-    gate = Gate(None, Limiter(slots))
+    gate = AccessControl(None, Limiter(slots))
     for resumes in ("", SESSION):
         admitting = asyncio.create_task(gate.admit(LIMITED, resumes).__aenter__())
         await asyncio.sleep(0)

@@ -54,14 +54,14 @@ async def served(store: MemoryStore, name: str, text: Any = None) -> AsyncIterat
             length_control=False,
             run_ahead_rounds=8,
             max_sessions=10,
-            patience=PATIENCE,
+            timeouts=PATIENCE,
             resume_grace_s=10.0,
             look_ahead=4,
         ),
         store=store,
         targets={"t": MemoryLink(target)},
         drafts={"d": MemoryLink(draft)},
-        stand_in=NgramDrafter(),
+        fallback=NgramDrafter(),
         text=TokenizerText(hf_tokenizer(), "small") if text is None else text,
     )
     await service.start()

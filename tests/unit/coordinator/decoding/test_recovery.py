@@ -134,7 +134,7 @@ def test_it_goes_on_with_the_same_weights_alone() -> None:
         async with bench(resume_grace_s=5.0) as made:
             async with aclosing(made.service.generate(SEEDED)) as events:
                 _, session_id, num = await taken(events, 3)
-            office = made.service.targets._offices["t"]
+            office = made.service.targets._replicas["t"]
             office.description = replace(office.description, dtype="bfloat16")
             with pytest.raises(Incompatible, match="other weights"):
                 await anext(made.service.resume(ResumeRequest(session_id, num)))
@@ -150,7 +150,7 @@ def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
         async with bench(resume_grace_s=5.0) as made:
             async with aclosing(made.service.generate(SEEDED)) as events:
                 _, session_id, num = await taken(events, 3)
-            before = made.service.targets._offices["t"].description
+            before = made.service.targets._replicas["t"].description
             await made.service.targets.join("n", described(replace(before, max_model_len=8)))
             assert made.service.model.max_model_len == 8
             with pytest.raises(BadRequest, match="length of 8"):
@@ -181,19 +181,19 @@ def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weights() ->
 
     async def main() -> None:
         async with bench(resume_grace_s=5.0) as made:
-            office = made.service.targets._offices.pop("t")
+            office = made.service.targets._replicas.pop("t")
             events = made.service.generate(SEEDED)
             first = asyncio.create_task(anext(events))
             await asyncio.sleep(1.0)
             assert not first.done()
-            made.service.targets._offices["t"] = office
+            made.service.targets._replicas["t"] = office
             made.service.targets._tell_found()
             started = await first
             assert isinstance(started, Started)
             await drained(events)
             record = await made.store.load(started.session_id)
             assert parameters_of(record).weights == office.description.weights != ""
-            made.service.targets._offices.clear()
+            made.service.targets._replicas.clear()
             with pytest.raises(Unavailable, match="no target is known"):
                 await drained(made.service.generate(SEEDED))
 

@@ -19,11 +19,11 @@ def test_a_proposal_is_waited_for_as_long_as_its_tokens_are_worth() -> None:
     num_accepted = sum(0.7**n for n in range(1, length.num_draft_tokens + 1))
     takes_s = world.wire_s + length.num_draft_tokens * world.draft_s
     expected_s = takes_s + num_accepted * world.verify_s
-    assert length.patience_s == pytest.approx(expected_s, rel=0.25)
+    assert length.draft_budget_s == pytest.approx(expected_s, rel=0.25)
 
 
 def test_nothing_is_given_up_before_any_round_was_timed() -> None:
-    assert World().open().choose(1, ENDLESS).patience_s == math.inf
+    assert World().open().choose(1, ENDLESS).draft_budget_s == math.inf
 
 
 def test_a_draft_that_stops_now_and_then_costs_little_each_time() -> None:

@@ -82,7 +82,7 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
 
     async def main() -> None:
         parts: Any = dict.fromkeys(
-            ("parameters", "completion", "target", "draft", "committer", "journal", "meter")
+            ("parameters", "completion", "target", "draft", "committer", "meter")
         )
         lengths: Any = Lengths()
         decoding = Decoding(session=session(), lengths=lengths, length_max=99, **parts)
@@ -91,7 +91,7 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
             queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
         )  # fmt: skip
         beside = DraftedBeside(3, 0.02, 0.01)
-        drafted = Drafted(NOTHING_SEALED, True, 0.0, 2, beside=beside)
+        drafted = Drafted(NOTHING_SEALED, "local", 0.0, 2, beside=beside)
         decoding._note(drafted, Verified(reply, 0.05), decide(reply.verdict, (), Rule.GREEDY, ()))
 
     run_virtually(main())

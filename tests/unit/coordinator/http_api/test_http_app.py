@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from coordinator.auth.access_control import OPEN
-from coordinator.http_api.app import KEPT_S, SLOW_S, WELL_S, KeptHealth, build_app
+from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from coordinator.http_api.serving import Generations
 from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.clock import run_virtually
@@ -156,7 +156,7 @@ async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch
             found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
             assert {one.status_code for one in found} == {200}
         assert service.num_asked == 2
-        monkeypatch.setattr("coordinator.http_api.app.KEPT_S", -1.0)
+        monkeypatch.setattr("coordinator.http_api.app.HEALTH_CACHED_S", -1.0)
         await asyncio.sleep(1.05)
         for number in (3, 4):
             found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
@@ -176,7 +176,7 @@ def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() ->
 
     async def main() -> None:
         service, loop = Slow(), asyncio.get_running_loop()
-        kept = KeptHealth(service)  # type: ignore[arg-type]
+        kept = CachedHealth(service)  # type: ignore[arg-type]
 
         async def asked() -> tuple[str, float]:
             start = loop.time()
@@ -184,10 +184,10 @@ def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() ->
 
         assert await asked() == ("", 0.1)
         service.takes_s, service.found = 6.0, "gone"
-        await asyncio.sleep(KEPT_S)
+        await asyncio.sleep(HEALTH_CACHED_S)
         assert await asked() == ("", SLOW_S)
-        await asyncio.sleep(WELL_S - KEPT_S)
-        assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - KEPT_S))
+        await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
+        assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
         assert await asked() == ("gone", 0.0)
 
     run_virtually(main())
@@ -232,16 +232,18 @@ def test_the_document_tells_what_may_come() -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
-async def test_an_answer_that_nobody_waits_for_is_closed(num_turns: int) -> None:
+async def test_an_answer_that_nobody_waits_for_is_closed(
+    num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, whenever its request is cancelled before its first chunk was there or as it came;
     and so is one whose head cannot be sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[dict[str, Any]]:
+    async def chunks() -> AsyncGenerator[Any]:
         has_begun.set()
         try:
             for _ in range(100):
-                yield {}
+                yield 0, None
         finally:
             closed.set()
 
@@ -252,9 +254,11 @@ async def test_an_answer_that_nobody_waits_for_is_closed(num_turns: int) -> None
         raise OSError("broken")
 
     generations = Generations(Service(), OPEN, asyncio.Event())  # type: ignore[arg-type]
-    request = SimpleNamespace(receive=nothing)
+    request: Any = SimpleNamespace(receive=nothing)
     begun = chunks()
-    running = asyncio.create_task(generations.stream(request, begun))  # type: ignore[arg-type]
+    monkeypatch.setattr(generations, "_events", lambda *_: begun)
+    asked: Any = None
+    running = asyncio.create_task(generations.stream(request, asked, lambda *_: [{}]))
     for _ in range(num_turns):
         await asyncio.sleep(0)
     running.cancel()

@@ -17,13 +17,13 @@ from made_certificates import Made
 from test_http_server import FINISHED, STARTED, WAIT_S, Service, serving, trusting
 
 from coordinator.actor import _report_health
-from coordinator.auth.access_control import gate_of
+from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.connections import OpenConnections
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.request import Event
 
 KEY = "0123456789abcdef0123"
-GATE = gate_of(KEY, "")
+GATE = access_control_of(KEY, "")
 HEADERS = f"host: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
 GET = b"GET /version HTTP/1.1\r\n" + HEADERS + b"\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"content-type: application/json\r\n"
@@ -103,7 +103,7 @@ async def test_silent_sockets_keep_no_caller_out(tmp_path: Path, encrypted: bool
         own = Made(tmp_path, "own", "127.0.0.1")
         tls, context = TlsFiles(own.file, own.key_file), trusting(own.file)
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(serving(Service(), tls, gate=GATE))
+        port = await stack.enter_async_context(serving(Service(), tls, access=GATE))
         kept = await stack.enter_async_context(connected(port, context))
         assert await status(kept) == 200
         for _ in range(2):
@@ -119,7 +119,7 @@ async def test_silent_sockets_keep_no_caller_out(tmp_path: Path, encrypted: bool
 async def test_idle_connections_make_room(tmp_path: Path) -> None:
     """Where all places have been answered and are kept, the one idle for longest goes."""
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(serving(Service(), gate=GATE))
+        port = await stack.enter_async_context(serving(Service(), access=GATE))
         idle = [await stack.enter_async_context(connected(port)) for _ in range(NUM_PLACES)]
         assert [await status(pair) for pair in idle] == [200] * NUM_PLACES
         assert await status(idle[0]) == 200
@@ -142,7 +142,7 @@ async def test_requests_that_run_make_no_room() -> None:
 
     service = Waiting()
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(serving(service, gate=GATE))
+        port = await stack.enter_async_context(serving(service, access=GATE))
         request = POST + b"content-length: 15\r\n\r\n" + BODY
         running = []
         for _ in range(NUM_PLACES):
@@ -165,7 +165,7 @@ async def test_a_silent_socket_is_closed(tmp_path: Path, encrypted: bool) -> Non
     if encrypted:
         own = Made(tmp_path, "own", "127.0.0.1")
         tls = TlsFiles(own.file, own.key_file)
-    async with serving(Service(), tls, gate=GATE) as port, connected(port) as pair:
+    async with serving(Service(), tls, access=GATE) as port, connected(port) as pair:
         assert HEADERS_S * 0.9 < await closed_after(pair) < LATE_S
 
 
@@ -173,7 +173,7 @@ async def test_a_silent_socket_is_closed(tmp_path: Path, encrypted: bool) -> Non
 async def test_trickled_headers_are_not_waited_for() -> None:
     """Neither those of a first request, nor of a second; nor a body that nobody reads, nor empty
     lines."""
-    async with serving(Service(), gate=GATE) as port:
+    async with serving(Service(), access=GATE) as port:
         async with connected(port) as pair:
             waited = await closed_after(pair, lambda index: GET[index : index + 1])
             assert HEADERS_S * 0.9 < waited < LATE_S
@@ -192,7 +192,7 @@ async def test_trickled_headers_are_not_waited_for() -> None:
 @pytest.mark.usefixtures("short")
 async def test_a_connection_between_requests_stays() -> None:
     """The limit for headers is none for what comes before their first byte."""
-    async with serving(Service(), gate=GATE) as port, connected(port) as pair:
+    async with serving(Service(), access=GATE) as port, connected(port) as pair:
         for _ in range(2):
             assert await status(pair) == 200
             await asyncio.sleep(3 * HEADERS_S)
@@ -202,7 +202,7 @@ async def test_a_connection_between_requests_stays() -> None:
 async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is free long before the time for the whole body is over."""
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODY_PART_S_MAX", HEADERS_S)
-    async with serving(Service(), gate=GATE) as port:
+    async with serving(Service(), access=GATE) as port:
         async with connected(port) as pair:
             began = time.monotonic()
             assert await status(pair, POST + b"content-length: 15\r\n\r\n{") == 408
@@ -230,7 +230,7 @@ async def test_a_process_without_descriptors_accepts_again(
             raise failures.pop(0)
         return found
 
-    async with serving(Service(), gate=GATE) as port, connected(port) as silent:
+    async with serving(Service(), access=GATE) as port, connected(port) as silent:
         await asyncio.sleep(0.1)
         monkeypatch.setattr(socket.socket, "accept", failing)
         for _ in range(2):
@@ -269,7 +269,7 @@ async def test_a_bug_in_one_connection_does_not_end_accepting(
             raise refusals.pop()
         return accept(listening)
 
-    async with serving(Service(), gate=GATE) as port:
+    async with serving(Service(), access=GATE) as port:
         async with connected(port) as pair:
             assert await closed_after(pair) < LATE_S
         monkeypatch.setattr(socket.socket, "accept", refusing)
@@ -291,7 +291,7 @@ async def test_a_bug_in_expiring_does_not_end_it(monkeypatch: pytest.MonkeyPatch
         close_late(open_)
 
     monkeypatch.setattr(OpenConnections, "close_late", breaking)
-    async with serving(Service(), gate=GATE) as port, connected(port) as pair:
+    async with serving(Service(), access=GATE) as port, connected(port) as pair:
         assert await closed_after(pair) < LATE_S
         assert not failures
 

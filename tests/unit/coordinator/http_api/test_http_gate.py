@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordinator.auth.access_control import Gate, KeyFile
+from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import OPEN_PATHS, build_app
 from coordinator.requests.validation import RequestDefaults, ServedModel
@@ -99,7 +99,7 @@ class Locked:
         self.slots = Slots()
         self.service = service
         keys = KeyFile(directory / "keys", (), lambda: 0.0)
-        gate = Gate(keys, Limiter(self.slots))
+        gate = AccessControl(keys, Limiter(self.slots))
         # As much of a coordinator as the routes call.
         self.app: FastAPI = build_app(service, asyncio.Event(), None, gate)  # type: ignore[arg-type]
 
@@ -323,7 +323,7 @@ async def test_one_tenants_bodies_keep_no_other_out(
         name: add_key(tmp_path / "more", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))
     }
-    gate = Gate(KeyFile(tmp_path / "more", (), lambda: 0.0))
+    gate = AccessControl(KeyFile(tmp_path / "more", (), lambda: 0.0))
     app = build_app(locked.service, asyncio.Event(), None, gate)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     go_on = asyncio.Event()

@@ -17,7 +17,7 @@ import openai
 import pytest
 from made_certificates import Made
 
-from coordinator.auth.access_control import gate_of
+from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.api_keys import Caller, add_key
@@ -221,8 +221,8 @@ async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> No
     async with serving(Service(), host="127.0.0.2") as port, httpx.AsyncClient() as http:
         assert (await http.get(f"http://127.0.0.2:{port}/version")).status_code == 200
     add_key(tmp_path / "keys", Caller("alice", "alice"))
-    locked = gate_of("", str(tmp_path / "keys"))
-    async with serving(Service(), gate=locked) as port:
+    locked = access_control_of("", str(tmp_path / "keys"))
+    async with serving(Service(), access=locked) as port:
         assert await statuses(port, "evil.example") == [401, 200]
     async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
         assert await statuses(port, "evil.example") == [200, 200]

@@ -17,7 +17,7 @@ from session_links import (
 )
 
 from coordinator.routing.draft_client import DraftClient
-from coordinator.routing.target_client import HeadWriter
+from coordinator.routing.target_client import HeaderWriter
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.state import Session
@@ -29,7 +29,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
     async def test(draft: DraftClient, one: Session) -> None:
-        assert not (await draft.propose(1, 3, NOISE)).by_replica
+        assert (await draft.propose(1, 3, NOISE)).source == "fallback"
 
     def too_long(item: Any) -> ProposalReply:
         return ProposalReply(item.head.key, SealedProposal((1, 2, 3, 4)), 4, 8)
@@ -54,7 +54,7 @@ def test_a_tree_that_was_not_asked_for_is_not_believed(
 
     async def test(draft: DraftClient, one: Session) -> None:
         drafted = await draft.propose(1, 3, NOISE, siblings)
-        assert not drafted.by_replica
+        assert drafted.source == "fallback"
 
     def tree(item: Any) -> ProposalReply:
         assert item.siblings == siblings
@@ -69,7 +69,7 @@ def test_a_tree_that_was_not_asked_for_is_not_believed(
 def test_a_tree_that_was_asked_for_is_passed_on() -> None:
     async def test(draft: DraftClient, one: Session) -> None:
         drafted = await draft.propose(1, 3, NOISE, (1, 1))
-        assert drafted.by_replica
+        assert drafted.source != "fallback"
         assert drafted.siblings == (1, 1)
         assert drafted.proposal.parents == (-1, -1, 0)
 
@@ -87,9 +87,9 @@ def test_a_proposal_without_its_q_is_not_passed_on() -> None:
 
     async def main() -> None:
         new = SessionRecord.new("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
-        writer = HeadWriter(Session(new), SamplingParams(), deadline=1000.0)
+        writer = HeaderWriter(Session(new), SamplingParams(), deadline=1000.0)
         draft = DraftClient(berth(link), writer, PATIENCE, SessionLookup())
         drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
-        assert not drafted.by_replica
+        assert drafted.source == "fallback"
 
     run_virtually(main())

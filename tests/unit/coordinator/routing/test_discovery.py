@@ -215,7 +215,7 @@ def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left() -> None:
         assert world.pool.newest(TOY.weights)
         found = world.pool.find(b"", TOY.weights)
         assert found is not None
-        assert found.replica == "a"
+        assert found.name == "a"
 
     play(scene)
 

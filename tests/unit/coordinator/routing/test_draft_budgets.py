@@ -37,7 +37,7 @@ def test_a_draft_is_told_the_time_that_is_left() -> None:
 
     async def test(draft: DraftClient, one: Session) -> None:
         await draft.propose(1, 3, NOISE)
-        await draft.propose(2, 3, NOISE, patience_s=0.02)
+        await draft.propose(2, 3, NOISE, draft_budget_s=0.02)
 
     with_draft(link, test)
     assert [item.budget_us for item in link.sent] == [500_000, 400_000, 20_000]
@@ -73,7 +73,7 @@ def test_a_proposal_that_comes_behind_its_time_is_used(late_s: float) -> None:
         at_s = PATIENCE.draft_answer_s + late_s
         loop.call_later(at_s, lambda: link.on_answer(out_of_time(link.sent[0], 2)))
         drafted = await draft.propose(1, 3, NOISE)
-        assert (drafted.by_replica, drafted.proposal.token_ids) == (True, (0, 1))
+        assert (drafted.source != "fallback", drafted.proposal.token_ids) == (True, (0, 1))
 
     with_draft(link, test)
 
@@ -86,10 +86,10 @@ def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
     async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(20.0, lambda: link.on_answer(proposal(link.sent[0])))
-        drafted = await draft.propose(1, 3, NOISE, patience_s=0.02, is_timed=False)
-        assert (drafted.by_replica, len(drafted.proposal), loop.time()) == (True, 3, 20.0)
+        drafted = await draft.propose(1, 3, NOISE, draft_budget_s=0.02, is_timed=False)
+        assert (drafted.source != "fallback", len(drafted.proposal), loop.time()) == (True, 3, 20.0)
         loop.call_later(1.0, lambda: link.on_lost(LinkLost("gone")))
-        assert not (await draft.propose(2, 3, NOISE, is_timed=False)).by_replica
+        assert (await draft.propose(2, 3, NOISE, is_timed=False)).source == "fallback"
         assert loop.time() == 21.0
         await asyncio.sleep(PATIENCE.draft_retry_s)
         await draft.propose(3, 3, NOISE, is_timed=False)
@@ -104,10 +104,18 @@ def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
 
     async def test(draft: DraftClient, one: Session) -> None:
         short = await draft.propose(1, 3, NOISE)
-        assert (short.by_replica, short.proposal.token_ids, short.num_asked) == (True, (0, 1), 2)
+        assert (short.source != "fallback", short.proposal.token_ids, short.num_asked) == (
+            True,
+            (0, 1),
+            2,
+        )
         none = await draft.propose(2, 3, NOISE)
-        assert (none.by_replica, none.proposal.token_ids, none.num_asked) == (False, (1,), 0)
-        assert (await draft.propose(3, 3, NOISE)).by_replica
+        assert (none.source != "fallback", none.proposal.token_ids, none.num_asked) == (
+            False,
+            (1,),
+            0,
+        )
+        assert (await draft.propose(3, 3, NOISE)).source != "fallback"
 
     with_draft(ScriptedLink(lambda item: out_of_time(item, 2), out_of_time, proposal), test)
 
@@ -119,11 +127,11 @@ def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_it_is_r
     async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
         drafted = await draft.propose(1, 3, NOISE)
-        assert (drafted.by_replica, drafted.num_asked) == (False, 0)
-        assert not (await draft.propose(2, 3, NOISE)).by_replica
+        assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
+        assert (await draft.propose(2, 3, NOISE)).source == "fallback"
         assert (loop.time(), len(link.sent)) == (0.0, 1)
         link.on_answer(out_of_time(link.sent[0]))
         link.script = [proposal]
-        assert (await draft.propose(3, 3, NOISE)).by_replica
+        assert (await draft.propose(3, 3, NOISE)).source != "fallback"
 
     with_draft(link, test)

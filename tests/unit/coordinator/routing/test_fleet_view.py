@@ -83,7 +83,7 @@ async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any)
     peers = asyncio.create_task(Peers(registry, "c1", Own(), view.hear).run())
     await asyncio.sleep(READ_PERIOD_S * 1.5)
     peers.cancel()
-    targets.offices["t2"].away = True
+    targets.replicas["t2"].away = True
     seen = by_name(view)
     assert {name: one.state for name, one in seen.items()} == {
         "c1": "serving", "c2": "serving", "t1": "serving", "t2": "away", "t9": "joining",
@@ -103,7 +103,7 @@ async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any)
 async def test_sessions_are_counted_where_they_are(pools: Any) -> None:
     targets, drafts = pools
     view = FleetView("c", targets, drafts)
-    office = targets.offices["t2"]
+    office = targets.replicas["t2"]
     office._boxes = dict.fromkeys(("a", "b"))
     assert (by_name(view)["t1"].load, by_name(view)["t2"].load) == (0, 2)
 

@@ -13,7 +13,7 @@ from toy_engine import ToyEngine
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import Drafted, SessionLookup
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeadWriter, Timeouts
+from coordinator.routing.target_client import HeaderWriter, Timeouts
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftRequest
@@ -65,7 +65,7 @@ class Side:
         self.session = Session(new)
         berth = SessionRoute(pool, self.session.session_id, 1, b"k", preferred="r0", weights="")
         self.side = DraftClient(
-            berth, HeadWriter(self.session, PLAIN, 1e9), Timeouts(1.0, 4.0, 0.1, 10.0, 2.0),
+            berth, HeaderWriter(self.session, PLAIN, 1e9), Timeouts(1.0, 4.0, 0.1, 10.0, 2.0),
             SessionLookup(lookup(), self.session, PLAIN), look_ahead, confident=CONFIDENT,
             model_tokens=MODEL_TOKENS,
         )  # fmt: skip
@@ -99,9 +99,13 @@ def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later()
         copied = await side.propose(5)
         assert copied.proposal.token_ids == (7, 8, 9, 5, 6)
         assert copied.proposal.open().q == (None,) * 5
-        assert (copied.by_replica, copied.num_asked, side.engine.batches) == (True, 5, [])
+        assert (copied.source != "fallback", copied.num_asked, side.engine.batches) == (True, 5, [])
         drawn = await side.propose(5, 7, 8, 1)
-        assert (drawn.by_replica, len(drawn.proposal), drawn.num_asked) == (True, MODEL_TOKENS, 5)
+        assert (drawn.source != "fallback", len(drawn.proposal), drawn.num_asked) == (
+            True,
+            MODEL_TOKENS,
+            5,
+        )
         assert None not in drawn.proposal.open().q
         assert side.engine.counts == [[len(REPEATS) + 3], [1]]
         await side.close()
@@ -170,7 +174,7 @@ def test_a_guess_goes_in_the_place_of_a_lost_replica(
         side.link.sever(LinkLost("gone"), reachable=False)
         drafted = await side.propose(5)
         assert drafted.proposal.token_ids == guessed
-        assert (drafted.by_replica, Lookup.num_guesses) == (False, 1)
+        assert (drafted.source != "fallback", Lookup.num_guesses) == (False, 1)
         await side.close()
 
     run_virtually(main())

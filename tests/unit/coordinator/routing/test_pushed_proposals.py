@@ -115,7 +115,7 @@ def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
         link.on_answer(pushed(1, 4, (9,)))
         one.decide((9,), Counters())
         drafted = await draft.propose(1, 2, NOISE)
-        assert (drafted.proposal.token_ids, drafted.ahead, drafted.by_replica) == (
+        assert (drafted.proposal.token_ids, drafted.ahead, drafted.source != "fallback") == (
             (1, 2), True, True,
         )  # fmt: skip
         await asyncio.sleep(0)  # Whoever writes the verification to its stream has this turn.
@@ -157,7 +157,7 @@ def test_a_push_that_crosses_the_question_answers_it() -> None:
     link = ScriptedLink()
 
     async def test(draft: DraftClient, one: Session) -> None:
-        [office] = draft._berth._pool.offices.values()
+        [office] = draft._route._pool.replicas.values()
         draft.prefill(0, 3)
         one.decide((9,), Counters())
         loop = asyncio.get_running_loop()
@@ -165,7 +165,7 @@ def test_a_push_that_crosses_the_question_answers_it() -> None:
         loop.call_later(0.2, link.on_answer, pushed(1, 4, (9,)))
         drafted = await draft.propose(1, 2, NOISE)
         assert loop.time() == pytest.approx(0.2)
-        assert (drafted.proposal.token_ids, drafted.by_replica) == ((1, 2), True)
+        assert (drafted.proposal.token_ids, drafted.source != "fallback") == ((1, 2), True)
         draft.settle(5)
         link.on_answer(pushed(2, 5, (7,)))
         one.decide((7,), Counters())
@@ -214,6 +214,6 @@ def test_a_hit_stands_though_the_draft_has_gone() -> None:
         await asyncio.sleep(0)
         one.decide((4,), Counters())
         drafted = await draft.propose(2, 3, NOISE)
-        assert not drafted.by_replica
+        assert drafted.source == "fallback"
 
     with_draft(link, test)

@@ -276,9 +276,9 @@ def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
         one = session()
         draft = DraftClient(berth(first, second), heads(one), PATIENCE, SessionLookup())
         drafted = await draft.propose(1, 2, NOISE)
-        assert not drafted.by_replica
+        assert drafted.source == "fallback"
         drafted = await draft.propose(2, 2, NOISE)
-        assert drafted.by_replica
+        assert drafted.source != "fallback"
         assert second.sent[0].head.append == PROMPT
         assert asyncio.get_running_loop().time() == 0
 
@@ -290,9 +290,9 @@ def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
 
     async def main() -> None:
         draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert (await draft.propose(1, 2, NOISE)).by_replica
+        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
         draft.reject()
-        assert (await draft.propose(2, 2, NOISE)).by_replica
+        assert (await draft.propose(2, 2, NOISE)).source != "fallback"
         assert (len(first.sent), len(second.sent)) == (1, 1)
 
     run_virtually(main())
@@ -305,11 +305,11 @@ def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
 
     async def main() -> None:
         draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert (await draft.propose(1, 2, NOISE)).by_replica
+        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
         draft.reject()
-        assert (await draft.propose(2, 2, NOISE)).by_replica
+        assert (await draft.propose(2, 2, NOISE)).source != "fallback"
         for index in (3, 4):
-            assert not (await draft.propose(index, 2, NOISE)).by_replica
+            assert (await draft.propose(index, 2, NOISE)).source == "fallback"
         assert len(first.sent) == 1
 
     run_virtually(main())
@@ -324,13 +324,13 @@ def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another
         pool.admit("r0", first, TOY)
         place = SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
         draft = DraftClient(place, heads(session()), PATIENCE, SessionLookup(), look_ahead=2)
-        assert (await draft.propose(1, 2, NOISE)).by_replica
+        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
         draft.reject()
         for index in (2, 3):
             assert (await draft.propose(index, 2, NOISE)).proposal.token_ids == (1,)
         assert len(first.sent) == 1
         pool.admit("r1", second, TOY)
-        assert (await draft.propose(4, 2, NOISE)).by_replica
+        assert (await draft.propose(4, 2, NOISE)).source != "fallback"
         assert len(second.sent) == 1
 
     run_virtually(main())
@@ -341,8 +341,8 @@ def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
 
     async def main() -> None:
         draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert not (await draft.propose(1, 2, NOISE)).by_replica
-        assert not (await draft.propose(2, 2, NOISE)).by_replica
+        assert (await draft.propose(1, 2, NOISE)).source == "fallback"
+        assert (await draft.propose(2, 2, NOISE)).source == "fallback"
         assert not second.sent
 
     run_virtually(main())

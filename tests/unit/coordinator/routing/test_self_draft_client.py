@@ -34,8 +34,8 @@ def self_drafts(
         prompt_ids=PROMPT,
     )  # fmt: skip
     session = Session(new)
-    stand_in = SessionLookup(NgramDrafter(), session, SamplingParams())
-    return SelfDraftClient(session, stand_in, confident, model_tokens=model_tokens)
+    fallback = SessionLookup(NgramDrafter(), session, SamplingParams())
+    return SelfDraftClient(session, fallback, confident, model_tokens=model_tokens)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
@@ -101,8 +101,8 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
 async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     """Of a proposal that it had no more time for nothing is learned beyond its tokens."""
     session = self_drafts()._session
-    stand_in = SessionLookup(NgramDrafter(), session, SamplingParams())
-    drafts = SelfDraftClient(session, stand_in, None, draft_s=0.025)
+    fallback = SessionLookup(NgramDrafter(), session, SamplingParams())
+    drafts = SelfDraftClient(session, fallback, None, draft_s=0.025)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
     assert drafts.next_wanted(untimed, 99).budget_us == 0
     assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000
@@ -169,7 +169,7 @@ async def test_a_missing_proposal_counts_as_a_stand_in_where_one_was_wanted() ->
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
         drafts.next_wanted(length, 99)
         drafts.hear(verdict(SealedProposal()))
-        assert (await drafts.propose(1, 2, NOISE)).by_replica is not wanted
+        assert ((await drafts.propose(1, 2, NOISE)).source == "fallback") is wanted
 
 
 async def test_what_extends_something_else_is_not_used() -> None:

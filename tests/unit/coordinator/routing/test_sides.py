@@ -222,7 +222,7 @@ def test_a_draft_reads_the_prompt_once() -> None:
         draft.prefill(0, 3)
         one.decide((9,), Counters())
         drafted = await draft.propose(1, 3, NOISE)
-        assert drafted.by_replica
+        assert drafted.source != "fallback"
         assert drafted.proposal.token_ids == (0, 1, 2)
 
     with_draft(link, test)
@@ -274,24 +274,26 @@ def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
     assert [item.wants_features for item in link.sent] == [True, False]
 
 
-@pytest.mark.parametrize("patience_s", [math.inf, 0.02])
-def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patience_s: float) -> None:
+@pytest.mark.parametrize("draft_budget_s", [math.inf, 0.02])
+def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(
+    draft_budget_s: float,
+) -> None:
     """It is waited for beyond the time that it has, as a healthy one would have answered by then.
     Of what somebody else proposes nothing is learned."""
     link = ScriptedLink()
 
     async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
-        drafted = await draft.propose(1, 3, NOISE, patience_s=patience_s)
-        assert (drafted.by_replica, drafted.num_asked) == (False, 0)
-        waited_s = min(patience_s, PATIENCE.draft_answer_s) + SILENT_DRAFT_S
+        drafted = await draft.propose(1, 3, NOISE, draft_budget_s=draft_budget_s)
+        assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
+        waited_s = min(draft_budget_s, PATIENCE.draft_answer_s) + SILENT_DRAFT_S
         assert loop.time() == drafted.seconds == pytest.approx(waited_s)
         for index in (2, 3):
             assert (await draft.propose(index, 3, NOISE)).proposal.token_ids == (1,)
         assert loop.time() == drafted.seconds
         link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
         link.script = [proposal]
-        assert (await draft.propose(4, 3, NOISE)).by_replica
+        assert (await draft.propose(4, 3, NOISE)).source != "fallback"
 
     with_draft(link, test)
 
@@ -301,16 +303,16 @@ def test_an_absent_draft_is_probed_without_waiting() -> None:
 
     async def test(draft: DraftClient, one: Session) -> None:
         loop = asyncio.get_running_loop()
-        assert not (await draft.propose(1, 3, NOISE)).by_replica
-        assert not (await draft.propose(2, 3, NOISE)).by_replica
+        assert (await draft.propose(1, 3, NOISE)).source == "fallback"
+        assert (await draft.propose(2, 3, NOISE)).source == "fallback"
         assert len(link.sent) == 1
         await asyncio.sleep(PATIENCE.draft_retry_s)
         start = loop.time()
         link.script = [proposal, proposal]
-        assert not (await draft.propose(3, 3, NOISE)).by_replica
+        assert (await draft.propose(3, 3, NOISE)).source == "fallback"
         assert loop.time() == start
         await asyncio.sleep(0.01)
-        assert (await draft.propose(4, 3, NOISE)).by_replica
+        assert (await draft.propose(4, 3, NOISE)).source != "fallback"
 
     with_draft(link, test)
 
@@ -318,7 +320,7 @@ def test_an_absent_draft_is_probed_without_waiting() -> None:
 @pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
 def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
     async def test(draft: DraftClient, one: Session) -> None:
-        assert not (await draft.propose(1, 3, NOISE)).by_replica
+        assert (await draft.propose(1, 3, NOISE)).source == "fallback"
 
     with_draft(ScriptedLink(refuse(error)), test)
 

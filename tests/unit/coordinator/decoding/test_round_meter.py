@@ -13,9 +13,7 @@ TOKENS = SealedProposal((1, 2, 3, 4))
 
 
 def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Drafted:
-    return Drafted(
-        TOKENS, True, 0.0, 4, queue_ms=queue_ms, compute_ms=compute_ms, is_remote=True, ahead=ahead
-    )
+    return Drafted(TOKENS, "replica", 0.0, 4, queue_ms=queue_ms, compute_ms=compute_ms, ahead=ahead)
 
 
 def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
@@ -28,7 +26,7 @@ def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
             drafted(0.0, 5.0), drafted(4.0, 5.0), drafted(6.0, 5.0), drafted(9.0, 5.0, ahead=True)
         ):  # fmt: skip
             meter.decided(proposal, num_accepted=2, num_tokens=3)
-        meter.decided(Drafted(NOTHING_SEALED, False, 0.0, 0), num_accepted=0, num_tokens=1)
+        meter.decided(Drafted(NOTHING_SEALED, "fallback", 0.0, 0), num_accepted=0, num_tokens=1)
         now += 0.1
     found = meter.figures
     assert found.draft_waits == pytest.approx(0.25)
@@ -43,7 +41,7 @@ def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
 def test_no_replica_is_waited_for_where_look_ups_propose() -> None:
     """Their acceptance counts; of waits and look-ahead, they say nothing."""
     meter = RoundMeter(lambda: 0.0)
-    meter.decided(Drafted(TOKENS, True, 0.001, 4), num_accepted=2, num_tokens=3)
+    meter.decided(Drafted(TOKENS, "local", 0.001, 4), num_accepted=2, num_tokens=3)
     found = meter.figures
     assert (found.draft_waits, found.look_ahead_hits) == (None, None)
     assert found.acceptance == pytest.approx(0.5)
