@@ -26,7 +26,7 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 
 CHECKED: Final = ConfigDict(
-    strict=True, extra="forbid", use_attribute_docstrings=True,
+    strict=True, extra="forbid", defer_build=True, use_attribute_docstrings=True,
     validate_by_name=True, validate_by_alias=False,
 )  # fmt: skip
 """Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
@@ -58,6 +58,8 @@ class Setting:
     """Its name in a YAML file; the flag and the variable are made from it."""
     field: FieldInfo
     doc: str
+    group: str
+    """Name of the class that declares it."""
 
     @property
     def flag(self) -> str:
@@ -148,12 +150,14 @@ class Setting:
 def settings_of(config: Any) -> Mapping[str, Setting]:
     """The settings of a configuration by field name."""
     docs: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for kind in reversed(type.mro(config)):
         for name, one in getattr(kind, "__pydantic_fields__", {}).items():
             docs[name] = one.description or docs.get(name, "")
+            groups.setdefault(name, kind.__name__)
     fields: Mapping[str, FieldInfo] = config.__pydantic_fields__
     return {
-        name: Setting(one.alias or name, one, " ".join(docs[name].split()))
+        name: Setting(one.alias or name, one, " ".join(docs[name].split()), groups[name])
         for name, one in fields.items()
         if not one.exclude
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -10,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import capacity, emulate, peers, speedup
 from deploy.fleet.local_state import running_deployment, state_directory
@@ -20,11 +19,10 @@ from outrider.drafters.names import LookupKind, parse_drafter
 from outrider.replica.process_setup import available_cores
 
 from . import bench_front_door, bench_models, bench_serve
-from .connection import Connection, add_connection_flags, connected
-from .measuring import Measure
-from .progress import add_common_flags, progress
-from .settings import given_flags, with_flags
-from .tables import show
+from .command import Arguments, Command, Group, Option, declared, option
+from .connection import Connection, connected, connection_options
+from .options import REQUEST_KEYS, with_settings
+from .output import progress, show
 
 if TYPE_CHECKING:
     from benchmarks.references import ReferenceModel
@@ -33,65 +31,9 @@ if TYPE_CHECKING:
 
 ASKED_NAME: Final = "measured-prompts.json"
 """In the state directory: what measurements have asked the deployment that runs."""
-OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings that are flags of the requests here."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand per measurement."""
-    measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
-
-    def measurement(name: str, purpose: str, run_it: Measure) -> argparse.ArgumentParser:
-        found = measurements.add_parser(
-            name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
-        )
-        found.set_defaults(measure=run_it, parser=found)
-        add_common_flags(found)
-        return found
-
-    parser = measurement(
-        "speedup", "speculative against plain decoding, prompt by prompt", _run_speedup
-    )
-    speedup.add_arguments(parser)
-    _add_deployment_flags(parser)
-    parser = measurement(
-        "peers",
-        "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
-        "weights, prompts and threads",
-        _run_peers,
-    )
-    peers.add_arguments(parser)
-    _add_deployment_flags(parser)
-    bench_serve.add_measurement(measurement)
-    bench_front_door.add_measurement(measurement)
-    parser = measurement(
-        "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity
-    )
-    capacity.add_arguments(parser)
-    parser = measurement(
-        "emulate",
-        "ways to decode, by real services on emulated models of stated speed and acceptance",
-        _run_emulate,
-    )
-    emulate.add_arguments(parser)
-    bench_models.add_measurements(measurement)
-
-
-def _add_deployment_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-draft-tokens", type=int, metavar="K",
-        help="draft tokens a round [the deployment's own]",
-    )  # fmt: skip
-    add_connection_flags(parser, without=OWN_FLAGS)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints a table or one JSON object."""
-    measure: Measure = arguments.measure
-    return measure(arguments)
-
-
-def _run_speedup(arguments: argparse.Namespace) -> int:
+def _run_speedup(arguments: Arguments) -> int:
     options = speedup.SpeedupOptions.from_arguments(
         arguments, num_draft_tokens=arguments.num_draft_tokens
     )
@@ -116,13 +58,13 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_peers(arguments: argparse.Namespace) -> int:
+def _run_peers(arguments: Arguments) -> int:
     options = peers.PeersOptions.from_arguments(
         arguments, num_draft_tokens=arguments.num_draft_tokens
     )
     options.load_prompts()  # What is wrong with them shows before anything is started.
     if options.servers:
-        arguments = with_flags(arguments, http="true", port="0")
+        arguments = with_settings(arguments, http="true", port="0")
     report = asyncio.run(peers.run(options, lambda: _two_tenants(arguments, options.raw), progress))
     from benchmarks.peers_report import render
 
@@ -133,7 +75,7 @@ def _run_peers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_capacity(arguments: argparse.Namespace) -> int:
+def _run_capacity(arguments: Arguments) -> int:
     report = asyncio.run(capacity.run(capacity.CapacityOptions.from_arguments(arguments), progress))
     if arguments.json:
         print(report.to_json())
@@ -142,7 +84,7 @@ def _run_capacity(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_emulate(arguments: argparse.Namespace) -> int:
+def _run_emulate(arguments: Arguments) -> int:
     options = emulate.EmulateOptions.from_arguments(arguments)
     report = asyncio.run(emulate.run(options, progress))
     from benchmarks.emulate_report import render
@@ -154,9 +96,7 @@ def _run_emulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _speedup(
-    options: speedup.SpeedupOptions, arguments: argparse.Namespace
-) -> list[SpeedupReport]:
+async def _speedup(options: speedup.SpeedupOptions, arguments: Arguments) -> list[SpeedupReport]:
     """A report for each concurrency. A deployment that the command starts is for one of them: the
     next one's prompts are the same, and answered ones are not measured as new ones are."""
     reports = []
@@ -168,7 +108,7 @@ async def _speedup(
 
 @asynccontextmanager
 async def _subject(
-    arguments: argparse.Namespace,
+    arguments: Arguments,
     raw: bool,
     reference: Callable[[Connection], ReferenceModel | None],
 ) -> AsyncIterator[speedup.Subject]:
@@ -179,18 +119,18 @@ async def _subject(
 
 @asynccontextmanager
 async def _two_tenants(
-    arguments: argparse.Namespace, raw: bool
+    arguments: Arguments, raw: bool
 ) -> AsyncIterator[tuple[speedup.Subject, speedup.Subject]]:
     """One deployment twice: where this command starts it as two tenants, neither of which finds
     cached what the other one asked."""
     key = new_key()
     is_own = (
         not arguments.server
-        and "api_key" not in given_flags(arguments)
+        and "api_key" not in arguments.settings
         and running_deployment(state_directory(os.environ)) is None
     )
     if is_own:
-        arguments = with_flags(arguments, api_key=key)
+        arguments = with_settings(arguments, api_key=key)
     async with connected(arguments) as connection, connection.client() as client:
         subject = _subject_of(connection, client, raw, _drafting_reference)
         if not is_own:
@@ -287,3 +227,44 @@ def _drafting_reference(connection: Connection) -> ReferenceModel | None:
         directory=str(directory), name=model.name, dtype=str(settings["draft_dtype"])
     )
     return replace(target, num_threads=num_threads, drafter=drafter)
+
+
+bench: Final = Group("bench", subcommand_metavar="WHAT")
+
+
+def _measurement(name: str, purpose: str, run: Callable[[Arguments], int], *params: Any) -> None:
+    bench.add_command(
+        Command(name, params=params, callback=run, help=f"{purpose[0].upper()}{purpose[1:]}.")
+    )
+
+
+def _deployment_options() -> list[Option]:
+    draft = option(
+        "--num-draft-tokens", type=int, metavar="K",
+        help="draft tokens a round; by default the deployment's own",
+    )  # fmt: skip
+    return [draft, *connection_options(without=REQUEST_KEYS)]
+
+
+_measurement(
+    "speedup", "speculative against plain decoding, prompt by prompt", _run_speedup,
+    *declared(speedup.add_arguments), *_deployment_options(),
+)  # fmt: skip
+_measurement(
+    "peers",
+    "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
+    "weights, prompts and threads",
+    _run_peers, *declared(peers.add_arguments), *_deployment_options(),
+)  # fmt: skip
+bench_serve.add_measurement(_measurement)
+bench_front_door.add_measurement(_measurement)
+_measurement(
+    "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity,
+    *declared(capacity.add_arguments),
+)  # fmt: skip
+_measurement(
+    "emulate",
+    "ways to decode, by real services on emulated models of stated speed and acceptance",
+    _run_emulate, *declared(emulate.add_arguments),
+)  # fmt: skip
+bench_models.add_measurements(_measurement)

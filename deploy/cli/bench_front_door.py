@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+from typing import Any
 
 from benchmarks import front_door
 
-from .measuring import AddMeasurement
-from .progress import progress
-from .tables import show
+from .command import Arguments, declared
+from .output import progress, show
 
 
-def add_measurement(measurement: AddMeasurement) -> None:
+def add_measurement(measurement: Any) -> None:
     """Adds the command."""
-    parser = measurement(
-        "front-door", "what gRPC and HTTP add to a request and to each of its chunks", run
-    )
-    front_door.add_arguments(parser)
+    measurement(
+        "front-door", "what gRPC and HTTP add to a request and to each of its chunks", run,
+        *declared(front_door.add_arguments),
+    )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Measures, and prints a table or one JSON object."""
     from benchmarks.front_door_turns import run as take_turns
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks import acceptance, device, engine, hits, overhead
 from deploy.fleet.preflight import resolve_models
@@ -20,10 +19,9 @@ from outrider.replica.process_setup import (
     use_threads,
 )
 
-from .measuring import AddMeasurement
-from .progress import progress
-from .settings import add_setting_flags, deployment_config
-from .tables import show
+from .command import Arguments, Option, declared, json_option
+from .options import deployment_config, setting_options
+from .output import progress, show
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
@@ -40,41 +38,42 @@ DRAFT_FLAGS: Final = (
 )  # fmt: skip
 
 
-def add_measurements(measurement: AddMeasurement) -> None:
+def add_measurements(measurement: Any) -> None:
     """One subcommand for each."""
-    parser = measurement("core", "what verdicts and draft draws cost, on one thread", _run_core)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
-    _add_model_flags(parser, TARGET_FLAGS)
-    parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
-    overhead.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
-    parser = measurement(
+    both = (*TARGET_FLAGS, *DRAFT_FLAGS)
+    measurement(
+        "core", "what verdicts and draft draws cost, on one thread", _run_core,
+        json_option(), *_model_options(TARGET_FLAGS),
+    )  # fmt: skip
+    measurement(
+        "overhead", "what a round costs beside the models", _run_overhead,
+        *declared(overhead.add_arguments), *_model_options((*TARGET_FLAGS, "engine")),
+    )  # fmt: skip
+    measurement(
         "engine",
         "many sessions at once, and a step against the library's, also of a random GPT-NeoX",
-        _run_engine,
-    )
-    engine.add_arguments(parser)
-    _add_model_flags(parser, TARGET_FLAGS)
-    parser = measurement("device", "steps at batch 1 against the memory's speed", _run_device)
-    device.add_arguments(parser)
-    parser = measurement(
-        "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
-    )
-    acceptance.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
-    parser = measurement("hits", "how often a draft guesses what a round comes to", _run_hits)
-    hits.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
+        _run_engine, *declared(engine.add_arguments), *_model_options(TARGET_FLAGS),
+    )  # fmt: skip
+    measurement(
+        "device", "steps at batch 1 against the memory's speed", _run_device,
+        *declared(device.add_arguments),
+    )  # fmt: skip
+    measurement(
+        "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance,
+        *declared(acceptance.add_arguments), *_model_options(both),
+    )  # fmt: skip
+    measurement(
+        "hits", "how often a draft guesses what a round comes to", _run_hits,
+        *declared(hits.add_arguments), *_model_options(both),
+    )  # fmt: skip
 
 
-def _add_model_flags(parser: argparse.ArgumentParser, wanted: Collection[str]) -> None:
+def _model_options(wanted: Collection[str]) -> list[Option]:
     others = [key for key in deployment_settings() if key not in wanted]
-    add_setting_flags(parser, "models", without=others)
+    return list(setting_options(others, common=wanted))
 
 
-def _run_core(arguments: argparse.Namespace) -> int:
+def _run_core(arguments: Arguments) -> int:
     config = _model_config(arguments)
     engine = _engine(config.target, "target")
     from benchmarks import core
@@ -91,7 +90,7 @@ def _run_core(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_overhead(arguments: argparse.Namespace) -> int:
+def _run_overhead(arguments: Arguments) -> int:
     options = overhead.OverheadOptions.from_arguments(arguments)
     config = deployment_config(arguments)
     if options.probes:
@@ -104,7 +103,7 @@ def _run_overhead(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_engine(arguments: argparse.Namespace) -> int:
+def _run_engine(arguments: Arguments) -> int:
     options = engine.EngineOptions.from_arguments(arguments)
     config = _model_config(arguments)
     from benchmarks.prompts import built_in_prompts
@@ -120,7 +119,7 @@ def _run_engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_device(arguments: argparse.Namespace) -> int:
+def _run_device(arguments: Arguments) -> int:
     options = device.DeviceOptions.from_arguments(arguments)
     from benchmarks import device_steps
 
@@ -132,7 +131,7 @@ def _run_device(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_acceptance(arguments: argparse.Namespace) -> int:
+def _run_acceptance(arguments: Arguments) -> int:
     options = acceptance.AcceptanceOptions.from_arguments(arguments)
     options.load_prompts()
     config = _model_config(arguments)
@@ -182,7 +181,7 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_hits(arguments: argparse.Namespace) -> int:
+def _run_hits(arguments: Arguments) -> int:
     options = hits.HitOptions.from_arguments(arguments)
     options.load_prompts()
     config = _model_config(arguments)
@@ -218,7 +217,7 @@ def _encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
     return encode
 
 
-def _model_config(arguments: argparse.Namespace) -> DeploymentConfig:
+def _model_config(arguments: Arguments) -> DeploymentConfig:
     """The models of a measurement in this process, with their files. Raises `ConfigError`."""
     config = deployment_config(arguments)
     if config.target.emulated is not None:

@@ -3,7 +3,6 @@ interface."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import os
@@ -13,16 +12,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import serving
 from outrider.errors import SettingError
 
-from .connection import add_connection_flags, connected
-from .measuring import AddMeasurement
-from .progress import note, progress
-from .settings import given_flags
-from .tables import show
+from .command import Arguments, declared, grouped, option
+from .connection import connected, connection_options
+from .options import REQUEST_KEYS
+from .output import note, progress, show
 
 if TYPE_CHECKING:
     from benchmarks.serving_http import HttpServer
@@ -30,38 +28,35 @@ if TYPE_CHECKING:
     from benchmarks.serving_records import ServingClient
     from benchmarks.serving_report import ServingReport
 
-OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "api_key")
-"""Settings of a deployment that are flags of the load here."""
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
 REFRESH_S: Final = 0.25
 """Between two states of the progress bar."""
 
 
-def add_measurement(measurement: AddMeasurement) -> None:
+def add_measurement(measurement: Any) -> None:
     """Adds the command."""
-    parser = measurement(
-        "serve", "latency and throughput under load, as `vllm bench serve` has them", run
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--base-url", metavar="URL",
-        help="a server with OpenAI's interface, such as http://127.0.0.1:8000 [a deployment of "
-        "ours, by gRPC]",
+    server = (
+        option(
+            "--base-url", metavar="URL",
+            help="a server with OpenAI's interface, such as http://127.0.0.1:8000; by default a "
+            "deployment of ours, by gRPC",
+        ),
+        option(
+            "--endpoint", metavar="PATH",
+            help="with --base-url: /v1/chat/completions, or /v1/completions; by default the first, "
+            "with --raw the second",
+        ),
+        option("--api-key", help=f"with --base-url: a bearer token [${KEY_VARIABLE}]"),
     )  # fmt: skip
-    server.add_argument(
-        "--endpoint", metavar="PATH",
-        help="with --base-url: /v1/chat/completions, or /v1/completions [the first; with --raw the "
-        "second]",
-    )  # fmt: skip
-    server.add_argument(
-        "--api-key", metavar="KEY", help=f"with --base-url: a bearer token [${KEY_VARIABLE}]"
-    )
-    serving.add_arguments(parser)
-    parser.add_argument(
+    draft = option(
         "--num-draft-tokens", type=int, metavar="K",
-        help="by gRPC: draft tokens a round; 0 = plain decoding [the deployment's own]",
+        help="by gRPC: draft tokens a round; 0 = plain decoding; by default the deployment's own",
     )  # fmt: skip
-    add_connection_flags(parser, without=OWN_FLAGS)
+    measurement(
+        "serve", "latency and throughput under load, as `vllm bench serve` has them", run,
+        *grouped("Server", server), *declared(serving.add_arguments), draft,
+        *connection_options(without=(*REQUEST_KEYS, "api_key")),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class _Load:
         )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     """Measures and reports; 1 where requests failed. Interrupted, it reports what there is."""
     options = serving.ServingOptions.from_arguments(arguments, arguments.num_draft_tokens)
     options.load_prompts()  # What is wrong with them shows before anything is started.
@@ -110,9 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments, loads[0].report(is_over=True))
 
 
-def _http_server(
-    arguments: argparse.Namespace, options: serving.ServingOptions
-) -> HttpServer | None:
+def _http_server(arguments: Arguments, options: serving.ServingOptions) -> HttpServer | None:
     """Where HTTP goes; None = gRPC it is. Raises `SettingError` for flags of the other."""
     if arguments.base_url is None:
         for name in ("endpoint", "api_key"):
@@ -121,7 +114,7 @@ def _http_server(
         return None
     from benchmarks.serving_http import CHAT, TEXT, HttpServer
 
-    flags = given_flags(arguments)
+    flags = dict(arguments.settings)
     model = flags.pop("model", "")
     others = [*sorted(flags), *(name for name in ("server", "config") if getattr(arguments, name))]
     others += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
@@ -146,7 +139,7 @@ def _check_writable(name: str, path: Path | None) -> None:
 
 
 async def _run(
-    arguments: argparse.Namespace,
+    arguments: Arguments,
     options: serving.ServingOptions,
     server: HttpServer | None,
     loads: list[_Load],
@@ -169,7 +162,7 @@ async def _run(
 
 @asynccontextmanager
 async def _client(
-    arguments: argparse.Namespace, options: serving.ServingOptions, server: HttpServer | None
+    arguments: Arguments, options: serving.ServingOptions, server: HttpServer | None
 ) -> AsyncIterator[tuple[ServingClient, str, str, str]]:
     """Who asks the server; how, where, and for which model."""
     async with AsyncExitStack() as stack:
@@ -239,7 +232,7 @@ async def _bar(run: ServingRun, options: serving.ServingOptions) -> AsyncIterato
             progress.rest()
 
 
-def _tell(arguments: argparse.Namespace, report: ServingReport) -> int:
+def _tell(arguments: Arguments, report: ServingReport) -> int:
     """Writes what was asked for; the exit code."""
     from benchmarks.serving_report import failures, render, warnings
 

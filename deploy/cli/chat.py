@@ -6,28 +6,34 @@ interrupt ends an answer and not the chat; on a pipe an error ends the command.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
+import os
 import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from outrider.errors import OutriderError
+from outrider.request import ChatMessage, Prompt
 
-from .connection import Connection, add_connection_flags, connected
-from .conversation import Conversation, Figures
-from .naming import spoken
-from .progress import progress
-from .request import OWN_FLAGS, add_request_flags, request_fields
-from .stdin_lines import LineReader
+from .command import Arguments, command, option
+from .connection import connected, connection_options
+from .generate import printer
+from .options import REQUEST_KEYS, request_fields, request_options, spoken
+from .output import progress
 
 if TYPE_CHECKING:
-    from outrider.client import Client, Tokens
+    from outrider.client import Client, Completion, Tokens
 
 PROMPT: Final = "> "
+CHUNK_BYTES: Final = 65_536
+"""Of a read of standard input."""
 COMMANDS: Final = {
     "/stats": "figures of the answers so far",
     "/reset": "forget the conversation",
@@ -38,40 +44,37 @@ ESCAPE: Final = "//"
 """A line that begins so is a message that begins with one stroke."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to begin, the requests' fields, and the deployment to ask."""
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument(
-        "--raw", action="store_true", help="go on with the plain text: no chat template"
-    )
-    add_request_flags(parser, max_tokens=512)
-    add_connection_flags(parser, without=OWN_FLAGS)
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "chat",
+    option("--system", metavar="TEXT", help="a system message to begin with"),
+    option("--raw", is_flag=True, help="go on with the plain text: no chat template"),
+    *request_options(max_tokens=512),
+    *connection_options(without=REQUEST_KEYS),
+)
+def chat(arguments: Arguments) -> int:
     """Talks until the end of input or `/exit`."""
     fields = request_fields(arguments)  # What is wrong shows before anything is started.
     return asyncio.run(_run(arguments, fields))
 
 
-async def _run(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:
+async def _run(arguments: Arguments, fields: dict[str, Any]) -> int:
     async with connected(arguments) as connection, connection.client() as client:
         serves = await client.describe()
         with LineReader(PROMPT) as lines:
             if lines.interactive and not progress.quiet:
                 _say(f"{serves.model} at {connection.address}; /help lists what else there is")
-            chat = Chat(
+            talk = Chat(
                 client,
                 Conversation(arguments.system, raw=arguments.raw),
                 fields,
-                begin_answer=_shower(connection),
+                begin_answer=printer(connection),
                 explain=lambda error: spoken(error, arguments),
                 forgiving=lines.interactive,
             )
-            interrupts = _Interrupts(chat, one_answer=lines.interactive)
+            interrupts = _Interrupts(talk, one_answer=lines.interactive)
             try:
                 while (line := await interrupts.may_end(lines.read())) is not None:
-                    if not await chat.hear(line):
+                    if not await talk.hear(line):
                         break
             finally:
                 interrupts.ignore()
@@ -218,21 +221,170 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _shower(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
-    """What begins an answer: its text in the colours of the tokens' origins on a terminal, plain
-    text else."""
-    if not sys.stdout.isatty():
-        return lambda: lambda event: print(event.text_delta, end="", flush=True)
-    from rich.console import Console
+class Conversation:
+    """The turns so far. A question counts only once it has been answered."""
 
-    from .colored_text import OriginPainter, TokenLengths
+    def __init__(self, system: str | None, *, raw: bool) -> None:
+        """`raw`: without the model's template; a prompt is then all text so far."""
+        self._system = system
+        self._raw = raw
+        self._turns: list[ChatMessage] = []
 
-    console, lengths = Console(), TokenLengths(connection.tokenizer_directory)
-    if not progress.quiet:
-        Console(stderr=True).print(OriginPainter(console, lengths).legend())
+    def __len__(self) -> int:
+        """Messages of both sides."""
+        return len(self._turns)
 
-    def begin() -> Callable[[Tokens], None]:
-        lengths.begin()
-        return OriginPainter(console, lengths).show
+    def prompt(self, question: str) -> Prompt:
+        """What to ask for the next answer."""
+        if self._raw:
+            before = [] if self._system is None else [self._system]
+            return "\n".join([*before, *(turn.content for turn in self._turns), question])
+        system = [] if self._system is None else [ChatMessage("system", self._system)]
+        return (*system, *self._turns, ChatMessage("user", question))
 
-    return begin
+    def add(self, question: str, answer: str) -> None:
+        """Keeps a question with its answer, or as much of that as came."""
+        self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self._turns.clear()
+
+
+class Figures:
+    """Sums over the answers of a chat, those before a reset too."""
+
+    def __init__(self) -> None:
+        self._num_answers = 0
+        self._num_broken_off = 0
+        self._num_tokens = 0
+        self._num_rounds = 0
+        self._num_proposed = 0
+        self._num_accepted = 0
+        self._seconds = 0.0
+        self._origins: Counter[str] = Counter()
+        self._last: Completion | None = None
+
+    def add(self, completion: Completion, seconds: float) -> None:
+        """Counts an answer that took so long, from the request to its last event."""
+        self._num_answers += 1
+        self._num_tokens += completion.usage.completion_tokens
+        self._num_rounds += completion.metrics.num_rounds
+        self._num_proposed += completion.metrics.num_draft_tokens
+        self._num_accepted += completion.metrics.num_accepted_draft_tokens
+        self._seconds += seconds
+        self._origins.update(str(origin) for origin in completion.origins)
+        self._last = completion
+
+    def add_broken_off(self) -> None:
+        """Counts an answer that was interrupted, whose figures never came."""
+        self._num_broken_off += 1
+
+    def lines(self) -> list[str]:
+        """For people to read."""
+        broken = f" and {self._num_broken_off} broken off" if self._num_broken_off else ""
+        if self._last is None:
+            return [f"no answers{broken} yet" if not broken else f"no whole answers{broken}"]
+        last = self._last
+        rounds = self._num_rounds
+        rate = self._num_tokens / self._seconds if self._seconds else 0.0
+        share = f"{self._num_accepted / self._num_proposed:.0%}" if self._num_proposed else "none"
+        origins = ", ".join(f"{count} {name}" for name, count in sorted(self._origins.items()))
+        return [
+            f"{self._num_answers} answers{broken}: {self._num_tokens} tokens ({origins})",
+            f"{rate:.1f} tokens/s; {rounds} rounds, "
+            f"{self._num_tokens / rounds if rounds else 0:.2f} tokens per round; "
+            f"acceptance {share} of {self._num_proposed} draft tokens",
+            f"last answer: {last.usage.prompt_tokens} prompt tokens, "
+            f"{last.usage.completion_tokens} new, first after "
+            f"{last.metrics.time_to_first_token_ms:.0f} ms, {last.metrics.num_rounds} rounds, "
+            f"rule {last.rule}, seed {last.seed}, {last.finish_reason}",
+        ]
+
+
+class LineReader:
+    """Reads standard input line by line, as a context manager.
+
+    On a terminal a line may be edited and recalled, and is asked for by a prompt. A thread waits
+    for it and is left behind when the program ends: nothing else can end a read of a terminal."""
+
+    def __init__(self, prompt: str) -> None:
+        """`prompt` is shown on a terminal only."""
+        self._prompt = prompt
+        self._descriptor = sys.stdin.fileno()
+        self._buffer = b""
+        self._ended = False
+        self._terminal: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self.interactive:
+            import readline  # noqa: F401 - gives `input` its editing
+            import termios
+
+            self._terminal = termios.tcgetattr(self._descriptor)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._terminal is not None:
+            # A line that was being edited has left the terminal without echo.
+            import termios
+
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._terminal)
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a person sits at both ends."""
+        return sys.stdin.isatty() and sys.stdout.isatty()
+
+    async def read(self) -> str | None:
+        """The next line without its end; None after the last one."""
+        loop = asyncio.get_running_loop()
+        line: asyncio.Future[str | None] = loop.create_future()
+        read = self._ask if self.interactive else self._take
+
+        def work() -> None:
+            found = _result_of(read)
+            # Nobody waits any more where the loop has been closed meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(deliver, found)
+
+        def deliver(found: str | Exception | None) -> None:
+            if line.cancelled():
+                return
+            if isinstance(found, Exception):
+                line.set_exception(found)
+            else:
+                line.set_result(found)
+
+        threading.Thread(target=work, name="lines", daemon=True).start()
+        return await line
+
+    def _ask(self) -> str | None:
+        try:
+            return input(self._prompt)
+        except EOFError:
+            return None
+
+    def _take(self) -> str | None:
+        """Reads past Python's own buffer, whose lock the interpreter would wait for at its end."""
+        while b"\n" not in self._buffer and not self._ended:
+            chunk = os.read(self._descriptor, CHUNK_BYTES)
+            self._buffer += chunk
+            self._ended = not chunk
+        if not self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace").removesuffix("\r")
+
+
+def _result_of(read: Callable[[], str | None]) -> str | Exception | None:
+    """What was read, or why nothing was: for whoever waits on another thread."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        return error

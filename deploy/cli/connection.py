@@ -1,13 +1,13 @@
-"""The coordinator that a command talks to: a named one, the one that runs, or one of its own."""
+"""What a command talks to: a coordinator that is named, that runs, or that it starts; or the
+deployment that it changes."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,22 +20,25 @@ from deploy.fleet.local_state import (
     running_deployment,
     state_directory,
 )
+from deploy.fleet.reconciler import DeploymentLocation
 from outrider.config import DeploymentConfig, deployment_settings
 from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.settings import Value, merge
 
-from .progress import progress
-from .settings import (
-    KEY_FLAG,
+from .command import Arguments, Option, grouped, option
+from .options import (
     KEY_VARIABLE,
     OF_CALLERS,
-    add_setting_flags,
+    PLACE_KEYS,
     deployment_config,
-    given_flags,
+    given_settings,
+    key_option,
     public_settings,
     refuse_other_settings,
     set_by,
+    setting_options,
 )
+from .output import progress
 
 if TYPE_CHECKING:
     from outrider.client import Client
@@ -93,45 +96,42 @@ class Connection:
         )
 
 
-def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
+def connection_options(without: Iterable[str]) -> list[Option]:
     """`--server`, and the settings of a deployment to start if none runs."""
-    parser.add_argument(
+    server = option(
         "--server", metavar="HOST:PORT",
-        help="the coordinator to call [the deployment that runs, else one of its own]",
+        help="the coordinator to call; by default the deployment that runs, else one of its own",
     )  # fmt: skip
-    add_trust_flags(parser)
-    add_setting_flags(
-        parser,
-        "settings of the deployment, where this command starts one (on any free port, unless "
-        "--grpc-port is set)",
-        without,
-    )
+    return [
+        *grouped("Connection", [server, *trust_options()]),
+        *setting_options(tuple(without), ("model", "draft_model")),
+    ]
 
 
-def add_caller_flags(parser: argparse.ArgumentParser) -> None:
-    """What a command shows that starts no deployment, and so has no settings of one."""
-    parser.add_argument(
-        KEY_FLAG, action="append", dest="setting_api_key", default=argparse.SUPPRESS,
-        metavar="KEY", help=f"shown to coordinators [${KEY_VARIABLE}]",
-    )  # fmt: skip
-    add_trust_flags(parser)
+def caller_options() -> list[Option]:
+    """What a command shows that starts no deployment."""
+    return grouped("Connection", [key_option(), *trust_options()])
 
 
-def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+def trust_options() -> list[Option]:
     """How a coordinator is known by TLS."""
-    for option, words in TRUST_OPTIONS.items():
-        variable = f"OUTRIDER_{option.upper()}"
-        parser.add_argument(
-            "--" + option.replace("_", "-"), metavar="FILE",
-            default=os.environ.get(variable) or None, help=f"{words} [${variable}]",
-        )  # fmt: skip
-    parser.add_argument(
-        "--tls", action="store_true",
-        help="the coordinator has TLS, by an authority that gRPC knows",
-    )  # fmt: skip
+    variables = {one: f"OUTRIDER_{one.upper()}" for one in TRUST_OPTIONS}
+    return [
+        *(
+            option(
+                "--" + name.replace("_", "-"), metavar="FILE", envvar=variables[name], rare=True,
+                help=f"{words} [${variables[name]}]",
+            )
+            for name, words in TRUST_OPTIONS.items()
+        ),
+        option(
+            "--tls", is_flag=True, rare=True,
+            help="the coordinator has TLS, by an authority that gRPC knows",
+        ),
+    ]  # fmt: skip
 
 
-def trust_of(arguments: argparse.Namespace, settings: Mapping[str, Value]) -> Trust | None:
+def trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
     """How the coordinators of a deployment with these settings are known: as flags or variables
     say, or by the certificate that they show, where this machine has it. None where they have no
     TLS. Raises `ConfigError`."""
@@ -151,11 +151,11 @@ def trust_of(arguments: argparse.Namespace, settings: Mapping[str, Value]) -> Tr
 
 
 @asynccontextmanager
-async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
+async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     """A coordinator to call while the context lasts. One that this command started ends with it.
     Raises `ConfigError` where flags ask for another deployment than the one that runs."""
     if arguments.server:
-        given = given_flags(arguments).keys() - set(OF_CALLERS)
+        given = arguments.settings.keys() - set(OF_CALLERS)
         if given:
             raise SettingError(min(given), "cannot be set for a server that runs already")
         address = checked_address(arguments.server)
@@ -207,13 +207,13 @@ def recorded_address(state: Path) -> str:
     return "" if record is None else record.grpc_address
 
 
-def shown_key(arguments: argparse.Namespace) -> str:
+def shown_key(arguments: Arguments) -> str:
     """The key that flag, variable or file names; the first of several. Raises `ConfigError`, also
     for a hash, which is none."""
     values = merge(
         {"api_key": deployment_settings()["api_key"]}, None,
         {name: text for name, text in os.environ.items() if name == KEY_VARIABLE},
-        {key: text for key, text in given_flags(arguments).items() if key == "api_key"},
+        {key: text for key, text in arguments.settings.items() if key == "api_key"},
     )  # fmt: skip
     key = str(values.get("api_key", "")).split(",")[0].strip()
     if key.startswith("sha256:"):
@@ -221,7 +221,7 @@ def shown_key(arguments: argparse.Namespace) -> str:
     return key
 
 
-def own_config(arguments: argparse.Namespace) -> DeploymentConfig:
+def own_config(arguments: Arguments) -> DeploymentConfig:
     """The deployment that a command starts for itself: as `serve` would, but on any free port
     where none is set, since only this command looks for it, and the usual one may be taken; and by
     HTTP only where that is asked for."""
@@ -267,7 +267,7 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 @asynccontextmanager
 async def _own_deployment(
-    config: DeploymentConfig, arguments: argparse.Namespace
+    config: DeploymentConfig, arguments: Arguments
 ) -> AsyncIterator[Connection]:
     """A deployment with a state of its own, that ends with the context."""
     from deploy.fleet.launcher import Deployment
@@ -291,3 +291,20 @@ async def _own_deployment(
             finally:
                 progress("stopping the deployment", at_once=False)
         progress.rest()
+
+
+def find_deployment(arguments: Arguments) -> DeploymentLocation:
+    """The deployment of this machine, unless settings name another one and its cluster. Raises
+    `Unavailable` where there is none."""
+    values = given_settings(arguments)
+    address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
+    record = running_deployment(state_directory(os.environ))
+    if record is not None and name in ("", record.deployment):
+        token = Path(record.ray_token) if record.ray_token else None
+        return DeploymentLocation(record.ray_address, record.deployment, token=token)
+    if not (address and name):
+        raise Unavailable(
+            "nothing runs here; `outrider serve` starts a deployment, --address and "
+            "--deployment-name name one on a Ray cluster elsewhere"
+        )
+    return DeploymentLocation(address, name, elsewhere=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import blaming
 
-from .naming import program
-from .progress import progress
+from .command import Arguments, argument, command, grouped, json_option, option
+from .output import program, progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -48,91 +47,72 @@ _TURNS: Final = ("one", "Two?")
 """Two user turns with nothing in common."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares its arguments."""
-    defaults = DistillOptions(out=Path())
-    parser.epilog = (
-        "A run that is killed goes on where it was when the same command is given again: what it "
-        "has made lies in $OUTRIDER_CACHE/distillation."
-    )
-    parser.add_argument(
-        "target", metavar="TARGET", help="`demo`, a directory, a .gguf file, or a hub id"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=defaults.minutes, metavar="N",
-        help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top "
-        "[%(default)g]",
-    )  # fmt: skip
-    _add_drafter(parser)
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the target answers these before it asks itself",
-    )  # fmt: skip
-    parser.add_argument(
-        "--measure", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the card says what is accepted of the answers to these; none may "
-        "be among --prompts or begin a conversation in --corpus, whose texts are not searched",
-    )  # fmt: skip
-    parser.add_argument(
-        "--corpus", type=Path, metavar="DIR",
-        help="folder of .txt, .md and .jsonl(.gz) to learn from, too: lines of `text`, or of "
-        "`prompt`, `answer` (token ids) and `temperature` that the target wrote before",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, metavar="N", help="[%(default)s]"
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N",
-        help="that the target writes [what the minutes allow]; with --steps and without a GPU, a "
-        "run can be repeated exactly",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="of training [what the minutes allow]"
-    )
-    config = TargetConfig()
-    parser.add_argument("--dtype", choices=DTYPES, default=config.dtype, help="[%(default)s]")
-    parser.add_argument(
-        "--device", default=config.device, help="`auto`, `cpu`, `cuda` or `cuda:N` [%(default)s]"
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code of the model's files"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
-
-
-def _add_drafter(parser: argparse.ArgumentParser) -> None:
-    """Arguments that say what comes out."""
-    parser.add_argument(
+_DEFAULTS: Final = DistillOptions(out=Path())
+_DRAFTER: Final = (
+    option(
         "--kind", choices=KINDS, default=KINDS[0],
         help="a small model of its own, heads on the target that draft from what its own head "
         "reads, one behind its first layers, or one in the draft service that is sent what its own "
-        "head reads [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
+        "head reads",
+    ),
+    option(
         "--layers", type=int, metavar="N",
         help="of a student: the target's first ones, two that copy, and its last "
         f"[{LAYERS}]; of --kind early-exit: the first ones, which draft [a fifth of the target's]",
-    )  # fmt: skip
-    parser.add_argument(
+    ),
+    option(
         "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"
-    )
-    parser.add_argument(
+    ),
+    option(
         "--draft-vocab", type=int, metavar="N",
         help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
-    )  # fmt: skip
-    parser.add_argument(
+    ),
+    option(
         "--start-from", metavar="DRAFTER",
         help="a drafter of this target and --kind, made before, that learns on: a directory, a "
         "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
-    )  # fmt: skip
+    ),
+)  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "distill",
+    argument("target", "`demo`, a directory, a .gguf file, or a hub id"),
+    option("--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"),
+    option(
+        "--minutes", type=float, default=_DEFAULTS.minutes, metavar="N",
+        help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top",
+    ),
+    *grouped("The drafter", _DRAFTER),
+    option(
+        "--prompts", type=Path, metavar="FILE",
+        help="JSONL of `prompt`: the target answers these before it asks itself",
+    ),
+    option(
+        "--measure", type=Path, metavar="FILE",
+        help="JSONL of `prompt`: the card says what is accepted of the answers to these; none may "
+        "be among --prompts or begin a conversation in --corpus, whose texts are not searched",
+    ),
+    option(
+        "--corpus", type=Path, metavar="DIR",
+        help="folder of .txt, .md and .jsonl(.gz) to learn from, too: lines of `text`, or of "
+        "`prompt`, `answer` (token ids) and `temperature` that the target wrote before",
+    ),
+    option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="of all randomness"),
+    option(
+        "--tokens", type=int, metavar="N",
+        help="that the target writes [what the minutes allow]; with --steps and without a GPU, a "
+        "run can be repeated exactly",
+    ),
+    option("--steps", type=int, metavar="N", help="of training [what the minutes allow]"),
+    option("--dtype", choices=DTYPES, default=DTYPES[0], help="of the target's weights"),
+    option("--device", default="auto", help="`auto`, `cpu`, `cuda` or `cuda:N`"),
+    option("--trust-remote-code", is_flag=True, help="run Python code of the model's files"),
+    json_option(),
+    epilog="A run that is killed goes on where it was when the same command is given again: what "
+    "it has made lies in $OUTRIDER_CACHE/distillation.",
+)  # fmt: skip
+def distill(arguments: Arguments) -> int:
     """Makes it, with a progress bar on standard error, or lines where that is no terminal."""
     options = DistillOptions(
         out=arguments.out, kind=arguments.kind, minutes=arguments.minutes,
@@ -146,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
-    from draft_service.training.distilling import distill
+    from draft_service.training.distilling import distill as make
     from draft_service.training.storage import check_out
     from outrider.models.sources import cache_dir, resolve_model
 
@@ -168,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with _bar() as bar:
         report = _telling if bar.disable else _reporting(bar)
-        found = distill(options, target, cache_dir(), report)
+        found = make(options, target, cache_dir(), report)
     progress.rest()
     if arguments.json:
         print(json.dumps(_summary(found)))
@@ -213,7 +193,7 @@ def _said(found: Distilled) -> str:
     return "\n".join(lines)
 
 
-def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:
+def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
     from draft_service.training.teacher import Target
     from outrider.models.loading import load_tokenizer
     from outrider.models.sources import resolve_model

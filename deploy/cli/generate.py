@@ -2,61 +2,71 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from outrider.errors import BadRequest, ConfigError
+from outrider.request import Tokens
+from outrider.speculation.accept_reject import Origin
 
-from .connection import Connection, add_connection_flags, connected
-from .logprobs import logprob_table, token_names
-from .progress import progress
-from .request import OWN_FLAGS, add_request_flags, request_fields
+from .command import Arguments, argument, command, json_option, option
+from .connection import Connection, connected, connection_options
+from .options import REQUEST_KEYS, request_fields, request_options
+from .output import progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outrider.client import Completion, GenerateRequest
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, the request's fields, and the deployment to ask."""
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT",
-        help="the text to go on with; - = standard input to its end, without its last line feed",
-    )  # fmt: skip
-    prompt.add_argument(
-        "--token-ids", type=_token_ids, metavar="ID,ID,...",
-        help="token ids to go on with, instead of PROMPT",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chat", action="store_true", help="PROMPT is a user's message: apply the chat template"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before it, with --chat")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, when it is done"
-    )
-    request = add_request_flags(parser, max_tokens=128)
-    request.add_argument(
-        "--logprobs", type=int, metavar="N",
-        help="add a table of the tokens' log-probabilities and of those of the N likeliest",
-    )  # fmt: skip
-    add_connection_flags(parser, without=OWN_FLAGS)
+STYLES: Final = {
+    Origin.ACCEPTED: "green",
+    Origin.CORRECTION: "bold red",
+    Origin.BONUS: "bold cyan",
+    Origin.STORED: "dim",
+}
+HEADINGS = ("token", "logprob", "likeliest at its place")
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(
+        raise click.BadParameter(
             f"{text!r} is wrong; it must be whole numbers with commas between them"
         )
     return tuple(int(part) for part in parts)
 
 
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "generate",
+    argument(
+        "prompt", "the text to go on with; - = standard input to its end, without its last line "
+        "feed", required=False,
+    ),
+    option(
+        "--token-ids", type=_token_ids, metavar="ID,ID,...",
+        help="token ids to go on with, instead of PROMPT",
+    ),
+    option("--chat", is_flag=True, help="PROMPT is a user's message: apply the chat template"),
+    option("--system", metavar="TEXT", help="a system message before it, with --chat"),
+    json_option(),
+    *request_options(max_tokens=128),
+    option(
+        "--logprobs", type=int, metavar="N", group="Request",
+        help="add a table of the tokens' log-probabilities and of those of the N likeliest",
+    ),
+    *connection_options(without=REQUEST_KEYS),
+)  # fmt: skip
+def generate(arguments: Arguments) -> int:
     """Generates, and prints the text or one JSON object."""
     from outrider.client.client import check_sendable
     from outrider.speculation.sampling_params import check_sampling
@@ -70,16 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
-    from outrider.client import Client, CompletionBuilder, Event
+async def _run(arguments: Arguments, request: GenerateRequest) -> None:
+    from outrider.client import Client, CompletionBuilder
 
     builder = CompletionBuilder()
 
-    async def receive(client: Client, show: Callable[[Event], None]) -> tuple[Completion, float]:
+    async def receive(client: Client, show: Callable[[Tokens], None]) -> tuple[Completion, float]:
         start = time.perf_counter()
         async for event in client.generate(request):
             builder.add(event)
-            show(event)
+            if isinstance(event, Tokens):
+                show(event)
         return builder.build(), time.perf_counter() - start
 
     async with connected(arguments) as connection, connection.client() as client:
@@ -88,7 +99,7 @@ async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
             print(json.dumps(_report(completion, seconds), ensure_ascii=False))
             return
         try:
-            completion, seconds = await receive(client, _printer(connection))
+            completion, seconds = await receive(client, printer(connection)())
         except BaseException:
             if builder.text:
                 print(flush=True)  # An error, or the shell's prompt, gets a line of its own.
@@ -101,16 +112,20 @@ async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
             print(_closing_line(completion, seconds), file=sys.stderr)
 
 
-def _silent(completion: Completion, arguments: argparse.Namespace) -> str:
+def _silent(completion: Completion, arguments: Arguments) -> str:
     """What is printed for an answer without text: its token ids for whoever asked by token ids,
     who may have no tokenizer."""
     return "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
 
 
-def _request(arguments: argparse.Namespace) -> GenerateRequest:
+def _request(arguments: Arguments) -> GenerateRequest:
     from outrider.request import ChatMessage, GenerateRequest, Prompt
 
     fields = request_fields(arguments)
+    if arguments.prompt is None and arguments.token_ids is None:
+        raise ConfigError("PROMPT: is missing; give a text or --token-ids")
+    if arguments.prompt is not None and arguments.token_ids is not None:
+        raise ConfigError("--token-ids: cannot go with PROMPT")
     if arguments.system is not None and not arguments.chat:
         raise BadRequest("system", "needs --chat")
     if arguments.chat and arguments.token_ids is not None:
@@ -139,30 +154,22 @@ def _text(prompt: str) -> str:
     return text
 
 
-def _printer(connection: Connection) -> Callable[[Any], None]:
-    """What shows an event: text in the colours of its origins on a terminal, plain text else."""
-    from outrider.request import Tokens
-
+def printer(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
+    """What begins an answer and gives what shows its tokens: in the colours of their origins on a
+    terminal, where a legend is shown now; as plain text else."""
     if not sys.stdout.isatty():
-
-        def show_plain(event: Any) -> None:
-            if isinstance(event, Tokens):
-                print(event.text_delta, end="", flush=True)
-
-        return show_plain
+        return lambda: lambda event: print(event.text_delta, end="", flush=True)
     from rich.console import Console
 
-    from .colored_text import OriginPainter, TokenLengths
-
-    painter = OriginPainter(Console(), TokenLengths(connection.tokenizer_directory))
+    console, lengths = Console(), TokenLengths(connection.tokenizer_directory)
     if not progress.quiet:
-        Console(stderr=True).print(painter.legend())
+        Console(stderr=True).print("  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items()))
 
-    def show_coloured(event: Any) -> None:
-        if isinstance(event, Tokens):
-            painter.show(event)
+    def begin() -> Callable[[Tokens], None]:
+        lengths.begin()
+        return OriginPainter(console, lengths).show
 
-    return show_coloured
+    return begin
 
 
 def _tokens_per_second(completion: Completion, seconds: float) -> float:
@@ -210,3 +217,99 @@ def _closing_line(completion: Completion, seconds: float) -> str:
         f"{rounds} rounds, acceptance {acceptance}, "
         f"{tokens / rounds if rounds else 0:.2f} tokens per round ({completion.finish_reason})"
     )
+
+
+class TokenLengths:
+    """How many characters each token adds to the text, by the target's own tokenizer."""
+
+    def __init__(self, directory: str) -> None:
+        """`directory` holds the tokenizer; without one nothing is known."""
+        self._tokenizer: Any = None
+        path = Path(directory) / "tokenizer.json"
+        if directory and path.is_file():
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+            self.begin()
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    def begin(self) -> None:
+        """Another text follows."""
+        if self.known:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream: Any = DecodeStream(skip_special_tokens=True)
+
+    def length(self, token_id: int) -> int:
+        """Characters that became certain with the token; 0 while they are incomplete."""
+        return len(self._stream.step(self._tokenizer, token_id) or "")
+
+
+class OriginPainter:
+    """Prints text as it comes. A delta may lag behind its tokens, and then catches up."""
+
+    def __init__(self, console: Console, lengths: TokenLengths) -> None:
+        self._console = console
+        self._lengths = lengths
+        self._waiting: deque[tuple[Origin, int]] = deque()
+        """Origins of tokens whose text has not come, and how long it is."""
+
+    def show(self, event: Tokens) -> None:
+        """Prints an event's text. Where the tokens' lengths are not known, all of it has the
+        colour that most of its tokens have."""
+        text = event.text_delta
+        if not self._lengths.known:
+            common = max(event.origins, key=event.origins.count, default=Origin.BONUS)
+            self._print(text, common)
+            return
+        for token_id, origin in zip(event.token_ids, event.origins, strict=True):
+            self._waiting.append((origin, self._lengths.length(token_id)))
+        while text and self._waiting:
+            origin, length = self._waiting.popleft()
+            self._print(text[:length], origin)
+            if length > len(text):
+                self._waiting.appendleft((origin, length - len(text)))
+            text = text[length:]
+        self._print(text, Origin.BONUS)
+
+    def _print(self, text: str, origin: Origin) -> None:
+        if text:
+            self._console.print(
+                text, style=STYLES[origin], end="", markup=False, highlight=False, soft_wrap=True
+            )
+
+
+def logprob_table(completion: Completion, spell: Callable[[int], str]) -> str:
+    """A line per token of the completion: what it is, its log-probability, and the likeliest
+    tokens at its place with theirs. `spell` gives a token's name."""
+    rows = [
+        (
+            spell(token_id),
+            f"{found.logprob:.4f}",
+            ", ".join(f"{spell(other)} {logprob:.4f}" for other, logprob in found.top),
+        )
+        for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    names, numbers = (max(len(row[at]) for row in (HEADINGS, *rows)) for at in (0, 1))
+    lines = (f"{a:<{names}}  {b:>{numbers}}  {c}".rstrip() for a, b, c in (HEADINGS, *rows))
+    return "\n".join(lines)
+
+
+def token_names(directory: str) -> Callable[[int], str]:
+    """What gives a token's id and, where a tokenizer lies in the directory, its text in quotes."""
+    path = Path(directory) / "tokenizer.json"
+    if not directory or not path.is_file():
+        return str
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+
+    def name(token_id: int) -> str:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return f"{token_id} {json.dumps(text, ensure_ascii=False)}"
+
+    return name

@@ -1,19 +1,25 @@
-"""What may be shown of settings and variables: all but what may be a secret."""
+"""Keeps secrets out of what is shown, and out of the command line that a process runs with.
+
+Other users read command lines in a list of processes, and `ray.init` stores the one of its process
+in Ray's head. So a command whose words have secrets starts itself again without them: they travel
+in a variable, which the new process removes from its environment before it starts another one.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from outrider.config import deployment_settings
-from outrider.settings import ENVIRONMENT_PREFIX, NOT_SETTINGS
-
-from .settings import SECRETS
+if TYPE_CHECKING:
+    from outrider.settings import Setting
 
 MASK: Final = "***"
-VARIABLES: Final = re.compile(
+SHOWN_VARIABLES: Final = re.compile(
     r"(OUTRIDER|CUDA|NVIDIA|NCCL|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|RAY|HF|TRANSFORMERS"
     r"|TOKENIZERS|GRPC|OTEL|MALLOC|PYTHON)_?.*"
 )
@@ -21,14 +27,70 @@ _SECRET_NAME: Final = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL|AUTH|HEADER|
 _URL: Final = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
 _KEY: Final = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
 """An API key that stands where none should."""
+VARIABLE: Final = "OUTRIDER_SECRET_WORDS"
+"""JSON list of the words that were left out."""
+_END_OF_FLAGS: Final = "--"
+
+
+def _settings() -> list[Setting]:
+    """Imported here: `outrider --help` has no need of them."""
+    from outrider.config import deployment_settings
+
+    return list(deployment_settings().values())
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's words without secret flags and their values, and these."""
+    flags = {one.flag for one in _settings() if one.secret}
+    others: list[str] = []
+    secret: list[str] = []
+    left = iter(words)
+    for word in left:
+        if word == _END_OF_FLAGS:
+            others += [word, *left]
+            break
+        flag, has_value, _ = word.partition("=")
+        if flag not in flags:
+            others.append(word)
+        elif has_value:
+            secret.append(word)
+        else:
+            secret += [word, *([value] if (value := next(left, None)) is not None else [])]
+    return others, secret
+
+
+def environment_with(secret: Sequence[str]) -> dict[str, str]:
+    """This process's variables, and one that hands the secret words to a process it starts."""
+    handed: Mapping[str, str] = {VARIABLE: json.dumps(secret)} if secret else {}
+    return {**os.environ, **handed}
+
+
+def own_words() -> list[str]:
+    """This process's words, with the secret ones that it was handed."""
+    words = sys.argv[1:]
+    handed = json.loads(os.environ.pop(VARIABLE, "[]"))
+    end = words.index(_END_OF_FLAGS) if _END_OF_FLAGS in words else len(words)
+    return [*words[:end], *handed, *words[end:]]
+
+
+def leave_out() -> None:
+    """Starts this program again in this process, where its command line has secrets."""
+    words = sys.argv[1:]
+    others, secret = split(words)
+    if secret:
+        interpreter = sys.orig_argv[: len(sys.orig_argv) - len(words)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [*interpreter, *others], environment_with(secret))  # noqa: S606
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by key without secrets, and without those in the texts of others."""
+    secrets = {one.key for one in _settings() if one.secret}
     return {
         key: _without_secrets(value) if isinstance(value, str) else value
         for key, value in settings.items()
-        if key not in SECRETS
+        if key not in secrets
     }
 
 
@@ -38,16 +100,18 @@ def _without_secrets(text: str) -> str:
 
 def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change what Outrider and its libraries do, without secrets."""
-    settings = {setting.variable: key for key, setting in deployment_settings().items()}
+    from outrider.settings import ENVIRONMENT_PREFIX, NOT_SETTINGS
+
+    settings = {one.variable: one for one in _settings()}
     found = {}
     for name in sorted(environment):
-        if not VARIABLES.fullmatch(name):
+        if not SHOWN_VARIABLES.fullmatch(name):
             continue
-        key = settings.get(name)
-        if key is None and name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
+        setting = settings.get(name)
+        if setting is None and name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             secret = True  # A misspelt name, of whatever was meant.
         else:
-            secret = key in SECRETS if key else _SECRET_NAME.search(name) is not None
+            secret = setting.secret if setting else _SECRET_NAME.search(name) is not None
         value = environment[name]
         if secret:
             # Of a URL the place matters; of anything else, nothing.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -12,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import plan, plan_simulation
+from benchmarks import plan as planning
+from benchmarks import plan_simulation
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
@@ -21,10 +21,10 @@ from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.replica.process_setup import available_cores, build_engine, build_lookup, use_threads
 
-from .connection import add_connection_flags, connected
-from .progress import progress
-from .settings import deployment_config, flags_again, refuse_other_settings, with_flags
-from .tables import show
+from .command import Arguments, command, declared
+from .connection import connected, connection_options
+from .options import deployment_config, flags_again, refuse_other_settings, with_settings
+from .output import progress, show
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,24 +43,20 @@ DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
 """Those that the command that deploys has from the plan, which is of one target replica."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares its arguments."""
-    parser.epilog = (
-        "The services run for a rehearsal of a minute; with the demo pair and the built-in prompts "
-        "all takes about two minutes on two free cores. With --validate a deployment as `bench "
-        "speedup` uses it answers the prompts once more."
-    )
-    plan.add_arguments(parser)
-    plan_simulation.add_arguments(parser)
-    add_connection_flags(parser, without=OWN_FLAGS)
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    "plan",
+    *declared(planning.add_arguments, plan_simulation.add_arguments),
+    *connection_options(without=OWN_FLAGS),
+    epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
+    "prompts all takes about two minutes on two free cores. With --validate a deployment as `bench "
+    "speedup` uses it answers the prompts once more.",
+)  # fmt: skip
+def plan(arguments: Arguments) -> int:
     """Plans, and prints tables or one JSON object."""
     simulation = _simulation(arguments)
     if simulation is not None and _needs_no_models(simulation):
         return _simulate_alone(arguments, simulation)
-    options = plan.PlanOptions.from_arguments(arguments)
+    options = planning.PlanOptions.from_arguments(arguments)
     prompts = options.load_prompts()  # What is wrong with them shows before anything is started.
     if arguments.server and not options.validate:
         raise SettingError("server", "is for --validate: without it nothing is called")
@@ -98,12 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _simulation(arguments: argparse.Namespace) -> plan_simulation.SimulationOptions | None:
+def _simulation(arguments: Arguments) -> plan_simulation.SimulationOptions | None:
     """What is to be simulated; None without `--simulate`, which nothing else goes without."""
     if arguments.simulate:
         return plan_simulation.SimulationOptions.from_arguments(arguments)
     for name in plan_simulation.OWN:
-        if getattr(arguments, name) != arguments.parser.get_default(name):
+        if name in arguments.given:
             raise SettingError(name, "is for --simulate: without it nothing is simulated")
     return None
 
@@ -112,9 +108,7 @@ def _needs_no_models(options: plan_simulation.SimulationOptions) -> bool:
     return options.from_report is not None or options.from_numbers is not None
 
 
-def _simulate_alone(
-    arguments: argparse.Namespace, options: plan_simulation.SimulationOptions
-) -> int:
+def _simulate_alone(arguments: Arguments, options: plan_simulation.SimulationOptions) -> int:
     """Of a pair that is known already; nothing is run."""
     from rich.console import Group
 
@@ -142,9 +136,7 @@ def _simulate_alone(
     return 0
 
 
-def _show(
-    arguments: argparse.Namespace, as_json: Callable[[], str], as_tables: Callable[[], Group]
-) -> None:
+def _show(arguments: Arguments, as_json: Callable[[], str], as_tables: Callable[[], Group]) -> None:
     """On standard output, as was asked for."""
     if arguments.json:
         print(as_json())
@@ -169,12 +161,12 @@ def _check(config: DeploymentConfig) -> None:
             raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
 
 
-def _fixed(arguments: argparse.Namespace) -> argparse.Namespace:
+def _fixed(arguments: Arguments) -> Arguments:
     """For rounds that are all of one length, and wait for their drafts."""
-    return with_flags(arguments, length_control=False, look_ahead=0)
+    return with_settings(arguments, length_control=False, look_ahead=0)
 
 
-def _check_running(arguments: argparse.Namespace, config: DeploymentConfig) -> None:
+def _check_running(arguments: Arguments, config: DeploymentConfig) -> None:
     """Raises `SettingError` where a deployment runs that a plan cannot be held against."""
     record = running_deployment(state_directory(os.environ))
     if record is None:
@@ -212,7 +204,7 @@ def _kind(config: DeploymentConfig) -> DraftKind:
 
 
 def _read(
-    config: DeploymentConfig, options: plan.PlanOptions, kind: DraftKind
+    config: DeploymentConfig, options: planning.PlanOptions, kind: DraftKind
 ) -> tuple[Sample, ...]:
     """The target's answers, read by the draft's model; both are gone afterwards."""
     from benchmarks.acceptance_reading import ModelReader
@@ -250,22 +242,22 @@ def _encoder(config: DeploymentConfig, raw: bool) -> Encode:
 
 
 async def _plan(
-    arguments: argparse.Namespace,
+    arguments: Arguments,
     config: DeploymentConfig,
-    options: plan.PlanOptions,
+    options: planning.PlanOptions,
     kind: DraftKind,
     samples: Sequence[Sample],
 ) -> tuple[PlanReport, Validation | None]:
     from benchmarks.plan_rehearsal import rehearse
 
     shares_device = not options.separate_draft and _shares_device(config)
-    replays = [plan.Replays(kind, sample) for sample in samples]
+    replays = [planning.Replays(kind, sample) for sample in samples]
     times = await rehearse(config, kind, samples, shares_device=shares_device, progress=progress)
     plans = [
-        plan.choose(options, replay, sample, found)
+        planning.choose(options, replay, sample, found)
         for sample, replay, found in zip(samples, replays, times, strict=True)
     ]
-    report = plan.report(
+    report = planning.report(
         options, plans, times[0], model=config.target.model, draft_model=config.draft.model,
         num_prompts=0,
     )  # fmt: skip
@@ -277,10 +269,10 @@ async def _plan(
 
 
 async def _validate(
-    arguments: argparse.Namespace,
+    arguments: Arguments,
     keeps_answers: bool,
     sample: Sample,
-    replays: plan.Replays,
+    replays: planning.Replays,
     found: TemperaturePlan,
     times: ServiceTimes,
 ) -> Validation:
@@ -291,7 +283,7 @@ async def _validate(
 
     chosen = found.choice.chosen
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
-    counts = (0, *plan.SWEEP)
+    counts = (0, *planning.SWEEP)
     trial = Trial(sample, rule, progress)
     for group in [(k,) for k in counts] if keeps_answers else [counts]:
         async with connected(arguments) as connection, connection.client() as client:

@@ -1,8 +1,7 @@
-"""`outrider serve`: starts a deployment, in the foreground or detached."""
+"""`outrider serve` starts a deployment, in the foreground or detached; `outrider stop` ends it."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -12,19 +11,25 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.local_state import (
+    FILE_NAME,
     LOG_NAME,
     DeploymentRecord,
+    alive,
     exclusive,
+    lock_holder,
     logged_error,
     process_start,
     publish,
     publish_key,
+    recorded_deployment,
     running_deployment,
     state_directory,
     withdraw,
@@ -33,14 +38,10 @@ from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.registry.registry import Role
 from outrider.telemetry.logs import LogFile
 
-from . import secret_words
-from .naming import program, typed
-from .progress import progress
-from .settings import (
-    add_setting_flags,
-    deployment_config,
-    public_settings,
-)
+from . import masking
+from .command import Arguments, argument, command, json_option, option
+from .options import COMMON, deployment_config, public_settings, setting_options
+from .output import program, progress, typed
 
 if TYPE_CHECKING:
     from deploy.fleet.launcher import Deployment
@@ -50,31 +51,27 @@ _log = logging.getLogger(__name__)
 _READY: Final = b"ready"
 LOG_PERIOD_S: Final = 0.25
 """Between two looks at what the detached process has said."""
+STOP_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.05
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """TARGET, how to run, and every setting."""
-    parser.add_argument(
-        "target", nargs="?", default=argparse.SUPPRESS, metavar="TARGET",
-        help="the target model; the same as --model [demo]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--detach", action="store_true",
+@command(
+    "serve",
+    argument("target", "the target model; the same as --model", required=False),
+    option(
+        "--detach", is_flag=True,
         help="go on in the background after this command and its shell have ended",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the endpoints as JSON")
-    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
-    add_setting_flags(parser, "settings")
-
-
-def run(arguments: argparse.Namespace) -> int:
+    ),
+    json_option(),
+    option("--ready-fd", type=int, hidden=True),
+    *setting_options(common=COMMON),
+)  # fmt: skip
+def serve(arguments: Arguments) -> int:
     """Serves until it is told to stop; detached: until it is ready."""
-    if "target" in arguments:
-        if "setting_model" in arguments and arguments.setting_model != arguments.target:
-            raise ConfigError(
-                f"--model: {arguments.setting_model!r} is not the TARGET {arguments.target!r}"
-            )
-        arguments.setting_model = arguments.target
+    if arguments.target is not None:
+        model = arguments.settings.setdefault("model", arguments.target)
+        if model != arguments.target:
+            raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
     if arguments.ready_fd is not None:
         _bound_log(state_directory(os.environ))
     config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
@@ -100,7 +97,7 @@ def _bound_log(state: Path) -> None:
 
 
 async def _serve(
-    deployment: Deployment, state: Path, arguments: argparse.Namespace, changed: asyncio.Event
+    deployment: Deployment, state: Path, arguments: Arguments, changed: asyncio.Event
 ) -> int:
     """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed. The exit
     code: 0, or that of an interrupted command where SIGINT came before it served."""
@@ -242,7 +239,7 @@ def _needed(record: DeploymentRecord) -> list[str]:
     return needed
 
 
-def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
+def _serve_detached(state: Path, arguments: Arguments) -> int:
     """Starts this command again in a session of its own, and waits until it is ready or gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
@@ -293,12 +290,12 @@ def _ready_word(ready: int, log_path: Path) -> bytes:
                 return os.read(ready, len(_READY))
 
 
-def _detached(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+def _detached(arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     """The words and the variables of the detached process. Other users see its words, but not its
     variables."""
-    words, secret = secret_words.split(arguments.words)
+    words, secret = masking.split(arguments.words)
     own = ("--detach", "--json", "--quiet", "-q")
-    return [word for word in words if word not in own], secret_words.environment_with(secret)
+    return [word for word in words if word not in own], masking.environment_with(secret)
 
 
 def _explain(code: int, state: Path) -> int:
@@ -309,3 +306,60 @@ def _explain(code: int, state: Path) -> int:
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     last = error or (lines[-1] if lines else "it wrote nothing")
     raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")
+
+
+@command(
+    "stop",
+    option(
+        "--timeout", type=float, default=STOP_TIMEOUT_S, metavar="S",
+        help="wait so long for it to end, s",
+    ),
+)  # fmt: skip
+def stop(arguments: Arguments) -> int:
+    """Asks the deployment's process to stop, and waits until it is gone. Nothing to stop is no
+    error; what is left of a deployment that ended by itself is told, and its record removed."""
+    directory = state_directory(os.environ)
+    record = recorded_deployment(directory)
+    holder = lock_holder(directory)
+    if record is not None and alive(record):
+        _end(record.pid, lambda: alive(record), arguments.timeout)
+        found = f"stopped the deployment at {record.grpc_address}"
+    elif holder is not None:
+        _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
+        found = f"stopped a deployment that was starting or stopping (pid {holder})"
+    else:
+        found = _left(directory, record)
+    if not arguments.quiet:
+        print(found, file=sys.stderr)
+    return 0
+
+
+def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
+    """Raises `Unavailable` where the process still runs after the time."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    progress(f"stopping the deployment (pid {pid})", at_once=False)
+    give_up_at = time.monotonic() + timeout_s
+    # The process is no child of this one, so the kernel does not tell when it ends.
+    while runs():
+        if time.monotonic() >= give_up_at:
+            raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    progress.rest()
+
+
+def _left(directory: Path, record: DeploymentRecord | None) -> str:
+    """What is left where nothing runs; removes the record of a process that is gone."""
+    error = logged_error(directory)
+    if record is not None:
+        withdraw(directory)
+        return (
+            f"nothing runs: the deployment at {record.grpc_address} (pid {record.pid}) is gone "
+            f"without having been stopped; removed its record {directory / FILE_NAME}"
+        )
+    if error is not None:
+        log = directory / LOG_NAME
+        return f"nothing runs: the last one that was detached ended by itself: {error} (log {log})"
+    return "nothing runs"

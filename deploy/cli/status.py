@@ -5,7 +5,6 @@ Exit code 0 where everything that a request needs serves, else 1.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -14,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from deploy.fleet.local_state import (
     LOCK_NAME,
@@ -30,40 +29,39 @@ from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.registry.registry import LEASE_S, ROLES
 from outrider.sessions.redis_address import RedisAddress, with_password
 
-from .connection import (
-    Connection,
-    add_caller_flags,
-    checked_address,
-    shown_key,
-    trust_of,
-)
+from .command import Arguments, command, json_option, option
+from .connection import Connection, caller_options, checked_address, shown_key, trust_of
 from .masking import masked_settings
-from .naming import told
-from .status_table import Facts, status_table
-from .tables import show
+from .options import told
+from .output import show
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Facts = dict[str, Any]
 TIMEOUT_S: Final = 5.0
 WATCH_S: Final = 2.0
+_COLUMNS: Final = ("replica", "address", "health", "runs, on, does")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask, and how to tell."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--server", metavar="HOST:PORT", help="a coordinator to ask [the deployment that runs]"
-    )
-    parser.add_argument(
+@command(
+    "status",
+    json_option(),
+    option(
+        "--server", metavar="HOST:PORT",
+        help="a coordinator to ask; by default the deployment that runs",
+    ),
+    option(
         "--timeout", type=float, default=TIMEOUT_S, metavar="S",
-        help=f"wait so long for each answer, s [{TIMEOUT_S:g}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watch", type=float, nargs="?", const=WATCH_S, metavar="S",
+        help="wait so long for each answer, s",
+    ),
+    option(
+        "--watch", type=float, is_flag=False, flag_value=WATCH_S, metavar="[S]",
         help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
-    )  # fmt: skip
-    add_caller_flags(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
+    ),
+    *caller_options(),
+)  # fmt: skip
+def status(arguments: Arguments) -> int:
     """Asks and tells."""
     if not 0 < arguments.timeout <= 3600:
         raise ConfigError(f"--timeout: {arguments.timeout} is wrong; it must be above 0, s")
@@ -83,7 +81,7 @@ def _print(found: Facts, *, as_json: bool) -> None:
     show(status_table(found), highlight=False, soft_wrap=not found["running"])
 
 
-async def _watch(arguments: argparse.Namespace) -> int:
+async def _watch(arguments: Arguments) -> int:
     """On a terminal one table that changes; else a table or an object after the other."""
     from rich.console import Console
     from rich.live import Live
@@ -99,7 +97,7 @@ async def _watch(arguments: argparse.Namespace) -> int:
             await asyncio.sleep(arguments.watch)
 
 
-async def _status(arguments: argparse.Namespace) -> Facts:
+async def _status(arguments: Arguments) -> Facts:
     timeout_s: float = arguments.timeout
     if arguments.server:
         caller = partial(Connection, api_key=shown_key(arguments), trust=trust_of(arguments, {}))
@@ -252,3 +250,101 @@ async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[
     except OutriderError as failure:
         facts, error = {}, told(failure)
     return {"address": address, "serving": serving, "error": error, **facts}
+
+
+def status_table(found: Facts) -> RenderableType:
+    """What `outrider status` found."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    deployment = found["deployment"]
+    if not found["running"]:
+        holder = found.get("lease", {}).get("holder")
+        return Text("nothing runs" if holder is None else f"starting (pid {holder})")
+    head: list[RenderableType] = []
+    foot: list[RenderableType] = []
+    if deployment is not None:
+        head.append(
+            Text(
+                f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}: "
+                f"pid {deployment['pid']}, since {deployment['started_at']}"
+            )
+        )
+        if deployment["http_address"]:
+            foot.append(Text(f"HTTP {deployment['http_address']}"))
+        foot.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
+    table = Table(box=None, pad_edge=False)
+    for title in _COLUMNS:
+        table.add_column(title, overflow="fold")
+    wanted = {} if deployment is None else deployment["wanted"]
+    for role in ROLES:
+        replicas = found[f"{role}s"]
+        for facts in replicas:
+            table.add_row(*map(_cell, (facts.get("name", role), *_row(facts))))
+        if len(replicas) != wanted.get(role, len(replicas)):
+            table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
+    if error := found.get("registry_error"):
+        foot.insert(0, Text(f"what replicas do is not known: {error}", style="yellow"))
+    return Group(*head, table, *foot)
+
+
+def _cell(words: str) -> RenderableType:
+    from rich.text import Text
+
+    styles = {"serving": "green", "not serving": "red", "leaving": "yellow"}
+    return Text(words, style=styles.get(words, ""))
+
+
+def _row(facts: Facts) -> tuple[str, ...]:
+    """All cells but the first one."""
+    health = "serving" if facts["serving"] else "not serving"
+    if facts.get("leaving"):
+        health = "leaving"
+    lines = (_runs(facts), _where(facts), _does(facts))
+    return facts["address"], health, "\n".join(line for line in lines if line)
+
+
+def _where(facts: Facts) -> str:
+    """Its process, and when that was last heard of in Redis."""
+    if "lease_age_s" not in facts:
+        return ""
+    parts = [f"{facts['host']}, pid {facts['pid']}", facts["device"]]
+    parts.append(f"heard of {facts['lease_age_s']:.1f} s ago")
+    return ", ".join(part for part in parts if part)
+
+
+def _runs(facts: Facts) -> str:
+    """A replica's or a coordinator's description."""
+    if facts["error"] is not None:
+        return str(facts["error"])
+    if "num_running" in facts:
+        return (
+            f"{facts['model']}, {facts['num_running']} sessions running, "
+            f"{facts['max_model_len']} tokens at most"
+        )
+    parts = [facts["model"], facts["dtype"]]
+    parts += [
+        f"{name} {facts[f'{name}_fingerprint'][:12]}"
+        for name in ("weights", "tokenizer")
+        if facts[f"{name}_fingerprint"]
+    ]
+    if facts["numerics"]:
+        parts.append(f"bit-equal rows {facts['numerics'][:12]}")
+    return ", ".join(part for part in parts if part)
+
+
+def _does(facts: Facts) -> str:
+    """What it has lately been doing, as far as it says so."""
+    figures = facts.get("figures") or {}
+    shares = (
+        ("busy", "busy"), ("places", "fill"), ("pages", "kv_usage"), ("accepted", "acceptance"),
+        ("ahead", "look_ahead_hits"), ("wait for drafts", "draft_waits"),
+    )  # fmt: skip
+    parts = []
+    if (rate := figures.get("tokens_per_second")) is not None:
+        parts.append(f"{rate:.0f} tokens/s")
+    parts += [f"{figures[key]:.0%} {word}" for word, key in shares if figures.get(key) is not None]
+    if (queue := figures.get("queue_steps")) is not None:
+        parts.append(f"queue {queue:.1f} steps")
+    return ", ".join(parts)

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import ConfigError
-from outrider.settings import Value
+
+if TYPE_CHECKING:
+    from outrider.settings import Value
 
 FILE_NAME: Final = "deployment.json"
 KEY_NAME: Final = "cli.key"

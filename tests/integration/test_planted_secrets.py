@@ -23,8 +23,7 @@ import redis
 from rich.console import Console
 
 from deploy.cli.serve import record_of
-from deploy.cli.status import ask_registry
-from deploy.cli.status_table import status_table
+from deploy.cli.status import ask_registry, status_table
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_connection import check_asks_for_token
 from outrider.client import Client, GenerateRequest

@@ -19,7 +19,7 @@ from session_model import OWNERS, new_session, next_append
 
 from coordinator.auth.rate_limits import RedisSlots
 from coordinator.decoding.committer import Committer
-from deploy.cli.collect_env import collect
+from deploy.cli.describe import collect
 from outrider.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 
 from benchmarks import plan, speedup
 from deploy.cli import generate
+from deploy.cli.command import Arguments
 from deploy.cli.distill import serve_line
 from deploy.cli.main import parse
-from deploy.cli.naming import program
-from deploy.cli.settings import deployment_config
+from deploy.cli.options import deployment_config
+from deploy.cli.output import program
 from tests.style.settings_table import README
 
 ROOT = README.parent
@@ -44,13 +44,13 @@ def words_of(line: str) -> list[str] | None:
     return None
 
 
-def commands_of(document: Path) -> list[tuple[str, argparse.Namespace]]:
+def commands_of(document: Path) -> list[tuple[str, Arguments]]:
     """Each command line of ours with what the real parser makes of it."""
     found = []
     for line in lines_of(document):
         words = words_of(line)
         if words is not None:
-            found.append((line, parse(words)[1]))
+            found.append((line, parse(words)))
     return found
 
 
@@ -59,13 +59,13 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
     """And values that a command takes: a wrong one raises here."""
     for line, arguments in commands_of(document):
         if arguments.command == "serve" and arguments.config is None:
-            if "target" in arguments:
-                arguments.setting_model = arguments.target
+            if arguments.target is not None:
+                arguments.settings["model"] = arguments.target
             if "--ssl-certfile" not in line and "--api-key-file" not in line:
                 deployment_config(arguments)
         elif arguments.command == "generate":
             generate._request(arguments)
-        elif getattr(arguments, "measurement", "") == "speedup":
+        elif arguments.action == "speedup":
             speedup.SpeedupOptions.from_arguments(arguments).load_prompts()
         elif arguments.command == "plan" and not arguments.simulate:
             plan.PlanOptions.from_arguments(arguments).load_prompts()
@@ -96,7 +96,7 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
         for name in ("prompts", "measure", "start_from", "corpus"):
             path = getattr(arguments, name, None)
             assert path is None or callable(path) or Path(path).parts[0] in made, line
-        drafter = getattr(arguments, "setting_draft_model", "")
+        drafter = str(arguments.settings.get("draft_model", ""))
         for word in re.findall(r"my-\w+", drafter):
             assert word in made, line
         if arguments.command == "distill":
@@ -107,7 +107,7 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
 def test_what_distill_prints_is_what_the_guide_serves() -> None:
     guide = ROOT / "docs" / "drafters.md"
     served = {
-        (getattr(arguments, "target", ""), getattr(arguments, "setting_draft_model", ""))
+        (arguments.target, str(arguments.settings.get("draft_model", "")))
         for _, arguments in commands_of(guide)
         if arguments.command == "serve"
     }
@@ -115,8 +115,8 @@ def test_what_distill_prints_is_what_the_guide_serves() -> None:
     printed = set()
     for arguments in made:
         words = shlex.split(serve_line(arguments.target, arguments.kind, arguments.out))
-        _, again = parse(words[1:])
-        printed.add((again.target, again.setting_draft_model))
+        again = parse(words[1:])
+        printed.add((again.target, again.settings["draft_model"]))
     with_drafters = {pair for pair in served if "my-" in pair[1]}
     assert with_drafters
     assert with_drafters <= printed

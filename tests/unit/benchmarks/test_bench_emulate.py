@@ -247,7 +247,7 @@ def test_modes_are_keys_of_the_json_object_and_rows_of_the_table() -> None:
         (("--tokens", "100", "--dropped", "85"), "--dropped: 85 is wrong; it must be from 1 to 84"),
         (("--seed", "-1"), "error: --seed: -1 is wrong"),
         (("--look-ahead", "0"), "error: --look-ahead: 0 is wrong; it must be from 1 to 64"),
-        (("--scenario", "8b"), "--scenario: invalid choice: '8b' (choose from '70b-1b')"),
+        (("--scenario", "8b"), "--scenario: '8b' is wrong; it must be one of 70b-1b"),
     ],
 )
 def test_wrong_flags_end_the_command(

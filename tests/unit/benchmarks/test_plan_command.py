@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 from models import byte_level_tokenizer, save_tiny_model
 from recorded import record
 
-from deploy.cli.main import main
-from deploy.cli.plan import DECIDED, add_arguments
-from deploy.cli.settings import deployment_config, flags_again, public_settings, with_flags
+from deploy.cli.main import main, parse
+from deploy.cli.options import deployment_config, flags_again, public_settings, with_settings
+from deploy.cli.plan import DECIDED
 from deploy.fleet.local_state import publish, state_directory
 from outrider.config import load_config
 
@@ -26,7 +25,7 @@ from outrider.config import load_config
         (("--concurrency", "2", "--validate"), "error: --concurrency: 2 cannot be validated"),
         (("--round-trip-ms", "nan"), "error: --round-trip-ms: "),
         (("--temperature", "0,3"), "error: --temperature: "),
-        (("--temperature", "warm"), "argument --temperature: 'warm' is wrong"),
+        (("--temperature", "warm"), "--temperature: 'warm' is wrong"),
         (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
         (("--plot", "/nowhere/at.all"), "error: --plot: "),
         (("--server", "127.0.0.1:1"), "error: --server: "),
@@ -106,7 +105,7 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     assert main(["plan", "--from-report", str(saved), *fleet]) == 0
     assert json.loads(capsys.readouterr().out)["fleets"] == report["fleets"]
     threads = "--target-num-threads 1 --draft-num-threads 1"
-    assert " ".join(report["flags"]) == f"{threads} --device cpu"
+    assert " ".join(report["flags"]) == f"--device cpu {threads}"
     plan = report["temperatures"]["1"]
     assert {option["rule"] for option in plan["options"]} == {"token", "block", "coupled"}
     assert len(plan["options"]) == 24
@@ -119,8 +118,8 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
 
 def test_what_is_validated_has_rounds_of_one_length_that_wait_for_their_drafts() -> None:
     """Whatever a deployment does by default: flags alone do not say it."""
-    arguments = argparse.Namespace(config=None)
-    fixed = with_flags(arguments, length_control=False, look_ahead=0)
+    arguments = parse(["plan"])
+    fixed = with_settings(arguments, length_control=False, look_ahead=0)
     coordinator = deployment_config(fixed).coordinator
     assert (coordinator.length_control, coordinator.look_ahead) == (False, 0)
     assert deployment_config(arguments).coordinator.length_control
@@ -130,8 +129,6 @@ def test_the_command_that_deploys_a_plan_has_the_flags_of_what_was_measured() ->
     """But no key, and nothing that the plan decides."""
     kept = ("--config", "a b.yaml", "--dtype", "float32", "--target-num-threads", "2", "--no-http")
     decided = ("--model", "m", "--draft-model", "d", "--num-drafts", "2", "--num-targets", "2")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = parser.parse_args([*kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])
+    given = parse(["plan", *kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])
     assert flags_again(given, DECIDED) == kept
-    assert flags_again(parser.parse_args([]), DECIDED) == ()
+    assert flags_again(parse(["plan"]), DECIDED) == ()

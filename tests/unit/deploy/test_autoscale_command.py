@@ -8,8 +8,8 @@ import pytest
 from asked_here import deployed_here
 from fleet_world import SavedInMemory
 
-from deploy.cli.autoscale import parsed_bounds
 from deploy.cli.main import main
+from deploy.cli.scale import parsed_bounds
 from deploy.fleet.autoscaling import Autoscaling
 from outrider.config import AutoscalePolicy as Policy
 from outrider.config import load_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 from models import save_tiny_model
 
-from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject, add_arguments
+from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject
 from deploy.cli.connection import Connection
-from deploy.cli.settings import public_settings
+from deploy.cli.main import parse
+from deploy.cli.options import public_settings
 from deploy.fleet import launcher
 from outrider.config import DeploymentConfig
 from outrider.replica.process_setup import available_cores
@@ -102,10 +102,8 @@ async def test_a_deployment_that_the_command_starts_has_been_asked_nothing(
             return None
 
     monkeypatch.setattr(launcher, "Deployment", Started)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     words = ["--draft-model", "suffix"] if is_own else ["--server", "127.0.0.1:1"]
-    arguments = parser.parse_args(["speedup", *words])
+    arguments = parse(["bench", "speedup", *words])
     async with _subject(arguments, raw=True, reference=lambda _: None) as subject:
         assert (subject.asked is not None) == is_own
         assert subject.keeps_answers

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import collect_env
-from deploy.cli.collect_env import CPU_FLAGS
+from deploy.cli import describe
+from deploy.cli.describe import CPU_FLAGS
 from deploy.cli.main import main
 from deploy.cli.masking import MASK, masked_environment, masked_settings, masked_url
 from outrider.sessions.redis_address import RedisAddress
@@ -122,7 +122,7 @@ def test_the_named_redis_is_asked_with_the_password_of_a_file(
     async def version(address: RedisAddress) -> str:
         return address.password
 
-    monkeypatch.setattr(collect_env, "_redis_version", version)
-    assert collect_env._named_redis_version() == "swordfish"
+    monkeypatch.setattr(describe, "_redis_version", version)
+    assert describe._named_redis_version() == "swordfish"
     path.unlink()
-    assert collect_env._named_redis_version() == "does not answer (SettingError)"
+    assert describe._named_redis_version() == "does not answer (SettingError)"

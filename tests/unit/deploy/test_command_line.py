@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
@@ -20,12 +19,12 @@ from models import byte_level_tokenizer
 from recorded import record
 
 from deploy.cli import generate
-from deploy.cli.connection import add_connection_flags, own_config
-from deploy.cli.logprobs import logprob_table, token_names
-from deploy.cli.main import main
-from deploy.cli.naming import program, spoken
+from deploy.cli.connection import own_config
+from deploy.cli.generate import logprob_table, token_names
+from deploy.cli.main import main, parse
+from deploy.cli.options import public_settings, spoken
+from deploy.cli.output import program
 from deploy.cli.serve import endpoints_text
-from deploy.cli.settings import given_flags, public_settings
 from outrider.client import Completion, Metrics, Usage
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import BadRequest, SettingError, Unauthenticated
@@ -53,15 +52,21 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
         (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
         (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
         (("serve", "--device", "tpu"), "error: --device: "),
-        (("upgrade", "--max-num-seq", "5"), "--max-num-seq; did you mean --max-num-seqs? (see"),
+        (
+            ("upgrade", "--max-num-seq", "5"),
+            "--max-num-seq: there is no such option; did you mean --max-num-seqs? (see",
+        ),
         (
             ("generate", "--max-token", "hi", "x"),
-            "unrecognized arguments: --max-token; did you mean --max-tokens? (see",
+            "--max-token: there is no such option; did you mean --max-tokens? (see",
         ),
-        (("generate", "x", "--max-token=hi"), "--max-token; did you mean --max-tokens? (see"),
-        (("generate", "--zzz"), "unrecognized arguments: --zzz (see outrider generate"),
+        (
+            ("generate", "x", "--max-token=hi"),
+            "--max-token: there is no such option; did you mean --max-tokens? (see",
+        ),
+        (("generate", "--zzz"), "--zzz: there is no such option (see outrider generate"),
         (("serve", "demo", "again", "--max-num-seq", "5"), "did you mean --max-num-seqs?"),
-        (("serve", "demo", "again"), "unrecognized arguments: again"),
+        (("serve", "demo", "again"), "extra argument (again)"),
         (
             ("serve", "--draft-model", "foo:bar"),
             "no kind `foo`; it must be `auto`, `ngram`",
@@ -71,16 +76,16 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
         (("bench", "serve", "--burst", "5"), "--burst"),
         (("serve", "--nope"), "(see outrider serve --help)"),
         (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
-        (("--nope", "stop"), "(see outrider stop --help)"),
+        (("--nope", "stop"), "--nope: there is no such option (see outrider --help)"),
         (("serve", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("generate",), "PROMPT"),
         (
             ("generate", "x", "--token-ids", "1"),
-            "argument --token-ids: not allowed with argument PROMPT",
+            "error: --token-ids: cannot go with PROMPT",
         ),
-        (("generate", "--token-ids", "1,x"), "argument --token-ids: '1,x' is wrong"),
-        (("generate", "--token-ids", ""), "argument --token-ids: '' is wrong"),
-        (("generate", "--token-ids", "1,-2"), "argument --token-ids: '1,-2' is wrong"),
+        (("generate", "--token-ids", "1,x"), "error: --token-ids: '1,x' is wrong"),
+        (("generate", "--token-ids", ""), "error: --token-ids: '' is wrong"),
+        (("generate", "--token-ids", "1,-2"), "error: --token-ids: '1,-2' is wrong"),
         (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
         (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
         (("generate", "x", "--rule", "magic"), "--rule"),
@@ -189,15 +194,11 @@ def test_a_default_port_that_is_taken_is_told_with_its_flag(
 def test_no_error_names_a_flag_that_was_not_given() -> None:
     """A setting that has its default is called by its name, and so is a field of a request; that of
     a deployment that runs may have another value than the default."""
-    parser = argparse.ArgumentParser()
-    add_connection_flags(parser, without=("seed",))
-    parser.add_argument("--max-tokens", type=int, default=128)
     taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
     long = BadRequest("max_tokens", "is too many")
 
     def said(*words: str) -> list[str]:
-        arguments = parser.parse_args(words)
-        arguments.command, arguments.words = "generate", list(words)
+        arguments = parse(["generate", "x", *words])
         return [spoken(error, arguments) for error in (taken, missing, long)]
 
     assert said() == [
@@ -206,13 +207,13 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
     assert said("--port", "1", "--server=h:1", "--max-tokens", "4") == [
         "--port: is taken", "--server: '' is wrong", "--max-tokens: is too many",
     ]  # fmt: skip
-    upgrade = argparse.Namespace(command="upgrade", words=[], config=None)
+    upgrade = parse(["upgrade"])
     assert spoken(taken, upgrade) == "port (of the deployment that runs): is taken"
 
 
 def test_a_wrong_key_is_told_with_what_gives_another() -> None:
     error = Unauthenticated("authorization: there is no such API key")
-    said = spoken(error, argparse.Namespace(command="generate", words=[]))
+    said = spoken(error, parse(["generate", "x"]))
     assert said == f"{error.message} (OUTRIDER_API_KEY, or --api-key)"
 
 
@@ -282,20 +283,22 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
 ) -> None:
     """By the same flags, variables and file; on any free port only where none is set, and by HTTP
     only where that is asked for."""
-    parser = argparse.ArgumentParser()
-    add_connection_flags(parser, without=())
+
+    def config_of(*words: str) -> DeploymentConfig:
+        return own_config(parse(["chat", *words]))
+
     file = tmp_path / "settings.yaml"
     file.write_text("grpc_port: 1234\n", "utf-8")
-    assert own_config(parser.parse_args([])).coordinator.grpc_port == 0
-    assert own_config(parser.parse_args(["--config", str(file)])).coordinator.grpc_port == 1234
+    assert config_of().coordinator.grpc_port == 0
+    assert config_of("--config", str(file)).coordinator.grpc_port == 1234
     for words, asked in (((), False), (("--http",), True), (("--port", "8000"), True)):
-        assert own_config(parser.parse_args(words)).coordinator.http is asked
+        assert config_of(*words).coordinator.http is asked
     monkeypatch.setenv("OUTRIDER_GRPC_PORT", "2345")
     monkeypatch.setenv("OUTRIDER_TARGET_PORT", "3456")
-    config = own_config(parser.parse_args(["--config", str(file)]))
+    config = config_of("--config", str(file))
     assert (config.coordinator.grpc_port, config.target.port) == (2345, 3456)
     # Also where it is the default's own value.
-    config = own_config(parser.parse_args(["--grpc-port", "50051"]))
+    config = config_of("--grpc-port", "50051")
     assert config.coordinator.grpc_port == 50051
 
 
@@ -375,12 +378,8 @@ def test_what_is_recorded_keeps_secrets_out() -> None:
 
 def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:
     """So that the environment and the file can."""
-    from deploy.cli.settings import add_setting_flags
-
-    parser = argparse.ArgumentParser()
-    add_setting_flags(parser, "settings")
-    assert given_flags(parser.parse_args(["--config", str(tmp_path)])) == {}
-    given = given_flags(parser.parse_args(["--insecure", "--max-num-seqs", "3"]))
+    assert parse(["serve", "--config", str(tmp_path)]).settings == {}
+    given = parse(["serve", "--insecure", "--max-num-seqs", "3"]).settings
     assert given == {"insecure": True, "max_num_seqs": "3"}
 
 

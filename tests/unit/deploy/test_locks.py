@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import stat
 import subprocess
@@ -12,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cli import secret_words, serve
+from deploy.cli import masking, serve
+from deploy.cli.command import Arguments
 from deploy.cli.connection import shown_key, trust_of
-from deploy.cli.main import main
+from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
-from deploy.cli.settings import SECRETS, public_settings
+from deploy.cli.options import SECRETS, public_settings
 from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
 from deploy.fleet.preflight import check_before_start
 from deploy.fleet.rolling_update import changed
@@ -32,14 +32,8 @@ KEY = "a-secret-of-sixteen-or-more"
 EMULATED = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "grpc_port": 0}
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    from deploy.cli.connection import add_connection_flags
-
-    add_connection_flags(parser, ())
-    found = parser.parse_args(words)
-    found.words = ["serve", *words]
-    return found
+def parsed(*words: str) -> Arguments:
+    return parse(["chat", *words])
 
 
 def test_with_keys_users_may_come_from_elsewhere() -> None:
@@ -146,14 +140,14 @@ def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
     """Which other users see. What follows `--` is no flag."""
     arguments = parsed("--api-key", KEY, "--api-key=another-key-123456", "--max-num-seqs", "3")
     words, environment = serve._detached(arguments)
-    assert words == ["serve", "--max-num-seqs", "3"]
-    handed = json.loads(environment[secret_words.VARIABLE])
+    assert words == ["chat", "--max-num-seqs", "3"]
+    handed = json.loads(environment[masking.VARIABLE])
     assert handed == ["--api-key", KEY, "--api-key=another-key-123456"]
     words, environment = serve._detached(parsed())
-    assert words == ["serve"]
-    assert secret_words.VARIABLE not in environment
+    assert words == ["chat"]
+    assert masking.VARIABLE not in environment
     flags = ["--redis-url", "redis://:secret@h:1", "--redis-password=other", "--redis-username"]
-    assert secret_words.split([*flags, "me", "--", "--api-key", "x"]) == (
+    assert masking.split([*flags, "me", "--", "--api-key", "x"]) == (
         ["--redis-username", "me", "--", "--api-key", "x"], flags[:3],
     )  # fmt: skip
 
@@ -161,16 +155,16 @@ def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
 SHOWS = """
 import json, os
 from pathlib import Path
-from deploy.cli import generate, main, settings
+from deploy.cli import generate, main
 
 def run(arguments):
     print(json.dumps({
-        "words": Path("/proc/self/cmdline").read_text(), "flags": settings.given_flags(arguments),
+        "words": Path("/proc/self/cmdline").read_text(), "flags": arguments.settings,
         "variables": dict(os.environ), "prompt": arguments.prompt,
     }))
     return 0
 
-generate.run = run
+generate.generate.callback = run
 main.main()
 """
 

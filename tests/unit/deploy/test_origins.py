@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from deploy.cli.colored_text import STYLES, OriginPainter, TokenLengths
+from deploy.cli.generate import STYLES, OriginPainter, TokenLengths
 from outrider.request import Tokens
 from outrider.speculation.accept_reject import Origin
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.progress import Progress, begin_progress, progress
+from deploy.cli import describe
+from deploy.cli.main import main
+from deploy.cli.output import Progress, progress
 from deploy.cli.serve import _ready_word
 
 PERIOD_S = 0.1
@@ -82,17 +83,18 @@ def test_a_quiet_one_says_warnings_alone(
     assert lines(capsys) == ["warning: no tokenizer", "warning: keys are seen"]
 
 
-@pytest.mark.parametrize(
-    ("given", "quiet"),
-    [({}, False), ({"json": False}, False), ({"json": True}, True), ({"quiet": True}, True)],
-)
-def test_json_and_quiet_turn_it_off(given: dict[str, bool], quiet: bool) -> None:
-    begin_progress(argparse.Namespace(**given))
-    assert progress.quiet is quiet
+@pytest.mark.parametrize(("words", "quiet"), [((), False), (("--json",), True), (("-q",), True)])
+def test_json_and_quiet_turn_it_off(
+    words: tuple[str, ...], quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(describe.drafters, "callback", lambda _: found.append(progress.quiet) or 0)
+    assert main(["drafters", *words]) == 0
+    assert found == [quiet]
 
 
 def test_what_a_detached_process_says_is_said_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it comes, without errors, which end the command, and without what its libraries log."""
     log_path = tmp_path / "serve.log"
@@ -104,7 +106,7 @@ def test_what_a_detached_process_says_is_said_here(
         "    time.sleep(0.3)\n"
         "os.write(int(sys.argv[1]), b'ready')\n"
     )
-    begin_progress(argparse.Namespace())
+    monkeypatch.setattr(progress, "quiet", False)
     read_end, write_end = os.pipe()
     with (
         log_path.open("wb") as log,

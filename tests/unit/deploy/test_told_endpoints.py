@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import socket
@@ -14,7 +13,8 @@ import pytest
 import recorded
 
 from deploy.cli import connection
-from deploy.cli.connection import Connection, add_connection_flags, connected
+from deploy.cli.connection import Connection, connected
+from deploy.cli.main import parse
 from deploy.cli.serve import _keep_told
 from deploy.cli.status import ask_registry
 from deploy.fleet.local_state import (
@@ -92,9 +92,7 @@ async def test_commands_wait_while_no_coordinator_is_recorded(
     """As while the only one is replaced; no flag is blamed where none comes."""
     state, record = state_directory(os.environ), recorded.record()
     publish(state, replace(record, grpc_address=""))
-    parser = argparse.ArgumentParser()
-    add_connection_flags(parser, ())
-    arguments = parser.parse_args([])
+    arguments = parse(["chat"])
     monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 0.5)
     with pytest.raises(
         Unavailable, match=r"^no coordinator has served for 0.5 s; see `outrider st"
@@ -118,9 +116,7 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
     """As of one that takes another's place on another port."""
     state, record = state_directory(os.environ), recorded.record()
     publish(state, record)
-    parser = argparse.ArgumentParser()
-    add_connection_flags(parser, ())
-    async with connected(parser.parse_args([])) as known:
+    async with connected(parse(["chat"])) as known:
         assert known.find is not None
         publish(state, replace(record, grpc_address="h:9"))
         async with known.client() as client:

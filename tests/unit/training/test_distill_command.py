@@ -15,7 +15,7 @@ import torch
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
-from deploy.cli.progress import progress
+from deploy.cli.output import progress
 from draft_service.training.distilling import Distilled
 from draft_service.training.measuring import Measured, TemperatureRates
 from draft_service.training.options import KINDS, DistillOptions

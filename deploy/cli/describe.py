@@ -1,11 +1,11 @@
-"""`outrider collect-env`: this machine and what is installed on it, to paste into a report.
+"""`outrider collect-env` describes this machine and what is installed, to paste into a report;
+`outrider drafters` lists what can draft.
 
 Nothing is started, and nothing that may be a secret is shown.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -14,17 +14,21 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from deploy.fleet.local_state import running_deployment, state_directory
 from outrider.config import deployment_settings
+from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 from outrider.sessions.redis_address import RedisAddress, with_password
 
+from .command import Arguments, command, json_option
 from .masking import masked_environment, masked_settings
+from .output import show
 
 PACKAGES: Final = (
     "outrider", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "grpcio",
@@ -41,15 +45,16 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 _CGROUP_MEMORY: Final = Path("/sys/fs/cgroup/memory.max")
 GIB: Final = 2**30
 
+LONGEST_WORD: Final = 10
+"""Of what they propose and of their files: a narrow terminal cuts no word of ..."""
+_WORDY: Final = ("proposes", "files")
+"""... these columns."""
+
 Facts = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to tell."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command("collect-env", json_option())
+def collect_env(arguments: Arguments) -> int:
     """Collects and prints."""
     found = collect()
     if arguments.json:
@@ -257,3 +262,26 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
+
+
+@command("drafters", json_option())
+def drafters(arguments: Arguments) -> int:
+    """Prints them all."""
+    found = [asdict(drafter) for drafter in DRAFTERS]
+    if arguments.json:
+        print(json.dumps({"drafters": found}))
+        return 0
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    for name in found[0]:
+        is_name = name == "draft_model"
+        table.add_column(
+            "--draft-model" if is_name else name,
+            no_wrap=is_name,
+            min_width=LONGEST_WORD if name in _WORDY else None,
+        )
+    for one in found:
+        table.add_row(*one.values())
+    show(table)
+    return 0

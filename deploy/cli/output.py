@@ -1,20 +1,27 @@
-"""What a command is doing, on standard error: a line whenever that changes, and every few seconds
-while it does not."""
+"""What commands say: progress on standard error, tables on standard output, and what to type."""
 
 from __future__ import annotations
 
-import argparse
+import os
+import shlex
+import shutil
 import sys
 import threading
 import time
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from deploy.fleet.local_state import ERROR_PREFIX
+from deploy.fleet.local_state import ERROR_PREFIX, state_directory
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PERIOD_S: Final = 5.0
 """Between two lines of work that goes on."""
 PREFIX: Final = "outrider: "
 _WARNING: Final = "warning: "
+_WIDTH: Final = 160
+"""Of a table in a file or a pipe, in characters; Rich would take 80, and cut what is wider."""
 
 
 class Progress:
@@ -95,24 +102,36 @@ progress: Final = Progress()
 """Of the command that this process runs."""
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """What every command takes; `verbose` and `quiet` are in its arguments where they are given."""
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", default=argparse.SUPPRESS,
-        help="log what happens to standard error",
-    )  # fmt: skip
-    parser.add_argument(
-        "-q", "--quiet", action="store_true", default=argparse.SUPPRESS,
-        help="only warnings and errors on standard error: no progress, no figures (as with --json)",
-    )  # fmt: skip
-
-
-def begin_progress(arguments: argparse.Namespace) -> None:
-    """For a new command: without progress where it was told so, or answers in JSON."""
-    progress.rest()
-    progress.quiet = any(getattr(arguments, name, False) for name in ("quiet", "json"))
-
-
 def note(line: str) -> None:
     """Says what is to be read whether or not progress is."""
     print(f"{PREFIX}{line}", file=sys.stderr, flush=True)
+
+
+def show(table: RenderableType, *, highlight: bool = True, soft_wrap: bool = False) -> None:
+    """On standard output. `highlight` colours numbers and the like; with `soft_wrap` lines are
+    left to the terminal to wrap."""
+    from rich.console import Console
+
+    console = Console(highlight=highlight)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
+    console.print(table, soft_wrap=soft_wrap)
+
+
+def program(name: str = "outrider") -> str:
+    """What to type for this program, or for one that is installed beside it: its path where a
+    shell does not find it by name. Empty where there is none."""
+    if shutil.which(name):
+        return name
+    beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
+    found = shutil.which(name, path=str(beside.parent))
+    return found or ("" if name != "outrider" else name)
+
+
+def typed() -> str:
+    """What to type before a command's name, quoted for a shell, so that it finds the deployments
+    that this process finds: this program, behind OUTRIDER_STATE_DIR where that is set."""
+    ours = shlex.quote(program())
+    if not os.environ.get("OUTRIDER_STATE_DIR"):
+        return ours
+    return f"OUTRIDER_STATE_DIR={shlex.quote(str(state_directory(os.environ)))} {ours}"

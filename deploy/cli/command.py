@@ -1,0 +1,329 @@
+"""Commands on click: what they are made of, their help, and what is said where words are wrong.
+
+Help shows a command's own options and the settings that are set most often; `--help=all` the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from outrider.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from outrider.settings import Setting
+
+NEAR: Final = 0.75
+"""How alike an option must be to what was typed to be suggested; see `did_you_mean`."""
+_ALL: Final = "outrider.all"
+
+
+class Arguments(argparse.Namespace):
+    """What a command line says: an attribute for each option of the command's own, and
+    `settings`, those of a deployment by key. `given` names the options that were typed."""
+
+    command: str
+    action: str
+    """The last word of `bench speedup` and the like; else the command."""
+    run: Callable[[Arguments], int]
+    settings: dict[str, object]
+    given: frozenset[str]
+    config: Path | None
+
+
+class Option(click.Option):
+    """One option. `group` heads it in the help; a `rare` one is shown by `--help=all` alone, and a
+    `variadic` one takes all words up to the next option."""
+
+    def __init__(
+        self,
+        *words: Any,
+        group: str = "Options",
+        rare: bool = False,
+        setting: Setting | None = None,
+        variadic: bool = False,
+        **attributes: Any,
+    ) -> None:
+        self.group = group
+        self.variadic = variadic
+        self.rare = rare
+        self.setting = setting
+        super().__init__(*words, **attributes)
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """With the default of the setting, which the option itself has not."""
+        extra = super().get_help_extra(ctx)
+        if self.setting is not None and self.setting.default not in (None, ""):
+            extra["default"] = str(self.setting.default).lower()
+        return extra
+
+
+class OneOf(click.Choice[str]):
+    """A choice whose error suggests the one that was meant."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        """The choice itself."""
+        if value not in self.choices:
+            hint = did_you_mean(str(value), self.choices)
+            self.fail(
+                f"{value!r} is wrong; it must be one of {', '.join(self.choices)}{hint}", param
+            )
+        return str(value)
+
+
+def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Option:
+    """An option of a command's own."""
+    if choices:
+        attributes["type"] = OneOf(tuple(choices))
+    return Option(list(names), **attributes)
+
+
+def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> click.Argument:  # noqa: A002
+    """What a command takes without a flag; NAME in the help, unless there is a `metavar`."""
+    return click.Argument([name], help=help, metavar=metavar or name.upper(), **attributes)
+
+
+def json_option() -> Option:
+    """`--json`, which also silences progress."""
+    return option("--json", is_flag=True, help="print one JSON object")
+
+
+def grouped(group: str, options: Iterable[Option]) -> list[Option]:
+    """The options under one title."""
+    found = list(options)
+    for one in found:
+        one.group = group
+    return found
+
+
+class Command(click.Command):
+    """A command whose result, once its words are read, is its `Arguments`."""
+
+    def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
+        super().__init__(
+            name,
+            params=[*params, *common_options()],
+            add_help_option=False,
+            context_settings={"show_default": True, "max_content_width": 100},
+            **attributes,
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeats a variadic option before each of its words, as click knows it."""
+        variadic = {
+            name for one in self.params if isinstance(one, Option) and one.variadic
+            for name in one.opts
+        }  # fmt: skip
+        words: list[str] = []
+        last = ""
+        for word in args:
+            if word.startswith("-"):
+                last = word if word in variadic else ""
+            elif last and words[-1] != last:
+                words.append(last)
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+    def invoke(self, ctx: click.Context) -> Arguments:
+        """Its arguments, with those of the groups that it is in."""
+        chain = [ctx]
+        while chain[0].parent is not None:
+            chain.insert(0, chain[0].parent)
+        values: dict[str, Any] = {"config": None}
+        settings: dict[str, object] = {}
+        given: set[str] = set()
+        for one in chain:
+            for param in one.command.get_params(one):
+                name = str(param.name)
+                typed = one.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                setting = getattr(param, "setting", None)
+                value = one.params.get(name)
+                if typed:
+                    given.add(name if setting is None else setting.key)
+                if setting is None and (typed or name not in values):
+                    values[name] = value
+                elif setting is not None and typed:
+                    settings[setting.key] = ",".join(value) if isinstance(value, tuple) else value
+        names = [str(one.info_name) for one in chain[1:]] or [str(self.name)]
+        return Arguments(
+            **values, run=self.callback, command=names[0], action=names[-1],
+            settings=settings, given=frozenset(given),
+        )  # fmt: skip
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """By group; without rare ones, unless all are asked for."""
+        everything = _ALL in ctx.meta
+        groups: dict[str, list[tuple[str, str]]] = {}
+        num_hidden = 0
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is None or not isinstance(one, Option):
+                continue
+            if one.rare and not everything:
+                num_hidden += 1
+                continue
+            title = one.group
+            if one.setting is not None and not everything:
+                title = "Settings"
+            groups.setdefault(title, []).append(record)
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+        if num_hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"--help=all shows {num_hidden} more options.")
+
+
+class Group(click.Group):
+    """Commands under one word."""
+
+    def __init__(self, *words: Any, params: Iterable[click.Parameter] = (), **attributes: Any):
+        super().__init__(
+            *words, params=[*params, *common_options()], add_help_option=False,
+            **{"no_args_is_help": False, **attributes},
+        )  # fmt: skip
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """What its command comes to. Raises `UsageError` where none is named."""
+        if not ctx._protected_args and not ctx.args:
+            ctx.fail(f"{self.subcommand_metavar.partition(' ')[0]} is missing")
+        return super().invoke(ctx)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """As click does, with a suggestion where there is no such command."""
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            hint = did_you_mean(args[0], self.list_commands(ctx))
+            ctx.fail(f"{args[0]!r} is no command{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
+    """Makes a command of the function that runs it with its `Arguments`."""
+
+    def made(run: Callable[[Arguments], int]) -> Command:
+        return Command(name, params=params, callback=run, **attributes)
+
+    return made
+
+
+class Declared:
+    """Takes options as argparse declares them, from `add_arguments` of a measurement."""
+
+    def __init__(self, group: str = "Options", params: list[click.Parameter] | None = None) -> None:
+        self.params: list[click.Parameter] = [] if params is None else params
+        self._group = group
+
+    def add_argument_group(self, title: str, description: str = "") -> Declared:
+        """Takes those under a title of their own."""
+        return Declared(title.capitalize(), self.params)
+
+    def set_defaults(self, **values: Any) -> None:
+        """Changes defaults."""
+        for one in self.params:
+            if one.name in values:
+                one.default = values[one.name]
+
+    def add_argument(
+        self,
+        *names: str,
+        action: str = "",
+        nargs: str = "",
+        type: Callable[[str], Any] | None = None,  # noqa: A002
+        default: Any = None,
+        help: str = "",  # noqa: A002
+        **attributes: Any,
+    ) -> None:
+        """Takes one option."""
+        words = help % {"default": default}
+        if "[%(default)" in help:
+            attributes["show_default"] = False
+        if action == "store_true":
+            attributes["is_flag"] = True
+        elif type is not None:
+            attributes["type"] = type if isinstance(type, click.ParamType) else _converter(type)
+        if nargs == "+":
+            attributes["multiple"] = attributes["variadic"] = True
+        if action != "store_true":
+            attributes["default"] = default
+        self.params.append(option(*names, group=self._group, help=words, **attributes))
+
+
+def _converter(convert: Callable[[str], Any]) -> Any:
+    if convert in (int, float):
+        return convert
+
+    def converted(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        try:
+            return convert(text)
+        except argparse.ArgumentTypeError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return converted
+
+
+def declared(*adders: Callable[[Any], None]) -> list[click.Parameter]:
+    """The options that these functions declare."""
+    found = Declared()
+    for add in adders:
+        add(found)
+    return found.params
+
+
+def exclusive(arguments: Arguments, *names: str) -> None:
+    """Raises `ConfigError` where more than one of these options was given."""
+    given = [f"--{name.replace('_', '-')}" for name in names if name in arguments.given]
+    if len(given) > 1:
+        raise ConfigError(f"{given[1]}: cannot go with {given[0]}")
+
+
+def common_options() -> list[Option]:
+    """What every command takes."""
+
+    def show_help(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+        if value is None or ctx.resilient_parsing:
+            return
+        if value == "all":
+            ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+    return [
+        option("--verbose", "-v", is_flag=True, help="log what happens to standard error"),
+        option(
+            "--quiet", "-q", is_flag=True, help="only warnings and errors on standard error: no "
+            "progress, no figures (as with --json)",
+        ),
+        option(
+            "--help", "-h", is_flag=False, flag_value="common", metavar="[=all]", is_eager=True,
+            expose_value=False, callback=show_help, help="this help, or that of all options",
+        ),
+    ]  # fmt: skip
+
+
+def usage_message(error: click.UsageError) -> str:
+    """The error's line: what is wrong, what is allowed, and where the command's help is."""
+    if isinstance(error, click.NoSuchOption):
+        known = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+        names = [name for one in known for name in one.opts if name.startswith("--")]
+        hint = did_you_mean(error.option_name, names, NEAR)
+        message = f"{error.option_name}: there is no such option{hint}"
+    elif isinstance(error, click.BadParameter) and error.param is not None:
+        wrong = "is missing" if isinstance(error, click.MissingParameter) else error.message
+        message = f"{_shown(error.param)}: {wrong}"
+    else:
+        message = error.format_message()
+    path = "outrider" if error.ctx is None else error.ctx.command_path
+    return f"{message.rstrip('.')} (see {path} --help)"
+
+
+def _shown(param: click.Parameter) -> str:
+    if isinstance(param, click.Argument):
+        return param.human_readable_name
+    return max(param.opts, key=len)

@@ -1,0 +1,186 @@
+"""`outrider keys` makes the keys that callers show; `outrider certs` the certificates by which a
+deployment's services know each other.
+
+A key is shown once, on standard output alone; its file has the hash, and coordinators that run read
+it again by themselves. Of the certificates, put `ca.pem` and a role's two files where that role
+runs; `ca-key.pem` is needed to make others only, and is best kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
+from outrider.errors import ConfigError, SettingError
+from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
+from outrider.settings import check_range
+from outrider.transport.certificates import (
+    AUTHORITY,
+    INTERNAL_ROLES,
+    ROLE_DAYS,
+    RoleFiles,
+    days_left,
+    make_authority,
+    make_role,
+)
+
+from .command import Arguments, Group, argument, command, exclusive, json_option, option
+from .output import show
+
+FILE_VARIABLE: Final = "OUTRIDER_API_KEY_FILE"
+DAYS_MAX: Final = 3650
+
+
+keys: Final = Group(
+    "keys",
+    params=[
+        option(
+            "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
+            help=f"the file of keys [${FILE_VARIABLE}]",
+        ),
+        json_option(),
+    ],
+    subcommand_metavar="new|list|revoke",
+)  # fmt: skip
+
+
+@command(
+    "new",
+    argument("name", "of the key"),
+    option("--tenant", help="whose sessions and cached prefixes it reaches [NAME]"),
+    option("--requests-per-minute", type=int, help="that it may begin [any number]"),
+    option("--concurrency", type=int, help="generations that may run at a time [any number]"),
+    option("--admin", is_flag=True, help="may read and cancel sessions of every tenant"),
+    help="Make a key, print it, and add its hash to the file.",
+)
+def new(arguments: Arguments) -> int:
+    path = _key_file(arguments)
+    for key, most in (
+        ("requests_per_minute", REQUESTS_PER_MINUTE_MAX),
+        ("concurrency", KEY_CONCURRENCY_MAX),
+    ):
+        check_range(key, getattr(arguments, key), 1, most)
+    caller = Caller(
+        name=_checked("name", arguments.name),
+        tenant=_checked("tenant", arguments.tenant or arguments.name),
+        requests_per_minute=arguments.requests_per_minute or 0,
+        concurrency=arguments.concurrency or 0,
+        admin=arguments.admin,
+    )
+    try:
+        key = add_key(path, caller)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    print(f"outrider: {path} has the hash of the key, which is shown only now:", file=sys.stderr)
+    print(json.dumps({"name": caller.name, "key": key}) if arguments.json else key, flush=True)
+    return 0
+
+
+@command("list", help="Say which keys there are.")
+def list_keys(arguments: Arguments) -> int:
+    """All but hashes."""
+    callers = [entry.caller for entry in read_key_file(_key_file(arguments))]
+    if arguments.json:
+        facts = [{name: getattr(one, name) for name in Caller.__slots__} for one in callers]
+        print(json.dumps({"keys": facts}))
+        return 0
+    from rich.table import Table
+
+    table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
+    for one in callers:
+        table.add_row(
+            one.name, one.tenant, str(one.requests_per_minute or "any"),
+            str(one.concurrency or "any"), "yes" if one.admin else "",
+        )  # fmt: skip
+    show(table, highlight=False)
+    return 0
+
+
+@command("revoke", argument("name", "of the key"), help="Take a key out of the file.")
+def revoke(arguments: Arguments) -> int:
+    path = _key_file(arguments)
+    remove_key(path, arguments.name)
+    print(f"outrider: {path} has no key {arguments.name!r} any more", file=sys.stderr)
+    return 0
+
+
+for one in (new, list_keys, revoke):
+    keys.add_command(one)
+
+
+def _key_file(arguments: Arguments) -> Path:
+    if not arguments.api_key_file:
+        raise ConfigError("--api-key-file: name the file of keys")
+    return Path(arguments.api_key_file).expanduser()
+
+
+def _checked(option: str, text: str) -> str:
+    try:
+        return check_key_name(text)
+    except ValueError as error:
+        if option == "name":
+            raise ConfigError(f"NAME: {error}") from None
+        raise SettingError(option, str(error)) from None
+
+
+@command(
+    "certs",
+    argument("directory", "where they are, or are made", metavar="DIR", type=Path),
+    option("--days", type=int, default=ROLE_DAYS, help="how long those of roles last"),
+    option(
+        "--renew", is_flag=True, help="make those of roles anew, by the authority that is there"
+    ),
+    option(
+        "--force", is_flag=True,
+        help="make all anew, also the authority: nobody then trusts those from before",
+    ),
+    option("--check", is_flag=True, help="only say how long they last"),
+    json_option(),
+)  # fmt: skip
+def certs(arguments: Arguments) -> int:
+    """Makes them, or looks at them."""
+    exclusive(arguments, "renew", "force", "check")
+    check_range("days", arguments.days, 1, DAYS_MAX)
+    directory: Path = arguments.directory.expanduser()
+    if not arguments.check:
+        try:
+            _make_certificates(directory, arguments)
+        except OSError as error:
+            raise ConfigError(f"cannot write {directory}: {error.strerror}") from error
+    now = datetime.datetime.now(datetime.UTC)
+    left = {AUTHORITY: days_left(directory / f"{AUTHORITY}.pem", now)}
+    for role in INTERNAL_ROLES:
+        files = RoleFiles.of(directory, role)
+        files.check()
+        left[role] = days_left(files.certificate, now)
+    if arguments.json:
+        print(json.dumps({"directory": str(directory), "days_left": left}))
+    else:
+        for name, days in left.items():
+            print(f"{directory / f'{name}.pem'}: {days} days")
+    return 0
+
+
+def _make_certificates(directory: Path, arguments: Arguments) -> None:
+    names = [f"{name}{end}.pem" for name in (AUTHORITY, *INTERNAL_ROLES) for end in ("", "-key")]
+    found = [name for name in names if (directory / name).exists()]
+    if found and not (arguments.renew or arguments.force):
+        raise ConfigError(
+            f"{directory / found[0]}: is there already; --renew makes the certificates of roles "
+            "anew, --force all"
+        )
+    now = datetime.datetime.now(datetime.UTC)
+    if not arguments.renew:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_authority(directory, now)
+    for role in INTERNAL_ROLES:
+        make_role(directory, role, now, arguments.days)
+    print(
+        f"outrider: keep {directory / f'{AUTHORITY}-key.pem'} where nobody reads it: whoever has "
+        "it can make certificates of any role",
+        file=sys.stderr,
+    )
