@@ -1,25 +1,33 @@
-"""Coordinators that ask for keys: every method, every tenant, and limits that they share."""
+"""Coordinators that ask for keys, by gRPC and HTTP: every method, every tenant, limits that they
+share, and TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import redis.asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from http_front import http_front
+from made_certificates import Made
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
+from coordinator.auth.access_control import (
+    KeyFile,
+)
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
-from outrider import limits
+from coordinator.http_api.app import PAGE_PATHS
+from coordinator.http_api.server import HttpOptions, TlsFiles
 from outrider.api_keys import Caller, add_key, remove_key
 from outrider.client import (
     Client,
@@ -32,14 +40,19 @@ from outrider.client import (
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
+from outrider.limits import SLOT_RETRY_MS
 from outrider.sessions.redis_address import RedisAddress
 from outrider.transport.channel import open_channel
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
-SHORT = GenerateRequest((1, 2, 3), max_tokens=4, sampling=SamplingParams(temperature=0.0))
-LONG = GenerateRequest((1, 2, 3), max_tokens=500, sampling=SamplingParams(temperature=0.0))
+GREEDY = SamplingParams(temperature=0.0)
+SHORT = GenerateRequest((1, 2, 3), max_tokens=4, sampling=GREEDY)
+LONG = GenerateRequest((1, 2, 3), max_tokens=4000, sampling=GREEDY)
+BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+LONG_BODY: dict[str, Any] = {**BODY, "max_tokens": 4000}
+WAIT_S = 20.0
 
 
 class Clock:
@@ -50,25 +63,36 @@ class Clock:
 
 
 class Locked:
-    """Two servers of one coordinator, each behind a gate of its own: what they share is Redis."""
+    """Two gRPC and two HTTP servers of one coordinator, each behind a gate of its own: what they
+    share is Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
         self.stack, self.file, self.clock = stack, file, Clock()
-        self.keys = {
-            name: add_key(file, caller)
-            for name, caller in {
-                "alice": Caller("alice", "team"),
-                "bob": Caller("bob", "team"),
-                "eve": Caller("eve", "eve"),
-                "root": Caller("root", "root", admin=True),
-                "two": Caller("two", "two", concurrency=2),
-                "slow": Caller("slow", "slow", requests_per_minute=3),
-            }.items()
-        }
+        callers = (
+            Caller("alice", "team"), Caller("bob", "team"), Caller("eve", "eve"),
+            Caller("root", "root", admin=True), Caller("two", "two", concurrency=2),
+            Caller("three", "two", concurrency=3), Caller("slow", "slow", requests_per_minute=3),
+        )  # fmt: skip
+        self.keys = {caller.name: add_key(file, caller) for caller in callers}
         self.addresses: list[str] = []
+        self.urls: list[str] = []
+
+    def gate(self, exits: AsyncExitStack) -> Gate:
+        slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
+        gate = Gate(KeyFile(self.file, (), self.clock), Limiter(slots))
+        exits.push_async_callback(gate.close)
+        return gate
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[name]}"}
 
     def client(self, name: str, server: int = 0) -> Client:
         return Client(self.addresses[server], api_key=self.keys[name], resume_timeout_s=0)
+
+    def http(self, name: str, server: int = 0) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.urls[server], headers=self.headers(name), timeout=WAIT_S
+        )
 
 
 @pytest.fixture
@@ -81,17 +105,17 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
         found = Locked(stack, tmp_path / "keys")
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         for _ in range(2):
-            slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-            gate = AccessControl(KeyFile(found.file, (), found.clock), Limiter(slots))
-            exits.push_async_callback(gate.close)
+            gate = found.gate(exits)
             server = RpcServer(
                 [Service(descriptor, CoordinatorServicer(stack.coordinator, gate))],
-                ServerOptions(guards=(KeyInterceptor(gate),)),
+                ServerOptions(guards=(KeyGuard(gate),)),
             )
             await server.start()
             exits.push_async_callback(server.stop)
             await server.set_serving(True)
             found.addresses.append(server.address)
+            options = HttpOptions(gate=found.gate(exits))
+            found.urls.append(await exits.enter_async_context(http_front(stack, options)))
         yield found
 
 
@@ -194,6 +218,32 @@ async def test_clients_show_their_key(locked: Locked) -> None:
                 await client.complete(SHORT)
 
 
+async def test_by_http_only_health_and_the_page_need_no_key(locked: Locked) -> None:
+    """Whatever the server has, as it says itself, is refused without one, in OpenAI's shape; so is
+    what it has not."""
+    key = locked.headers("alice")
+    async with httpx.AsyncClient(base_url=locked.urls[0], timeout=WAIT_S) as http:
+        described = (await http.get("/openapi.json", headers=key)).json()["paths"]
+        calls = [(method, path) for path, methods in described.items() for method in methods]
+        assert {("post", "/api/generate"), ("get", "/api/fleet")} <= set(calls)
+        calls += [
+            ("get", path) for path in ("/openapi.json", "/page", "/page/", "/api", "/page/none.js")
+        ]
+        for method, path in calls:
+            if path == "/health":
+                continue
+            for headers in ({}, {"authorization": "Bearer some-other-key-1234"}):
+                found = await http.request(method, path, headers=headers)
+                assert found.status_code == 401, path
+                assert found.json()["error"]["type"] == "authentication_error"
+        for path in ("/health", "/", *PAGE_PATHS):
+            found = await http.get(path)
+            assert found.status_code == 200, path
+            assert "emulated" not in found.text
+        assert (await http.get("/api/fleet", headers=key)).status_code == 200
+        assert "[DONE]" in (await http.post("/api/generate", json=BODY, headers=key)).text
+
+
 async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
     """It can be neither read, resumed nor cancelled, running or not: NOT_FOUND, as for an id that
     nobody has. Another key of the tenant may, and an admin's may read and cancel."""
@@ -232,6 +282,27 @@ async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
     assert (await locked.stack.coordinator.session(done.session_id, None)).tenant == "team"
 
 
+async def test_a_session_by_http_is_its_tenants_alone(locked: Locked) -> None:
+    """Who knows its id from elsewhere can neither read nor cancel nor resume it by gRPC."""
+    async with (
+        locked.http("two") as http, locked.client("two") as own, locked.client("eve") as eve,
+        http.stream("POST", "/v1/completions", json={**LONG_BODY, "stream": True}) as response,
+    ):  # fmt: skip
+        read = response.aiter_lines()
+        await anext(read)
+        (session_id,) = locked.stack.coordinator._runs.session_ids
+        for call in (eve.get_session, eve.cancel):
+            with pytest.raises(NotFound, match="there is no session"):
+                await call(session_id)
+        with pytest.raises(NotFound, match="there is no session"):
+            await anext(eve.resume(session_id))
+        assert (await own.get_session(session_id)).prompt_length == 3
+        await own.cancel(session_id)
+        lines = [line async for line in read if line]
+    assert '"stop_reason":"cancelled"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
+
+
 async def test_a_revoked_key_is_refused(locked: Locked) -> None:
     """Within a second, without a restart; a new one is let in."""
     async with locked.client("eve") as eve:
@@ -245,31 +316,62 @@ async def test_a_revoked_key_is_refused(locked: Locked) -> None:
         await mallory.describe()
 
 
+async def post(http: httpx.AsyncClient, body: dict[str, Any], **more: Any) -> httpx.Response:
+    return await http.post("/v1/completions", json={**body, **more})
+
+
+async def room(http: httpx.AsyncClient, n: int = 1) -> None:
+    """Returns once the caller may run `n` more."""
+    async with asyncio.timeout(WAIT_S):
+        while (await post(http, BODY, n=n)).status_code == 429:
+            await asyncio.sleep(0.02)
+
+
 async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
-    """At both coordinators together; who ends makes room at once."""
+    """At all servers together, each text of a request for several; a stream that its
+    client leaves makes room, and so does one that ends."""
     async with (
-        locked.client("two", 0) as first, locked.client("two", 1) as second,
-        locked.client("alice", 1) as other,
+        locked.http("three", 0) as first, locked.http("three", 1) as second,
+        locked.http("eve", 1) as other, locked.client("three") as grpc,
+        locked.client("three", 1) as other_grpc,
     ):  # fmt: skip
-        async with aclosing(first.generate(LONG)) as a, aclosing(second.generate(LONG)) as b:
-            await anext(a)
-            await anext(b)
-            for client in (first, second):
-                with pytest.raises(Overloaded, match="'two' may run 2 generations at a") as caught:
+        stream = first.stream("POST", "/v1/completions", json={**LONG_BODY, "n": 2, "stream": True})
+        async with stream as response, aclosing(grpc.generate(LONG)) as events:
+            assert response.status_code == 200
+            left = response.aiter_lines()
+            await anext(left)
+            await anext(events)
+            for http in (first, second):
+                found = await post(http, BODY)
+                assert found.status_code == 429
+                assert found.headers["retry-after"] == str(SLOT_RETRY_MS // 1000)
+                message = found.json()["error"]["message"]
+                assert message == "the key 'three' may run 3 generations at a time, and does"
+                window = await http.post("/api/generate", json=BODY)
+                assert (window.status_code, int(window.headers["retry-after"]) > 0) == (429, True)
+            for client in (grpc, other_grpc):
+                with pytest.raises(Overloaded, match="'three' may run 3 generations") as caught:
                     await client.complete(SHORT)
-                assert caught.value.retry_after_ms == limits.SLOT_RETRY_MS
-            await other.complete(SHORT)  # Another key's limits are its own.
-            assert isinstance([event async for event in a][-1], Finished)
-            for _ in range(20):  # One after the other, without a pause: each finds the place free.
-                await second.complete(SHORT)
-        # What was left early is free, too, as soon as the coordinator has heard of it.
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    await asyncio.gather(first.complete(SHORT), second.complete(SHORT))
-                    break
-                except Overloaded:
-                    await asyncio.sleep(0.05)
+                assert caught.value.retry_after_ms == SLOT_RETRY_MS
+            assert (await first.get("/api/fleet")).status_code == 200  # That is not counted.
+            assert (await post(other, BODY)).status_code == 200
+            await response.aclose()
+            await room(second)
+            found = await post(second, BODY, n=3)  # By gRPC there runs one.
+            assert found.status_code == 429
+            assert found.json()["error"]["message"].endswith("and has no room for 3 more")
+            assert (await post(second, BODY, n=2)).status_code == 200
+            async with asyncio.timeout(WAIT_S):
+                while locked.stack.coordinator.num_running > 1:
+                    await asyncio.sleep(0.02)
+        await room(first, 3)  # The stream by gRPC has been left.
+        for _ in range(10):  # One after the other, without a pause: each finds the place free.
+            assert (await post(first, BODY, n=3)).status_code == 200
+            assert (await post(second, BODY, stream=True)).status_code == 200
+            await grpc.complete(SHORT)
+        errors = await asyncio.gather(*(post(first, BODY, deadline_ms=1) for _ in range(3)))
+        assert {found.status_code for found in errors} == {504}
+        await asyncio.gather(room(first), room(second))
 
 
 async def test_what_a_dead_coordinator_ran_is_free_again(
@@ -303,21 +405,26 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
 
 
 async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> None:
-    """At both coordinators together; the error says when the next one may. Twice as many may be
-    resumed."""
-    async with locked.client("slow", 0) as first, locked.client("slow", 1) as second:
-        session_id = (await first.complete(SHORT)).session_id
-        await second.complete(SHORT)
-        await first.complete(SHORT)
-        for client in (first, second):
-            with pytest.raises(Overloaded, match="'slow' may make 3 requests a minute") as caught:
-                await client.complete(SHORT)
-            assert 15_000 < caught.value.retry_after_ms <= 20_000
+    """By all servers together; several texts are one request. Twice as many may be resumed."""
+    async with (
+        locked.http("slow", 0) as first, locked.http("slow", 1) as second,
+        locked.client("slow") as grpc,
+    ):  # fmt: skip
+        assert (await post(first, BODY, n=4)).status_code == 200
+        assert (await post(second, BODY, stream=True)).status_code == 200
+        session_id = (await grpc.complete(SHORT)).session_id
+        for http in (first, second):
+            found = await post(http, BODY)
+            assert found.status_code == 429
+            assert 15 <= int(found.headers["retry-after"]) <= 20
+        with pytest.raises(Overloaded, match="'slow' may make 3 requests a minute") as caught:
+            await grpc.complete(SHORT)
+        assert 15_000 < caught.value.retry_after_ms <= 20_000
         for _ in range(3):
-            assert [event async for event in second.resume(session_id)]
+            assert [event async for event in grpc.resume(session_id)]
         with pytest.raises(Overloaded, match="3 requests a minute"):
-            await anext(second.resume(session_id))
-        await second.describe()  # That is not counted.
+            await anext(grpc.resume(session_id))
+        assert (await first.get("/v1/models")).status_code == 200  # That is not counted.
 
 
 async def test_reading_a_session_is_a_request_of_a_minute(locked: Locked) -> None:
@@ -439,3 +546,38 @@ async def test_callers_without_a_key_watch_in_small_numbers(
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.02)
+
+
+async def test_a_server_with_a_certificate(locked: Locked, tmp_path: Path) -> None:
+    """Who trusts its authority gets an answer, with the key inside; who trusts another, or calls in
+    plain text, says nothing to it. One that asks callers for certificates takes no others."""
+    authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger")
+    own = Made(tmp_path, "own", "127.0.0.1", by=authority)
+    alice = Made(tmp_path, "alice", by=authority)
+    mallory = Made(tmp_path, "mallory", by=stranger)
+
+    async def answer(url: str, *trusted: Made, shows: Made | None = None) -> int:
+        context = ssl.create_default_context(cafile=str(trusted[0].file)) if trusted else True
+        if shows is not None and isinstance(context, ssl.SSLContext):
+            context.load_cert_chain(shows.file, shows.key_file)
+        async with httpx.AsyncClient(
+            base_url=url, verify=context, headers=locked.headers("eve")
+        ) as http:
+            return (await post(http, BODY)).status_code
+
+    async with AsyncExitStack() as exits:
+        for callers, good, bad in ((None, None, None), (authority.file, alice, mallory)):
+            tls = TlsFiles(own.file, own.key_file, callers)
+            options = HttpOptions(access=locked.gate(exits), tls=tls)
+            plain = await exits.enter_async_context(http_front(locked.stack, options))
+            url = plain.replace("http:", "https:")
+            assert await answer(url, authority, shows=good) == 200
+            for trusted in ((stranger,), ()):
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await answer(url, *trusted, shows=good)
+            with pytest.raises(httpx.TransportError):
+                await answer(plain)
+            if bad is not None:
+                for shows in (bad, None):
+                    with pytest.raises(httpx.TransportError):
+                        await answer(url, authority, shows=shows)
