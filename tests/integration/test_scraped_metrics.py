@@ -80,7 +80,18 @@ async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
     assert grown("outrider_request_success_total", finished_reason="deadline") == 0
     assert after.value("outrider_request_failure_total", error_type="BadRequest") == 1
     num_rounds = sum(answer.metrics.num_rounds for answer in answers)
-    assert grown("outrider_num_rounds_total") == num_rounds
+    counted = {
+        "prompt_tokens": 2 * len(REQUEST.prompt),
+        "num_rounds": num_rounds,
+        "spec_decode_num_draft_tokens": sum(one.metrics.num_draft_tokens for one in answers),
+        "spec_decode_num_accepted_tokens_per_pos": sum(
+            one.metrics.num_accepted_draft_tokens for one in answers
+        ),
+    }
+    for name, count in counted.items():
+        assert grown(f"outrider_{name}_total") == count, name
+    accepted = grown("outrider_spec_decode_num_accepted_tokens_total")
+    assert accepted == counted["spec_decode_num_accepted_tokens_per_pos"]
     # The draft looks ahead of every round with a proposal.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
     assert hits == sum(report.look_ahead_hit for report in reports)

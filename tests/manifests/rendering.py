@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sysconfig
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,8 +51,9 @@ VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
 """Values files, and further values, that must render to valid manifests."""
 
 
-def helm(files: Sequence[Path], values: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`helm template` of the chart with these values files and NAME=VALUE pairs."""
+@cache
+def helm(files: tuple[Path, ...], values: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """`helm template` of the chart with these values files and NAME=VALUE pairs, made once."""
     command = [str(Path(sysconfig.get_path("scripts")) / "helm"), "template", RELEASE, str(CHART)]
     for file in files:
         command += ["--values", str(file)]
@@ -62,7 +64,7 @@ def helm(files: Sequence[Path], values: Sequence[str]) -> subprocess.CompletedPr
 
 def render(files: Sequence[Path] = (), values: Sequence[str] = ()) -> list[Manifest]:
     """The manifests that these values make."""
-    done = helm(files, values)
+    done = helm(tuple(files), tuple(values))
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.safe_load_all(done.stdout) if found]
 

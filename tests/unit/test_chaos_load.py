@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -14,11 +13,9 @@ import pytest
 
 from outrider.client import Event, GenerateRequest, Tokens
 from outrider.errors import Overloaded
-from tests.chaos import load, overload
-from tests.chaos.aims import ADDED_S_MAX, KILLS_AND_STOPS_MIN, missed
+from tests.chaos import load
 from tests.chaos.faults import Adversary, Fault
 from tests.chaos.load import Asked, Load, Work
-from tests.chaos.overload import Overload
 
 FATES = ("right", "wrong", "refused", "broken", "cancelled", "silent")
 """What becomes of the request for each of as many streams."""
@@ -63,9 +60,8 @@ class _Client:
 @pytest.fixture
 async def prepared(monkeypatch: pytest.MonkeyPatch) -> Load:
     """It knows its streams, and each request meets its fate."""
-    for module in (load, overload):
-        monkeypatch.setattr(module, "Client", _Client)
-        monkeypatch.setattr(module, "END_S", 0.05)
+    monkeypatch.setattr(load, "Client", _Client)
+    monkeypatch.setattr(load, "END_S", 0.05)
     monkeypatch.setattr(load, "PEAK_S", 0.0)
     found = Load(lambda: "", WORK, seed=1)
     await found.prepare()
@@ -140,18 +136,6 @@ async def test_what_fails_during_a_pair_of_faults_is_counted_apart(prepared: Loa
     assert report["errors_during_pairs"] == ["Overloaded: full", "ValueError: broken"]
 
 
-async def test_an_overload_accounts_for_every_request(prepared: Load) -> None:
-    """Those that are refused with a time to retry after are borne as is promised."""
-    report = await Overload(prepared, "", [os.getpid()]).run(peak=200.0, seconds=0.2)
-    rounds, rest = divmod(report["num_asked"], len(FATES))
-    assert rounds > 1
-    for fate, number in (("wrong", "num_wrong"), ("refused", "num_refused")):
-        assert report[number] == rounds + (rest > FATES.index(fate))
-    lost = sum(rest > FATES.index(fate) for fate in ("cancelled", "silent"))
-    assert report["num_stuck"] == 2 * rounds + lost
-    assert report["errors"] == ["ValueError: broken"]
-
-
 async def test_waits_that_begin_in_a_fault_are_measured(prepared: Load) -> None:
     """From when the request was made on; what was before the fault does not count, nor a request
     that came after it."""
@@ -166,13 +150,3 @@ async def test_waits_that_begin_in_a_fault_are_measured(prepared: Load) -> None:
     await adversary._see(fault, 10.0, 16.0)
     assert adversary.gaps == {("kill", "target"): [4.0, 5.0]}
     assert (fault.num_touched, fault.longest_gap_s) == (2, 5.0)
-
-
-def test_aims_that_are_missed_or_not_measured_are_told() -> None:
-    gaps = {fault: {"added_p99_s": most} for fault, most in ADDED_S_MAX.items()}
-    report = {"num_kills_and_stops": KILLS_AND_STOPS_MIN, "gaps": gaps}
-    assert missed(report) == []
-    gaps["kill target"] = {"added_p99_s": 3.1}
-    del gaps["kill draft"]
-    report["num_kills_and_stops"] = KILLS_AND_STOPS_MIN - 1
-    assert missed(report) == ["kill draft", "kill target", "kills and stops"]

@@ -1,26 +1,128 @@
-"""How long a replica's lease is kept, and what is said while that changes. On a virtual clock."""
+"""What a replica says of itself, and the registry that keeps it in one process."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
+from outrider.limits import REPLICA_NUMBER_MAX
 from outrider.registry.registry import (
     LEASE_S,
     RENEWAL_S,
+    ROLES,
     Lease,
     MemoryRegistry,
     ReplicaRecord,
     Role,
 )
 
-RECORD = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
+LEAST = {"role": "draft", "name": "draft-3", "address": "127.0.0.1:7001", "host": "h", "pid": 7}
+RECORD = ReplicaRecord(
+    role="draft", name="draft-3", address="127.0.0.1:7001", host="h", pid=7
+)  # fmt: skip
+
+RECORDS = st.builds(
+    ReplicaRecord,
+    role=st.sampled_from(ROLES),
+    name=st.text(),
+    address=st.text(),
+    host=st.text(),
+    pid=st.integers(0, REPLICA_NUMBER_MAX),
+    model=st.text(),
+    weights=st.text(),
+    device=st.text(),
+    leaving=st.booleans(),
+    load=st.integers(0, REPLICA_NUMBER_MAX),
+)
+
+
+@given(RECORDS)
+def test_a_record_is_read_as_it_was_written(record: ReplicaRecord) -> None:
+    line = record.to_json()
+    assert "\n" not in line
+    assert ReplicaRecord.from_json(line) == record
+    assert ReplicaRecord.from_json(line.encode()) == record
+
+
+def test_of_other_versions_what_is_known_is_read() -> None:
+    """A later one says more, an earlier one less."""
+    assert ReplicaRecord.from_json(json.dumps(LEAST)) == RECORD
+    assert ReplicaRecord.from_json(json.dumps(LEAST | {"mood": "good"})) == RECORD
+
+
+@pytest.mark.parametrize("missing", LEAST)
+def test_a_record_without_what_it_must_say_is_none(missing: str) -> None:
+    rest = {name: value for name, value in LEAST.items() if name != missing}
+    with pytest.raises(ValueError, match=missing):
+        ReplicaRecord.from_json(json.dumps(rest))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("role", "boss"),
+        ("role", ["draft"]),
+        ("name", 3),
+        ("address", None),
+        ("pid", "7"),
+        ("pid", True),
+        ("pid", 7.0),
+        ("leaving", 1),
+        ("load", 1.5),
+        ("weights", ["w"]),
+    ],
+)
+def test_a_record_with_a_value_of_another_kind_is_none(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"not a record: .*{name}"):
+        ReplicaRecord.from_json(json.dumps(LEAST | {name: value}))
+
+
+@pytest.mark.parametrize("text", ["", "{", b"\xff\xff", "7", "null", '["role", "name"]'])
+def test_what_is_no_object_is_no_record(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="not a record"):
+        ReplicaRecord.from_json(text)
+
+
+def test_leases_in_memory_run_on_the_clock_of_the_loop() -> None:
+    async def main() -> None:
+        registry = MemoryRegistry()
+        await registry.announce(RECORD)
+        await asyncio.sleep(LEASE_S - 0.01)
+        assert await registry.records("draft") == [RECORD]
+        await asyncio.sleep(0.01)
+        assert await registry.records("draft") == []
+
+    run_virtually(main())
+
+
+def test_a_registry_that_goes_back_has_what_it_had_as_long_as_leases_run() -> None:
+    async def main() -> None:
+        registry = MemoryRegistry()
+        await registry.announce(RECORD)
+        await registry.want({"draft": 1})
+        then = registry.snapshot()
+        await registry.withdraw(RECORD.role, RECORD.name)
+        await registry.want({"draft": 2})
+        registry.restore(then)
+        assert await registry.records(RECORD.role) == [RECORD]
+        assert await registry.wanted() == {"draft": 1}
+        await asyncio.sleep(LEASE_S)
+        registry.restore(then)
+        assert await registry.records(RECORD.role) == []
+
+    run_virtually(main())
+
+
+TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
 
 
 class Listening(MemoryRegistry):
@@ -55,7 +157,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.registry = Listening()
-        self.record = RECORD
+        self.record = TARGET
         self.announcer = Lease(self.registry, lambda: self.record)
 
     async def heard(self) -> list[ReplicaRecord]:
@@ -79,17 +181,17 @@ def test_a_lease_is_renewed_before_it_ends() -> None:
         assert replica.registry.times == [0.0]
         await asyncio.sleep(3 * LEASE_S + 0.5)
         assert replica.registry.times == [n * RENEWAL_S for n in range(10)]
-        assert await replica.heard() == [RECORD]
+        assert await replica.heard() == [TARGET]
 
     play(scene)
 
 
 def test_what_changes_is_said_with_the_next_renewal_or_at_once_where_asked() -> None:
-    leaving = replace(RECORD, leaving=True)
+    leaving = replace(TARGET, leaving=True)
 
     async def scene(replica: Replica) -> None:
         await replica.announcer.start()
-        replica.record = replace(RECORD, load=4)
+        replica.record = replace(TARGET, load=4)
         await asyncio.sleep(RENEWAL_S + 0.1)
         assert await replica.heard() == [replica.record]
         replica.record = leaving
@@ -103,7 +205,7 @@ def test_what_changes_is_said_with_the_next_renewal_or_at_once_where_asked() -> 
 
 
 def test_what_changes_while_it_is_said_is_said_after_it() -> None:
-    leaving = replace(RECORD, leaving=True)
+    leaving = replace(TARGET, leaving=True)
 
     async def scene(replica: Replica) -> None:
         await replica.announcer.start()
@@ -112,7 +214,7 @@ def test_what_changes_while_it_is_said_is_said_after_it() -> None:
         replica.record = leaving
         replica.announcer.say_again()
         await asyncio.sleep(0.9)
-        assert replica.registry.told[1:] == [(1.0, RECORD), (1.5, leaving)]
+        assert replica.registry.told[1:] == [(1.0, TARGET), (1.5, leaving)]
         assert await replica.heard() == [leaving]
 
     play(scene)
@@ -131,7 +233,7 @@ def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
             replica.registry.failure = None
             assert await replica.heard() == []
             await asyncio.sleep(RENEWAL_S)
-            assert await replica.heard() == [RECORD]
+            assert await replica.heard() == [TARGET]
 
     with caplog.at_level(logging.WARNING):
         play(scene)
@@ -156,44 +258,23 @@ def test_one_that_cannot_be_announced_at_first_is_not_announced_later() -> None:
     play(scene)
 
 
-def test_one_that_is_closed_is_announced_no_more() -> None:
-    async def scene(replica: Replica) -> None:
-        await replica.announcer.start()
-        await asyncio.sleep(0.1)
-        await replica.announcer.close()
-        assert await replica.heard() == []
-        assert replica.registry.is_closed
-        await asyncio.sleep(2 * RENEWAL_S)
-        assert replica.registry.times == [0.0]
-
-    async def main() -> None:
-        await scene(Replica())
-
-    run_virtually(main())
-
-
-def test_one_that_is_closed_while_it_is_announced_is_withdrawn() -> None:
-    """Nothing of the announcement comes after it."""
+@pytest.mark.parametrize("is_away", [False, True])
+def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bool) -> None:
+    """Nothing of the announcement comes after it. Closing needs no registry."""
 
     async def main() -> None:
         replica = Replica()
         await replica.announcer.start()
         replica.registry.takes_s = 0.5
         await asyncio.sleep(RENEWAL_S + 0.1)
+        replica.registry.failure = StoreUnavailable("away") if is_away else None
         await replica.announcer.close()
-        assert await replica.heard() == []
-        await asyncio.sleep(RENEWAL_S)
-        assert await replica.heard() == []
-
-    run_virtually(main())
-
-
-def test_closing_needs_no_registry() -> None:
-    async def main() -> None:
-        replica = Replica()
-        await replica.announcer.start()
-        replica.registry.failure = StoreUnavailable("away")
-        await replica.announcer.close()
+        replica.registry.failure = None
         assert replica.registry.is_closed
+        times = replica.registry.times
+        assert is_away or await replica.heard() == []
+        await asyncio.sleep(2 * RENEWAL_S)
+        assert is_away or await replica.heard() == []
+        assert replica.registry.times == times
 
     run_virtually(main())

@@ -19,7 +19,7 @@ from opentelemetry.trace import get_current_span
 from outrider.config import CoordinatorConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.request import ChatMessage, GenerateRequest
-from outrider.telemetry.destination import Destination
+from outrider.telemetry.destination import ROLES, Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
 from outrider.telemetry.request_spans import OPEN_ROUNDS_MAX, Detail, ObservedRequests
@@ -40,20 +40,11 @@ def test_one_setting_says_where_telemetry_goes() -> None:
     assert Destination.parse("").nowhere
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
-    assert [both.port(role) for role in ("coordinator", "target", "draft")] == [9464, 9465, 9466]
     anywhere = Destination.parse("prometheus=0")
     assert not anywhere.nowhere
-    assert anywhere.port("draft") == 0
-
-
-def test_each_process_of_a_machine_has_a_port_of_its_own() -> None:
-    """Those of a slot stand together; any port stays any, and nowhere nowhere."""
-    there = Destination.parse("prometheus=9464")
-    roles = ("coordinator", "target", "draft")
-    ports = [there.port(role, slot) for slot in range(3) for role in roles]
-    assert ports == list(range(9464, 9473))
-    assert Destination.parse("prometheus=0").port("draft", 2) == 0
-    assert Destination.parse("").port("target", 2) is None
+    assert anywhere.port("draft", 2) == 0
+    ports = [both.port(role, slot) for slot in range(3) for role in ROLES]
+    assert ports == list(range(9464, 9473)), "those of a slot stand together"
 
 
 @pytest.mark.parametrize(
@@ -226,20 +217,19 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert recorded.total("generation_tokens") == 6
 
 
-def test_rounds_are_counted_by_the_length_that_was_chosen_for_them() -> None:
-    """So that the mean K and the share of rounds without a draft can be told."""
+def test_what_happens_in_rounds_is_counted() -> None:
     recorded = Recorded()
-    for index, num_draft_tokens in enumerate((0, 4, 4, 0)):
-        recorded.observer.round_began(index)
+    for num_draft_tokens in (0, 4, 4, 0):
         recorded.observer.chosen(num_draft_tokens)
     assert recorded.by_attribute("rounds_by_num_draft_tokens") == {
         (("num_draft_tokens", "0"),): 2,
         (("num_draft_tokens", "4"),): 2,
     }
-
-
-def test_resyncs_are_counted_by_side() -> None:
-    recorded = Recorded()
+    for side in ("target", "draft", "draft"):
+        recorded.observer.moved(side)  # type: ignore[arg-type]
+    recorded.observer.proposal_unreadable()
+    assert recorded.total("session_moves") == 3
+    assert recorded.total("unreadable_proposals") == 1
     recorded.observer.round_began(0)
     recorded.observer.asked("target")
     recorded.observer.resynced("target")
@@ -249,21 +239,6 @@ def test_resyncs_are_counted_by_side() -> None:
     assert recorded.total("resyncs") == 2
     (wire,) = recorded.named("outrider.wire")
     assert [event.name for event in wire.events] == ["outrider.resync"]
-
-
-def test_moves_are_counted_by_side_and_told_in_the_trace() -> None:
-    recorded = Recorded()
-    recorded.observer.moved("target")
-    recorded.observer.moved("draft")
-    recorded.observer.moved("draft")
-    assert recorded.total("session_moves") == 3
-
-
-def test_proposals_that_the_target_could_not_read_are_counted() -> None:
-    recorded = Recorded()
-    recorded.observer.proposal_unreadable()
-    recorded.observer.proposal_unreadable()
-    assert recorded.total("unreadable_proposals") == 2
 
 
 def test_a_request_that_breaks_off_ends_all_its_spans_once(

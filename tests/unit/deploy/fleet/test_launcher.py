@@ -1,0 +1,240 @@
+"""What commands and a stop do while Ray's head does not answer, or wants a token. Ray itself is
+not started: its calls fail as they do then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+import ray
+from fleet_world import SavedInMemory
+
+from deploy.fleet import launcher
+from deploy.fleet import reconciler as asking
+from deploy.fleet.launcher import Deployment, start_line
+from deploy.fleet.ray_cluster import Actor, Cluster, Demand
+from deploy.fleet.ray_connection import RayConnection
+from deploy.fleet.reconciler import Reconciler, ReconcilerClient, find_reconciler
+from deploy.fleet.spec import plan_fleet
+from outrider.config import DeploymentConfig, load_config
+from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.replica.process_setup import log_at
+
+SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ray.exceptions.GetTimeoutError("the GCS is away")
+
+
+async def test_calls_of_a_head_that_is_away_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "get_actor", fail)
+    monkeypatch.setattr(ray, "kill", fail)
+    monkeypatch.setattr("ray.util.list_named_actors", fail)
+    for call in (
+        find_reconciler("outrider-d"), Actor(Demand("x", 0, 0), None).kill(),
+        Cluster("outrider-d", local=False).clear(),
+    ):  # fmt: skip
+        with pytest.raises(Unavailable, match=r"the Ray head does not answer: .*GCS is away"):
+            await call
+
+
+async def test_a_head_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "RETRY_PERIOD_S", 0.0)
+    away = [Unavailable("the Ray head does not answer")] * 3
+
+    class Reconciler:
+        async def call(self, *_: Any, **__: Any) -> str:
+            return "answer"
+
+    async def find() -> Any:
+        if away:
+            raise away.pop()
+        return Reconciler()
+
+    assert await ReconcilerClient(find).call("ends") == "answer"
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_a_stop_makes_every_step_while_the_head_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """Where replicas may be left elsewhere it says so."""
+    done: list[str] = []
+
+    class Lost:
+        async def call(self, *_: Any, **__: Any) -> Any:
+            return None
+
+        async def kill(self) -> None:
+            raise Unavailable("the Ray head does not answer")
+
+    class Redis:
+        def stop(self) -> None:
+            done.append("redis")
+
+    async def note(name: str) -> None:
+        done.append(name)
+
+    deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
+    deployment.ray.local = local
+    deployment._reconciler, deployment._redis = Lost(), Redis()
+    monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
+    monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
+    monkeypatch.setattr(deployment._secret_files, "forget", lambda: done.append("secrets"))
+    if local:
+        await deployment.stop()
+    else:
+        with pytest.raises(Unavailable, match="does not answer"):
+            await deployment.stop()
+    assert done == ["clear", "disconnect", "secrets", "redis"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ray.exceptions.AuthenticationError("no token\nlong advice"), "RAY_AUTH_TOKEN_PATH"),
+        (ray.exceptions.RaySystemError("broken"), "cannot start or reach Ray"),
+    ],
+)
+async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def init(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SettingError, match=f"address: .*{said}"):
+        await RayConnection("head:1", "outrider-d").connect()
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+@pytest.fixture
+def config() -> DeploymentConfig:
+    return load_config(
+        {
+            "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",
+            "address": "elsewhere", "redis_url": "redis://127.0.0.1:1/0",
+        },
+        {},
+    )  # fmt: skip
+
+
+class Told:
+    """A reconciler elsewhere."""
+
+    def __init__(self, **answers: object) -> None:
+        self.answers = answers
+        self.calls: list[str] = []
+
+    async def call(self, method: str, *_: object, timeout_s: float | None = None) -> object:
+        self.calls.append(method)
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def kill(self) -> None:
+        self.calls.append("kill")
+
+
+@pytest.mark.asyncio
+async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
+    config: DeploymentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reconciler has no replicas any more, and would never have any again."""
+    old, new = Told(ends=True), Told(place=ConfigError("it has begun"))
+    deployment = Deployment(config, tmp_path)
+    monkeypatch.setattr(deployment, "_prepare", AsyncMock(return_value=config))
+    monkeypatch.setattr(launcher, "resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(launcher, "find_reconciler", AsyncMock(return_value=old))
+    monkeypatch.setattr(launcher, "start_reconciler", lambda *_: new)
+    monkeypatch.setattr(launcher, "Cluster", Mock(return_value=AsyncMock()))
+    with pytest.raises(ConfigError, match="it has begun"):
+        await deployment.start()
+    assert old.calls == ["ends", "close", "kill"]
+    assert new.calls == ["place", "close", "kill"]
+
+
+@pytest.mark.asyncio
+async def test_a_reconciler_logs_at_the_level_of_its_plan(
+    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once that is another one."""
+    is_first = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
+    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
+    quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
+    plans = [
+        plan_fleet(one, one, {}, "d", local=False)
+        for one in (quiet, config)
+    ]  # fmt: skip
+    logger = logging.getLogger("deploy")
+    before = logger.level
+    try:
+        reconciler = Reconciler(plans[0], "namespace")
+        assert logger.level == logging.WARNING
+        reconciler._use(plans[1])
+        assert logger.level == logging.INFO
+        await reconciler.close()
+    finally:
+        log_at(logging.getLevelName(before))
+
+
+@pytest.mark.asyncio
+async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
+    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where whoever told it so has gone."""
+    is_first = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
+    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
+    plan = plan_fleet(config, config, {}, "d", local=False)
+    reconciler = Reconciler(plan, "namespace")
+    assert not await reconciler.ends()
+    may_end = asyncio.Event()
+    closing = AsyncMock(side_effect=may_end.wait)
+    monkeypatch.setattr(reconciler._fleet, "close", closing)
+    gone = asyncio.create_task(reconciler.close())
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    assert await reconciler.ends()
+    may_end.set()
+    await reconciler.close()
+    closing.assert_awaited_once()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "starting Ray and Redis, finding the models"),
+        ({"engine": "emulated:"}, "starting Ray and Redis"),
+        (
+            {"redis_url": "redis://h"},
+            "starting Ray, connecting to Redis, finding the models",
+        ),
+        (
+            {"redis_url": "redis://h", "address": "h:1"},
+            "connecting to Ray and Redis, finding the models",
+        ),
+    ],
+)
+def test_only_what_is_started_is_said_to_start(settings: dict[str, object], line: str) -> None:
+    assert start_line(load_config(settings, {})) == line
+
+
+def test_an_emulated_target_is_not_called_by_the_model_that_would_run() -> None:
+    config = load_config({"engine": "emulated:", "model": "demo"}, {})
+    assert config.target_name == config.served_model_name == "emulated"
+    assert load_config({"model": "demo"}, {}).served_model_name == "demo"
+    named = {"engine": "emulated:", "served_model_name": "mine"}
+    assert load_config(named, {}).served_model_name == "mine"

@@ -1,0 +1,622 @@
+"""How many replicas there are: as many as are wanted, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from fleet_world import World, play
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.fleet.replica import SILENCE_S, role_and_age
+from deploy.fleet.replica_set import HOPELESS_AFTER, Steps, next_steps
+from deploy.fleet.status import ReplicaView
+from outrider.clock import run_virtually
+from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
+from outrider.registry.registry import ROLES, Role
+
+
+def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
+    async def scene(world: World) -> None:
+        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [1, 2, 1]
+        assert await world.registry.wanted() == {"coordinator": 1, "target": 2, "draft": 1}
+        await world.registry.want({"draft": 3, "coordinator": 2})
+        await asyncio.sleep(2)
+        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [2, 2, 3]
+        await world.registry.want({"draft": 0, "target": 1})
+        await asyncio.sleep(5)
+        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [2, 1, 0]
+
+    play(scene, num_targets=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
+    """What is left of it is ended, its place given back, and another takes its ports."""
+
+    async def scene(world: World) -> None:
+        [name] = world.names("target")
+        dying = world.actor(f"{name}-rank-{rank}" if rank else name)
+        dying.end.set_exception(EngineLost("no memory"))
+        await asyncio.sleep(0.01)
+        assert world.machines.removed == [name, f"{name}-rank-1"]
+        await asyncio.sleep(5)
+        [other] = world.names("target")
+        assert other != name
+        ports = [world.actor(one).config.port for one in (name, other)]
+        assert ports == [7000, 7000]
+
+    play(scene, engine="transformers", model="m", tensor_parallel_size=2, target_port=7000)
+
+
+def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
+    """The youngest leaves. It is told so first, and stays for as long as it is asked anything, but
+    no longer than `stop_timeout_s`."""
+
+    async def scene(world: World) -> None:
+        old, young = world.names("target")
+        await world.registry.want({"target": 1})
+        leaving, steps = world.actor(young), 0
+        while "stop" not in leaving.calls and steps < 40:
+            leaving.num_items += steps < 8
+            await asyncio.sleep(0.25)
+            steps += 1
+        assert 8 <= steps <= 20
+        assert leaving.calls.index("leave") < leaving.calls.index("traffic")
+        await asyncio.sleep(0.5)
+        assert leaving.calls[-2:] == ["stop", "kill"]
+        assert world.names("target") == [old]
+        await world.registry.want({"target": 2})
+        await asyncio.sleep(2)
+        busy = world.actor(world.names("target")[1])
+        await world.registry.want({"target": 1})
+        for _ in range(40):
+            busy.num_items += 1
+            await asyncio.sleep(0.25)
+        assert "stop" in busy.calls
+
+    play(scene, num_targets=2)
+
+
+@pytest.mark.parametrize("error", [Unavailable("no memory"), RuntimeError("a bug")])
+def test_starting_is_tried_again_more_and_more_seldom(error: Exception) -> None:
+    async def scene(world: World) -> None:
+        world.machines.failures["draft"] = error
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(20)
+        assert 4 <= world.machines.starts.count("draft") <= 7
+        assert len(world.names("draft")) == 1
+        if isinstance(error, Unavailable):
+            said = world.fleet.last_failures["draft"]
+            assert re.fullmatch(r"draft-\d+ did not start: no memory", said)
+        del world.machines.failures["draft"]
+        await asyncio.sleep(30)
+        assert len(world.names("draft")) == 2
+        assert not world.fleet.last_failures
+        assert world.running is not None
+        assert not world.running.done()
+
+    play(scene)
+
+
+def test_one_that_is_not_wanted_any_more_never_starts() -> None:
+    """Neither while it waits for a place nor while its model loads; nothing is left of it."""
+
+    async def scene(world: World) -> None:
+        for hold in (world.machines.placing, world.machines.loading):
+            hold.clear()
+            await world.registry.want({"draft": 2})
+            await asyncio.sleep(2)
+            assert len(world.fleet.of("draft")) == 2
+            await world.registry.want({"draft": 1})
+            await asyncio.sleep(2)
+            hold.set()
+            await asyncio.sleep(5)
+            assert len(world.fleet.of("draft")) == len(world.names("draft")) == 1
+        assert len(world.machines.removed) == 1, "one had a place"
+        assert world.fleet.wanted["draft"] == 1
+
+    play(scene)
+
+
+def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
+    async def scene(world: World) -> None:
+        world.machines.failures["target"] = ConfigError("no such file")
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        assert world.running is not None
+        async with asyncio.timeout(60):
+            assert await world.running == "target"
+        assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
+
+    play(scene)
+
+
+def test_a_fleet_is_not_hopeless_for_want_of_a_registry() -> None:
+    """In which what has started would have to be announced."""
+
+    async def scene(world: World) -> None:
+        world.machines.failures["target"] = StoreUnavailable("away")
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(60)
+        assert world.running is not None
+        assert not world.running.done()
+        world.machines.failures.clear()
+        await asyncio.sleep(3)
+        assert len(world.names("target")) == 1
+
+    play(scene)
+
+
+def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> None:
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(2)
+        world.registry.failure = StoreUnavailable("away")
+        world.actor(world.names("draft")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(5)
+        assert len(world.names("draft")) == 2
+        world.registry.failure = None
+        world.registry.forget()
+        await asyncio.sleep(2)
+        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 2}
+        assert len(world.names("draft")) == 2
+
+    play(scene)
+
+
+def test_one_that_never_starts_is_tried_for_ever() -> None:
+    async def scene(world: World) -> None:
+        world.machines.full = True
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(20 * 3600)
+        world.machines.full = False
+        await asyncio.sleep(60)
+        assert len(world.names("draft")) == 2
+
+    play(scene)
+
+
+def test_no_coordinator_is_started_before_there_is_a_target() -> None:
+    async def scene(world: World) -> None:
+        world.machines.full = True
+        for role in ("target", "coordinator"):
+            world.actor(world.names(role)[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(2)
+        assert not world.fleet.of("coordinator")
+        world.machines.full = False
+        await asyncio.sleep(10)
+        assert world.machines.starts == ["target", "coordinator"]
+
+    play(scene)
+
+
+def test_names_go_on_where_a_deployment_of_the_same_name_ended() -> None:
+    """And as many are wanted as its settings say, whatever the earlier one was told."""
+
+    async def main() -> None:
+        world = World()
+        await world.registry.want({"draft": 3, "target": 1, "coordinator": 2})
+        await world.registry.note_started(9)
+        await world.start()
+        assert [world.names(role) for role in ROLES] == [
+            ["coordinator-9"],
+            ["target-10"],
+            ["draft-11"],
+        ]
+        await world.close()
+
+    run_virtually(main())
+
+
+def test_all_are_started_or_none() -> None:
+    """Nothing is left of those that did start where another cannot."""
+
+    async def main() -> None:
+        world = World()
+        world.machines.failures["draft"] = ConfigError("no such file")
+        with pytest.raises(ConfigError, match="no such file"):
+            await world.start()
+        await world.fleet.close()
+        assert all(actor.calls[-1] == "kill" for actor in world.machines.actors)
+
+    run_virtually(main())
+
+
+def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
+    """None is started or ended; later ones have other names, though the youngest has died
+    meanwhile, and ports that are free."""
+
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 3})
+        await asyncio.sleep(2)
+        before = [world.names(role) for role in ROLES]
+        await world.die()
+        youngest = max(world.names("draft"), key=role_and_age)
+        slot = world.actor(youngest).config.slot
+        world.actor(youngest).end.set_result(None)
+        world.machines.starts.clear()
+        await world.come_back()
+        [coordinators, targets, drafts] = [world.names(role) for role in ROLES]
+        assert [coordinators, targets] == before[:2]
+        assert drafts[:2] == [name for name in before[2] if name != youngest]
+        assert world.machines.starts == ["draft"]
+        assert world.machines.groups == {*coordinators, *targets, *drafts}
+        assert role_and_age(drafts[2]) > role_and_age(youngest)
+        assert world.actor(drafts[2]).config.slot == slot
+        assert not {*world.machines.removed} & {*coordinators, *targets, *drafts}
+        world.actor(targets[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(5)
+        assert len(world.names("target")) == 2, "those taken over are watched"
+
+    play(scene, num_targets=2, target_port=7000)
+
+
+async def one_that_loads(world: World) -> str:
+    """The name of a draft that has its place, and does not serve yet."""
+    world.machines.loading.clear()
+    await world.registry.want({"draft": 2})
+    await asyncio.sleep(2)
+    [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+    return loading
+
+
+def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() -> None:
+    """One that was loading, and one that does not answer."""
+
+    async def scene(world: World) -> None:
+        loading = await one_that_loads(world)
+        await world.die()
+        world.machines.loading.set()
+        [silent, _] = world.names("target")
+        world.actor(silent).awake.clear()
+        await world.come_back()
+        assert {*world.machines.removed} == {loading, silent}
+        assert [len(world.names(role)) for role in ROLES] == [1, 2, 2]
+
+    play(scene, num_targets=2)
+
+
+def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
+    """As where their machines pause; what does not serve is ended meanwhile."""
+
+    async def scene(world: World) -> None:
+        loading = await one_that_loads(world)
+        before = world.names("target")
+        await world.die()
+        world.machines.loading.set()
+        for name in before:
+            world.actor(name).awake.clear()
+        coming = asyncio.create_task(world.come_back())
+        await asyncio.sleep(SILENCE_S - 2)
+        assert world.machines.removed == [loading]
+        for name in before:
+            world.actor(name).awake.set()
+        await coming
+        assert world.names("target") == before
+        await world.die()
+        for name in before:
+            world.actor(name).awake.clear()
+        async with asyncio.timeout(SILENCE_S + 2):
+            await world.come_back()
+        assert not {*world.names("target")} & {*before}
+
+    play(scene, num_targets=3)
+
+
+def test_one_that_was_leaving_leaves_when_a_fleet_returns() -> None:
+    async def scene(world: World) -> None:
+        stays, leaves = world.names("target")
+        await world.registry.want({"target": 1})
+        await asyncio.sleep(0.7)
+        assert world.actor(leaves).calls[-1] != "kill"
+        await world.die()
+        await world.come_back()
+        await asyncio.sleep(5)
+        assert world.names("target") == [stays]
+        assert world.machines.removed == [leaves]
+
+    play(scene, num_targets=2)
+
+
+def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
+    """It knows neither how many are wanted nor which names were given. A registry that has lost
+    everything is told of what is there."""
+
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 3})
+        await asyncio.sleep(2)
+        await world.die()
+        world.registry.failure = StoreUnavailable("away")
+        coming = asyncio.create_task(world.come_back())
+        await asyncio.sleep(5)
+        assert not coming.done()
+        world.registry.forget()
+        world.registry.failure = None
+        await coming
+        assert len(world.names("draft")) == 3
+        assert not world.machines.removed
+        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 3}
+        assert await world.registry.started() == 5
+
+    play(scene)
+
+
+def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
+    """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays."""
+
+    async def scene(world: World) -> None:
+        before = {role: world.names(role) for role in ROLES}
+        await world.upgrade(max_model_len=999, grpc_port=7100)
+        for _ in range(300):
+            targets = world.fleet.of("target")
+            assert sum(bool(one.address) for one in targets) >= 2
+            assert sum(not one.leaves for one in targets) <= 3
+            assert world.names("coordinator")
+            await asyncio.sleep(0.1)
+        assert world.names("draft") == before["draft"], "nothing changes for it"
+        for role in ("target", "coordinator"):
+            assert not {*world.names(role)} & {*before[role]}
+            assert len(world.names(role)) == len(before[role])
+        [coordinator] = world.names("coordinator")
+        assert world.actor(coordinator).config.grpc_port == 7100
+        assert {world.actor(name).config.max_model_len for name in world.names("target")} == {999}
+        names = [world.names(role) for role in ROLES]
+        await world.die()
+        await world.come_back()
+        await asyncio.sleep(5)
+        assert [world.names(role) for role in ROLES] == names, "that plan holds"
+
+    play(scene, num_targets=2, grpc_port=7000)
+
+
+def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
+    """And starts before that one ends, so that somebody listens on each port all the time."""
+
+    def ports(world: World) -> list[int]:
+        names = world.names("coordinator")
+        return sorted({world.actor(name).config.grpc_port for name in names})
+
+    async def scene(world: World) -> None:
+        for slots in ([7000, 7001], [7000, 7001, 7002]):
+            await world.registry.want({"coordinator": len(slots)})
+            await asyncio.sleep(10)
+            assert ports(world) == slots
+            old = world.names("coordinator")
+            added = world.actor(old[-1]).config
+            assert not added.takes_over_ports, "it has a port of its own, which must be free"
+            await world.upgrade(deadline_ms=999 + len(slots))
+            for _ in range(600):
+                assert ports(world) == slots
+                assert len(world.names("coordinator")) <= len(slots) + 1
+                await asyncio.sleep(0.1)
+            assert not {*world.names("coordinator")} & {*old}
+            assert all(
+                world.actor(one).config.takes_over_ports for one in world.names("coordinator")
+            )
+            assert len(world.names("coordinator")) == len(slots)
+
+    play(scene, num_coordinators=2, grpc_port=7000)
+
+
+def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_leaves_first() -> None:
+    async def scene(world: World) -> None:
+        [old] = world.names("coordinator")
+        most = 0
+        await world.upgrade(deadline_ms=999)
+        for _ in range(300):
+            most = max(most, len(world.fleet.of("coordinator")))
+            await asyncio.sleep(0.1)
+        assert most == 1
+        assert world.names("coordinator") != [old]
+
+    play(scene, telemetry="prometheus=9464")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
+    """One after the other. But where the plan's replicas have their places and do not start, no
+    more than one is given up for them."""
+
+    async def scene(world: World) -> None:
+        [lost, *old] = world.names("target")
+        world.machines.room = len(world.machines._there()) - 1
+        world.actor(lost).end.set_exception(EngineLost("its machine has gone"))
+        if fails:
+            world.machines.failures["target"] = ConfigError("no such file")
+        await world.upgrade(max_model_len=999)
+        for _ in range(1200):
+            assert len(world.names("target")) >= 2
+            await asyncio.sleep(0.1)
+        stay = {*world.names("target")} & {*old}
+        assert len(stay) == (2 if fails else 0)
+        assert len(world.names("target")) == (2 if fails else 3)
+
+    play(scene, num_targets=4)
+
+
+def test_replicas_of_other_ranks_than_the_plans_serve_until_they_are_replaced() -> None:
+    async def scene(world: World) -> None:
+        before = world.names("target")
+        await world.upgrade(tensor_parallel_size=2)
+        for _ in range(200):
+            assert any(one.address for one in world.fleet.of("target"))
+            await asyncio.sleep(0.1)
+        [target] = world.names("target")
+        assert [target] != before
+        assert len(await world.machines.find("target", target)) == 2
+        await world.upgrade(tensor_parallel_size=1)
+        await asyncio.sleep(20)
+        assert {target, f"{target}-rank-1"} <= {*world.machines.removed}
+
+    play(scene, engine="transformers", model="m")
+
+
+WANTED = st.dictionaries(st.sampled_from(ROLES), st.integers(0, 5))
+HELD_BACK = st.sets(st.sampled_from(ROLES))
+
+
+def view(
+    role: Role, age: int, serves: bool = True, leaves: bool = False, stale: bool = False
+) -> ReplicaView:
+    return ReplicaView(f"{role}-{age}", role, "h:1" if serves else "", leaves, stale)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[ReplicaView]:
+    kinds = draw(
+        st.lists(st.tuples(st.sampled_from(ROLES), st.booleans(), st.booleans()), max_size=12)
+    )
+    return [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
+
+
+def after(fleet: Sequence[ReplicaView], steps: Steps) -> list[ReplicaView]:
+    """The fleet once the steps are done."""
+    age = 1 + max((int(one.name.rpartition("-")[2]) for one in fleet), default=0)
+    left = [replace(one, leaves=one.leaves or one.name in steps.leaves) for one in fleet]
+    return left + [view(role, age + n, serves=False) for n, role in enumerate(steps.starts)]
+
+
+def staying(fleet: Sequence[ReplicaView]) -> Counter[Role]:
+    return Counter(one.role for one in fleet if not one.leaves)
+
+
+@given(WANTED, fleets())
+def test_then_there_are_as_many_as_are_wanted(
+    wanted: Mapping[Role, int], fleet: list[ReplicaView]
+) -> None:
+    """None of a role that nobody wants; those that leave already are not counted."""
+    done = after(fleet, next_steps(wanted, fleet))
+    assert staying(done) == Counter(wanted)
+    assert next_steps(wanted, done) == Steps((), ())
+
+
+@given(WANTED, fleets())
+def test_no_more_is_done_than_is_needed(
+    wanted: Mapping[Role, int], fleet: list[ReplicaView]
+) -> None:
+    before, steps = staying(fleet), next_steps(wanted, fleet)
+    num_other = sum(abs(wanted.get(role, 0) - before[role]) for role in ROLES)
+    assert len(steps.starts) + len(steps.leaves) == num_other
+    assert len(set(steps.leaves)) == len(steps.leaves)
+    assert set(steps.leaves) <= {one.name for one in fleet if not one.leaves}
+
+
+@given(WANTED, fleets(), HELD_BACK)
+def test_what_is_held_back_is_not_started_but_may_leave(
+    wanted: Mapping[Role, int], fleet: list[ReplicaView], held_back: Collection[Role]
+) -> None:
+    freely, held = next_steps(wanted, fleet), next_steps(wanted, fleet, held_back)
+    assert held.starts == tuple(role for role in freely.starts if role not in held_back)
+    assert held.leaves == freely.leaves
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=6))
+def test_those_that_serve_stay_before_others_and_then_the_oldest(serving: list[bool]) -> None:
+    """However many stay."""
+    fleet = [view("draft", age, serves) for age, serves in enumerate(serving)]
+    for num_wanted in range(1, len(fleet)):
+        left = next_steps({"draft": num_wanted}, fleet).leaves
+        worth = {one.name: (bool(one.address), -age) for age, one in enumerate(fleet)}
+        assert max(worth[name] for name in left) < min(
+            value for name, value in worth.items() if name not in left
+        )
+
+
+def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() -> None:
+    fleet = [view("draft", 0), view("draft", 1, serves=False), view("draft", 2)]
+    assert next_steps({"draft": 1, "target": 2, "coordinator": 1}, fleet) == Steps(
+        ("coordinator", "target", "target"), ("draft-1", "draft-2")
+    )
+
+
+class Rolling:
+    """A fleet of which the plan has changed."""
+
+    def __init__(
+        self, in_place: Collection[Role] = (), room: int | None = None, **counts: int
+    ) -> None:
+        """`room`: how many replicas of a role there can be, where that is fewer than are wanted;
+        others, once they are started, have gone when the next step is done."""
+        self.wanted: dict[Role, int] = dict(counts)  # type: ignore[arg-type]
+        self.in_place = in_place
+        self.room = room
+        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))[:room]]
+        self.fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
+
+    def step(self) -> Steps:
+        """What is done next; whatever was begun before has ended."""
+        there = [one for one in self.fleet if not one.leaves]
+        placed = {
+            one for role in ROLES for one in [one for one in there if one.role == role][: self.room]
+        }
+        self.fleet = [replace(one, address="h:1") for one in there if one in placed]
+        crowded = {one.role for one in there if one not in placed}
+        steps = next_steps(self.wanted, self.fleet, (), self.in_place, crowded)
+        self.fleet = after(self.fleet, steps)
+        return steps
+
+    def serving(self, role: Role) -> int:
+        return sum(one.role == role and bool(one.address) and not one.leaves for one in self.fleet)
+
+
+def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
+    """Never fewer serve than are wanted, nor are there more than one more; while the new one loads
+    nothing else is done."""
+    world = Rolling(draft=1, target=2, coordinator=1)
+    order: list[str] = []
+    while (steps := world.step()) != Steps((), ()):
+        order += [f"+{role}" for role in steps.starts] + [f"-{name}" for name in steps.leaves]
+        if steps.starts:
+            assert next_steps(world.wanted, world.fleet) == Steps((), ())
+        assert all(world.serving(role) >= world.wanted[role] for role in ROLES)
+    assert order == [
+        "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
+        "-coordinator-0",
+    ]  # fmt: skip
+    assert not any(one.stale for one in world.fleet)
+
+
+def test_where_there_is_no_room_one_leaves_before_another_comes() -> None:
+    world = Rolling(["target"], target=2)
+    order: list[Steps] = []
+    for _ in range(4):
+        order.append(world.step())
+        assert next_steps(world.wanted, world.fleet, (), ["target"]) == Steps((), ())
+        assert world.serving("target") >= 1
+    assert order == [
+        Steps((), ("target-1",)), Steps(("target",), ()), Steps((), ("target-0",)),
+        Steps(("target",), ()),
+    ]  # fmt: skip
+
+
+def test_stale_ones_are_replaced_where_there_is_no_place_for_all_that_are_wanted() -> None:
+    """At most one fewer serves than there is room for, and other roles have their turn."""
+    world = Rolling(["target"], room=3, target=4, coordinator=1)
+    for _ in range(20):
+        world.step()
+        assert world.serving("target") >= 2
+    assert world.serving("target") == 3
+    assert not any(one.stale for one in world.fleet)
+
+
+def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
+    """Unless it is the only one that is wanted."""
+    last = view("target", 0, stale=True)
+    roles: tuple[Role, ...] = ("target",)
+    assert next_steps({"target": 2}, [last], (), roles, roles) == Steps(("target",), ())
+    assert next_steps({"target": 1}, [last], (), roles, roles) == Steps((), ("target-0",))
+
+
+def test_of_too_many_stale_ones_leave_first() -> None:
+    fleet = [
+        view("target", 0),
+        view("target", 1, stale=True),
+        view("target", 2),
+    ]
+    assert next_steps({"target": 2}, fleet) == Steps((), ("target-1",))
+    assert next_steps({"target": 1}, fleet) == Steps((), ("target-1", "target-2"))
