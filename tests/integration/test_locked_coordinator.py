@@ -63,7 +63,7 @@ class Clock:
 
 
 class Locked:
-    """Two gRPC and two HTTP servers of one coordinator, each behind a gate of its own: what they
+    """Two gRPC and two HTTP servers of one coordinator, each behind a access of its own: what they
     share is Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
@@ -77,11 +77,11 @@ class Locked:
         self.addresses: list[str] = []
         self.urls: list[str] = []
 
-    def gate(self, exits: AsyncExitStack) -> Gate:
+    def access(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        gate = Gate(KeyFile(self.file, (), self.clock), Limiter(slots))
-        exits.push_async_callback(gate.close)
-        return gate
+        access = AccessControl(KeyFile(self.file, (), self.clock), Limiter(slots))
+        exits.push_async_callback(access.close)
+        return access
 
     def headers(self, name: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[name]}"}
@@ -105,16 +105,16 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
         found = Locked(stack, tmp_path / "keys")
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         for _ in range(2):
-            gate = found.gate(exits)
+            access = found.access(exits)
             server = RpcServer(
-                [Service(descriptor, CoordinatorServicer(stack.coordinator, gate))],
-                ServerOptions(guards=(KeyGuard(gate),)),
+                [Service(descriptor, CoordinatorServicer(stack.coordinator, access))],
+                ServerOptions(guards=(KeyInterceptor(access),)),
             )
             await server.start()
             exits.push_async_callback(server.stop)
             await server.set_serving(True)
             found.addresses.append(server.address)
-            options = HttpOptions(gate=found.gate(exits))
+            options = HttpOptions(access=found.access(exits))
             found.urls.append(await exits.enter_async_context(http_front(stack, options)))
         yield found
 
@@ -568,7 +568,7 @@ async def test_a_server_with_a_certificate(locked: Locked, tmp_path: Path) -> No
     async with AsyncExitStack() as exits:
         for callers, good, bad in ((None, None, None), (authority.file, alice, mallory)):
             tls = TlsFiles(own.file, own.key_file, callers)
-            options = HttpOptions(access=locked.gate(exits), tls=tls)
+            options = HttpOptions(access=locked.access(exits), tls=tls)
             plain = await exits.enter_async_context(http_front(locked.stack, options))
             url = plain.replace("http:", "https:")
             assert await answer(url, authority, shows=good) == 200
