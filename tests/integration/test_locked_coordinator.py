@@ -21,9 +21,7 @@ from http_front import http_front
 from made_certificates import Made
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import (
-    KeyFile,
-)
+from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import PAGE_PATHS
