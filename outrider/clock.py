@@ -74,3 +74,14 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` to its end on a virtual clock, as `asyncio.run` does on the real one."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
+
+
+async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main`, then cancels every other task, also those that begin as others are cancelled."""
+    try:
+        return await main
+    finally:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)

@@ -1,4 +1,11 @@
-"""`outrider plan`: K, fan-out, rule and drafts for two models and prompts, before deployment."""
+"""`outrider plan`: K, fan-out, rule and drafts for two models and prompts, before deployment.
+
+read      the target answers the prompts; the draft's model reads the answers
+rehearse  short sessions through the services put the engines' cost tables where rounds stand
+choose    rounds are told from the answers for every rule and K, and timed
+simulate  (asked for) fleets of what was chosen, on a virtual clock
+validate  (asked for) the same prompts through a deployment, predicted beside measured
+"""
 
 from __future__ import annotations
 
@@ -11,11 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import plan as planning
-from benchmarks import plan_simulation
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
+from deploy.planner.options import (
+    OWN,
+    PlanOptions,
+    SimulationOptions,
+    add_plan_arguments,
+    add_simulation_arguments,
+)
 from outrider.config import DeploymentConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
@@ -30,12 +42,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from benchmarks.acceptance_reading import Encode
-    from benchmarks.plan_reading import Sample
-    from benchmarks.plan_report import PlanReport, TemperaturePlan
-    from benchmarks.plan_script import DraftKind
-    from benchmarks.plan_validation import Validation
+    from deploy.planner.acceptance import DraftKind, Sample
+    from deploy.planner.choosing import Replays, TemperaturePlan
+    from deploy.planner.rehearsal import Validation
+    from deploy.planner.report import PlanReport
+    from deploy.planner.round_times import ServiceTimes
     from outrider.drafters.lookup import LookupDrafter
-    from outrider.planning.round_times import ServiceTimes
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan is about, or that are a request's."""
@@ -45,7 +57,7 @@ DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
 
 @command(
     "plan",
-    *declared(planning.add_arguments, plan_simulation.add_arguments),
+    *declared(add_plan_arguments, add_simulation_arguments),
     *connection_options(without=OWN_FLAGS),
     epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
     "prompts all takes about two minutes on two free cores. With --validate a deployment as `bench "
@@ -54,20 +66,22 @@ DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
 def plan(arguments: Arguments) -> int:
     """Plans, and prints tables or one JSON object."""
     simulation = _simulation(arguments)
-    if simulation is not None and _needs_no_models(simulation):
+    if simulation is not None and simulation.needs_no_models:
         return _simulate_alone(arguments, simulation)
-    options = planning.PlanOptions.from_arguments(arguments)
+    options = PlanOptions.from_arguments(arguments)
     prompts = options.load_prompts()  # What is wrong with them shows before anything is started.
     if arguments.server and not options.validate:
         raise SettingError("server", "is for --validate: without it nothing is called")
     config = deployment_config(arguments)
     _check(config)
+    if simulation is not None and config.draft.drafter.model is not None:
+        simulation.check_counts("draft")
     if options.validate and not arguments.server:
         _check_running(_fixed(arguments), config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")
     config = resolve_models(config)
-    from benchmarks.plan_report import render, render_plot
+    from deploy.planner.report import render, render_plot
 
     kind = _kind(config)
     samples = _read(config, options, kind)
@@ -81,56 +95,48 @@ def plan(arguments: Arguments) -> int:
     if simulation is None:
         _show(arguments, lambda: report.to_json(validation), lambda: render(report, validation))
         return 0
-    from benchmarks.plan_simulation_report import tables, values
-    from benchmarks.simulated_pair import of_report
+    from deploy.planner.fleets import of_report, simulated, tables
 
     pair = of_report(json.loads(report.to_json(None)), "this plan")
-    fleets = plan_simulation.run(simulation, pair, config, progress)
+    fleets = simulated(simulation, pair, config, progress)
     _show(
         arguments,
-        lambda: report.to_json(validation, values(fleets)),
+        lambda: report.to_json(validation, [one.values() for one in fleets]),
         lambda: render(report, validation, tables(simulation, pair, fleets)),
     )
     return 0
 
 
-def _simulation(arguments: Arguments) -> plan_simulation.SimulationOptions | None:
+def _simulation(arguments: Arguments) -> SimulationOptions | None:
     """What is to be simulated; None without `--simulate`, which nothing else goes without."""
     if arguments.simulate:
-        return plan_simulation.SimulationOptions.from_arguments(arguments)
-    for name in plan_simulation.OWN:
+        return SimulationOptions.from_arguments(arguments)
+    for name in OWN:
         if name in arguments.given:
             raise SettingError(name, "is for --simulate: without it nothing is simulated")
     return None
 
 
-def _needs_no_models(options: plan_simulation.SimulationOptions) -> bool:
-    return options.from_report is not None or options.from_numbers is not None
-
-
-def _simulate_alone(arguments: Arguments, options: plan_simulation.SimulationOptions) -> int:
+def _simulate_alone(arguments: Arguments, options: SimulationOptions) -> int:
     """Of a pair that is known already; nothing is run."""
+    for name in ("prompts", "num_prompts", "plot", "server", "validate"):
+        if getattr(arguments, name) not in (None, False):
+            raise SettingError(name, "is for models, and none is run")
+    config = deployment_config(arguments)
     from rich.console import Group
 
-    from benchmarks.plan_report import as_json
-    from benchmarks.plan_simulation_report import pair_values, tables, values
-    from benchmarks.simulated_pair import of_numbers, read_report
+    from deploy.planner.fleets import of_numbers, read_report, simulated, tables
+    from deploy.planner.report import as_json
 
-    for name in ("prompts", "num_prompts", "plot", "server"):
-        if getattr(arguments, name) is not None:
-            raise SettingError(name, "is for models, and none is run")
-    if arguments.validate:
-        raise SettingError("validate", "is for models, and none is run")
-    config = deployment_config(arguments)
     if options.from_report is not None:
         pair = read_report(options.from_report)
     else:
         numbers = options.from_numbers or ""
         pair = of_numbers(numbers, config.target.step_sessions, config.draft.step_sessions)
-    fleets = plan_simulation.run(options, pair, config, progress)
+    fleets = simulated(options, pair, config, progress)
     _show(
         arguments,
-        lambda: as_json({"pair": pair_values(pair), "fleets": values(fleets)}),
+        lambda: as_json({"pair": pair.values(), "fleets": [one.values() for one in fleets]}),
         lambda: Group(*tables(options, pair, fleets)),
     )
     return 0
@@ -185,7 +191,7 @@ def _check_running(arguments: Arguments, config: DeploymentConfig) -> None:
 
 
 def _kind(config: DeploymentConfig) -> DraftKind:
-    from benchmarks.plan_script import DraftKind
+    from deploy.planner.acceptance import DraftKind
 
     draft = config.draft
 
@@ -203,12 +209,10 @@ def _kind(config: DeploymentConfig) -> DraftKind:
     )
 
 
-def _read(
-    config: DeploymentConfig, options: planning.PlanOptions, kind: DraftKind
-) -> tuple[Sample, ...]:
+def _read(config: DeploymentConfig, options: PlanOptions, kind: DraftKind) -> tuple[Sample, ...]:
     """The target's answers, read by the draft's model; both are gone afterwards."""
     from benchmarks.acceptance_reading import ModelReader
-    from benchmarks.plan_reading import Reading
+    from deploy.planner.acceptance import Reading
 
     progress("loading the target")
     num_threads = config.target.num_threads or available_cores()
@@ -244,23 +248,35 @@ def _encoder(config: DeploymentConfig, raw: bool) -> Encode:
 async def _plan(
     arguments: Arguments,
     config: DeploymentConfig,
-    options: planning.PlanOptions,
+    options: PlanOptions,
     kind: DraftKind,
     samples: Sequence[Sample],
 ) -> tuple[PlanReport, Validation | None]:
-    from benchmarks.plan_rehearsal import rehearse
+    from deploy.planner.choosing import Replays, choose
+    from deploy.planner.rehearsal import rehearse
+    from deploy.planner.report import PlanReport
+    from deploy.planner.round_times import Load
 
     shares_device = not options.separate_draft and _shares_device(config)
-    replays = [planning.Replays(kind, sample) for sample in samples]
+    replays = [Replays(kind, sample) for sample in samples]
     times = await rehearse(config, kind, samples, shares_device=shares_device, progress=progress)
+    load = Load(sessions=options.concurrency, round_trip_s=options.round_trip_ms / 1e3)
     plans = [
-        planning.choose(options, replay, sample, found)
+        choose(load, replay, sample, found)
         for sample, replay, found in zip(samples, replays, times, strict=True)
     ]
-    report = planning.report(
-        options, plans, times[0], model=config.target.model, draft_model=config.draft.model,
+    report = PlanReport(
+        model=config.target.model,
+        draft_model=config.draft.model,
         num_prompts=0,
-    )  # fmt: skip
+        max_tokens=options.max_tokens,
+        concurrency=options.concurrency,
+        round_trip_ms=options.round_trip_ms,
+        shares_device=times[0].shares_device,
+        target_costs=times[0].target,
+        draft_costs=times[0].draft,
+        plans=tuple(plans),
+    )
     validation = None
     if options.validate:
         keeps = kind.make_lookup is not None and _keeps_answers(config)
@@ -272,18 +288,19 @@ async def _validate(
     arguments: Arguments,
     keeps_answers: bool,
     sample: Sample,
-    replays: planning.Replays,
+    replays: Replays,
     found: TemperaturePlan,
     times: ServiceTimes,
 ) -> Validation:
     """Each K on a deployment of its own where drafts may copy from earlier answers. What is
     predicted are rounds of that very K, whose drafts are waited for."""
     arguments = _fixed(arguments)
-    from benchmarks.plan_validation import Trial
+    from deploy.planner.choosing import SWEEP
+    from deploy.planner.rehearsal import Trial
 
     chosen = found.choice.chosen
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
-    counts = (0, *planning.SWEEP)
+    counts = (0, *SWEEP)
     trial = Trial(sample, rule, progress)
     for group in [(k,) for k in counts] if keeps_answers else [counts]:
         async with connected(arguments) as connection, connection.client() as client:
@@ -308,6 +325,7 @@ def _shares_device(config: DeploymentConfig) -> bool:
     """Whether draft and target would compute on the same cores or device on a machine like this."""
     import torch
 
+    gpus = float(torch.cuda.device_count())
     gpus = float(torch.cuda.device_count())
     placed = plan_fleet(config, config, {"GPU": gpus}, local=False).config
     return not are_apart(placed, same_node=True, num_cores=available_cores())

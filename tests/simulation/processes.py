@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
-from outrider.clock import VirtualClockLoop
+from outrider.clock import VirtualClockLoop, cancelling_others
 
 T = TypeVar("T")
 _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -168,15 +168,5 @@ class ProcessLoop(VirtualClockLoop):
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main`, which is of no process, on a virtual clock."""
     with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
-        return runner.run(_alone(main))
+        return runner.run(cancelling_others(main))
 
-
-async def _alone(main: Coroutine[Any, Any, T]) -> T:
-    """Leaves no tasks behind, neither those that others begin as they are cancelled."""
-    try:
-        return await main
-    finally:
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others)

@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.planning.hits import Guessing, RankShares, race_rank
-from outrider.planning.replay import Attempt, RoundKind, replay, total
-from outrider.planning.survival import DraftedPlace, matched, survival
+from deploy.planner.acceptance import (
+    Attempt,
+    DraftedPlace,
+    Guessing,
+    RankShares,
+    RoundKind,
+    matched,
+    race_rank,
+    replay,
+    survival,
+    total,
+)
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.sampling_params import Rule
 

@@ -17,14 +17,21 @@ from rich.console import Console
 from toy_engine import ToyEngine
 
 from benchmarks.acceptance_reading import ModelReader
-from benchmarks.plan import SWEEP, PlanOptions, Replays, choose, report
-from benchmarks.plan_reading import Reading, Sample, rules_at
-from benchmarks.plan_rehearsal import Rehearsed, Tables, rehearse, unread_tokens
-from benchmarks.plan_report import render, render_plot
-from benchmarks.plan_script import DraftKind, scripted
-from benchmarks.plan_sessions import PlayedRound, PlayedSession
-from benchmarks.plan_validation import Trial
 from benchmarks.prompts import BenchPrompt
+from deploy.planner.acceptance import DraftKind, Reading, Sample, rules_at, scripted, total
+from deploy.planner.choosing import SWEEP, Replays, TemperaturePlan, choose
+from deploy.planner.options import PlanOptions
+from deploy.planner.rehearsal import (
+    PlayedRound,
+    PlayedSession,
+    Rehearsed,
+    Tables,
+    Trial,
+    rehearse,
+    unread_tokens,
+)
+from deploy.planner.report import PlanReport, render, render_plot
+from deploy.planner.round_times import Line, Load, ServiceTimes
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import load_config
 from outrider.drafters.drafter import DraftRequest
@@ -33,9 +40,6 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import SettingError
-from outrider.planning.fitting import Line
-from outrider.planning.replay import total
-from outrider.planning.round_times import Load, ServiceTimes
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -219,7 +223,7 @@ def test_the_services_are_started_once_for_all_temperatures(
         return ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT, wait=first, first=first)
 
     for name, fake in (("running_pair", running_pair), ("_tables", tables), ("play", played)):
-        monkeypatch.setattr(f"benchmarks.plan_rehearsal.{name}", fake)
+        monkeypatch.setattr(f"deploy.planner.rehearsal.{name}", fake)
     monkeypatch.setattr(Tables, "fit", fit)
     found = asyncio.run(
         rehearse(
@@ -237,12 +241,20 @@ def test_a_prompt_that_was_read_is_read_again_from_its_last_page_on() -> None:
     assert [unread_tokens(n) for n in (1, 16, 17, 33, 40)] == [1, 16, 1, 1, 8]
 
 
+def _report(plan: TemperaturePlan, times: ServiceTimes, draft_model: str = "d") -> PlanReport:
+    return PlanReport(
+        model="t", draft_model=draft_model, num_prompts=4, max_tokens=96, concurrency=1,
+        round_trip_ms=0.0, shares_device=False, target_costs=times.target,
+        draft_costs=times.draft, plans=(plan,),
+    )  # fmt: skip
+
+
 def test_the_report_has_all_that_was_asked_for() -> None:
     """Acceptance by position, category and rule; every option; a choice; a plot of them."""
-    options, sample = PlanOptions(temperature=(1.0,)), _sample(MODEL, 1.0)
+    sample = _sample(MODEL, 1.0)
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    chosen = choose(options, Replays(MODEL, sample), sample, times)
-    found = report(options, [chosen], times, model="t", draft_model="d", num_prompts=4)
+    chosen = choose(Load(), Replays(MODEL, sample), sample, times)
+    found = _report(chosen, times)
     value = json.loads(found.to_json(None))
     plan = value["temperatures"]["1"]
     assert set(plan["acceptance"]) == {"a", "b", "all"}
@@ -273,17 +285,14 @@ def test_a_plan_says_how_to_deploy_it(interval: tuple[int, int], said: str) -> N
     """By a whole command, whose drafter is the one that was planned for."""
     sample = _sample(MODEL, 0.0)
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    plan = choose(PlanOptions(), Replays(MODEL, sample), sample, times)
+    plan = choose(Load(), Replays(MODEL, sample), sample, times)
     assert plan.spread is not None
     plan = replace(plan, spread=replace(plan.spread, num_draft_tokens=interval))
 
     def told(**chosen: int) -> str:
         option = replace(plan.choice.chosen, **chosen)
         changed = replace(plan, choice=replace(plan.choice, chosen=option))
-        whole = report(
-            PlanOptions(), [changed], times, model="t", draft_model="hybrid:suffix,a b",
-            num_prompts=4,
-        )  # fmt: skip
+        whole = _report(changed, times, "hybrid:suffix,a b")
         whole = replace(whole, flags=("--no-http", "--draft-device", "a b"))
         text = io.StringIO()
         Console(file=text, width=400).print(render(whole, None))
@@ -303,12 +312,12 @@ def test_a_plan_says_where_its_k_is_the_largest_that_it_looked_at(
 ) -> None:
     """As where rows cost nothing and all drafts are accepted; not where K is smaller."""
     sample, most = _sample(MODEL, 0.0, draft_salt=1), 4
-    monkeypatch.setattr("benchmarks.plan_report.NUM_DRAFT_TOKENS_MAX", bound)
-    monkeypatch.setattr("benchmarks.plan.SWEEP", tuple(k for k in SWEEP if k <= most))
+    monkeypatch.setattr("deploy.planner.report.NUM_DRAFT_TOKENS_MAX", bound)
+    monkeypatch.setattr("deploy.planner.choosing.SWEEP", tuple(k for k in SWEEP if k <= most))
 
     def said(times: ServiceTimes) -> tuple[int, bool, str]:
-        chosen = choose(PlanOptions(), Replays(MODEL, sample), sample, times)
-        whole = report(PlanOptions(), [chosen], times, model="t", draft_model="d", num_prompts=4)
+        chosen = choose(Load(), Replays(MODEL, sample), sample, times)
+        whole = _report(chosen, times)
         text = io.StringIO()
         Console(file=text, width=120).print(render(whole, None))
         words = " ".join(text.getvalue().split())

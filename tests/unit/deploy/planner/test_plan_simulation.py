@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_pair import of_numbers, of_report
 from deploy.cli.main import main
+from deploy.planner.fleets import of_numbers, of_report
+from deploy.planner.round_times import Line
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import SettingError
-from outrider.planning.fitting import Line
 
 FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
 NUMBERS = ("plan", "--simulate", "--from-numbers")

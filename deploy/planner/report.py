@@ -15,10 +15,9 @@ from rich.text import Text
 
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.planning.choosing import Choice, Option
-from outrider.planning.resampling import Spread
 
-from .plan_validation import Validation
+from .choosing import Option, TemperaturePlan
+from .rehearsal import Validation
 
 SIGNIFICANT: Final = 6
 """Digits of a number in JSON: seconds and shares of very different sizes."""
@@ -26,36 +25,6 @@ _BAR: Final = 40
 """Characters of the longest bar."""
 _WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
 _COLOURS: Final = ("#2471a3", "#c0392b", "#1e8449", "#b7950b", "#6c3483", "#117a65")
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedBy:
-    """Acceptance of some of the texts."""
-
-    num_tokens: int
-    by_position: Mapping[str, tuple[float | None, ...]]
-    """By rule: the chance that a draft token of depth 1, 2, ... is accepted given that those before
-    it were, in rounds as they would be played; None where none came so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemperaturePlan:
-    """What one temperature allows."""
-
-    temperature: float
-    acceptance: Mapping[str, AcceptedBy]
-    """By category, and `all`."""
-    choice: Choice
-    times: Mapping[str, object]
-    """What the rehearsal fitted to the engines' tables."""
-    spread: Spread | None
-    """What other prompts might have led to; None where there was one prompt."""
-
-    @property
-    def is_at_edge(self) -> bool:
-        """Whether the K that was chosen is the largest that was looked at."""
-        chosen, options = self.choice.chosen, self.choice.options
-        return chosen.num_draft_tokens == max(one.num_draft_tokens for one in options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,19 @@ from heapq import heappop, heappush
 
 import pytest
 
+from deploy.planner.acceptance import Attempt, Rounds, replay, total
+from deploy.planner.choosing import GAIN_MIN, Candidate, Choice, Chooser
+from deploy.planner.round_times import (
+    Line,
+    Load,
+    LookAheadPlan,
+    MeasuredStep,
+    ServiceTimes,
+    fitted,
+    rebased,
+)
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import InvariantError
-from outrider.planning.choosing import GAIN_MIN, Candidate, Choice, Chooser
-from outrider.planning.fitting import Line, MeasuredStep, fitted, rebased
-from outrider.planning.replay import Attempt, Rounds, replay, total
-from outrider.planning.round_times import Load, LookAheadPlan, ServiceTimes
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))

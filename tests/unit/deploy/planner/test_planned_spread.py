@@ -8,11 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
+from deploy.planner.acceptance import Attempt, Rounds, replay, total
+from deploy.planner.choosing import LEVEL, Candidate, Choice, Chooser, Spread, spread
+from deploy.planner.round_times import Load, ServiceTimes
 from outrider.engine.step_costs import StepCosts
-from outrider.planning.choosing import Candidate, Choice, Chooser
-from outrider.planning.replay import Attempt, Rounds, replay, total
-from outrider.planning.resampling import LEVEL, Spread, spread
-from outrider.planning.round_times import Load, ServiceTimes
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002))

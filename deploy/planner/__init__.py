@@ -1,0 +1,1 @@
+"""What drafting would bring, before anything is deployed (`outrider plan`)."""

@@ -1,0 +1,326 @@
+"""What `outrider plan` is asked for. Imports nothing that computes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from benchmarks.number_options import numbers, whole_numbers
+from benchmarks.prompt_options import PromptOptions, add_prompt_arguments, prompt_values
+from outrider.errors import ConfigError, SettingError
+from outrider.limits import (
+    MAX_TOKENS_DEFAULT,
+    REPLICAS_MAX,
+    SEED_MAX,
+    SESSIONS_PER_COORDINATOR_MAX,
+    TEMPERATURE_MAX,
+)
+from outrider.registry.registry import Role
+from outrider.settings import check_range
+
+BUILT_IN_PROMPTS: Final = 12
+"""Of the built-in ones, where neither a file nor a number is named."""
+TEMPERATURES_MAX: Final = 8
+COORDINATOR_S: Final = 0.00029
+"""Of a coordinator's one thread for a round, as `outrider bench capacity` measures it."""
+SECONDS: Final = 10.0
+SESSIONS_MAX: Final = 10_000
+RATE_MAX: Final = 10_000.0
+PROMPT_TOKENS_MAX: Final = 2**17
+ROUND_TRIP_MS_MAX: Final = 10_000.0
+RUNS_MAX: Final = 64
+"""Loads and fleets that one command looks at."""
+LOSSES_MAX: Final = 16
+OWN: Final = (
+    "sessions", "rate", "prompt_tokens", "answer_tokens", "targets", "drafts", "coordinators",
+    "tpot_ms", "lose", "simulated_seconds", "coordinator_ms", "simulation_seed", "from_report",
+    "from_numbers",
+)  # fmt: skip
+"""Options that say nothing without `--simulate`."""
+_LOSS: Final = re.compile(r"(\w+)@([\d.]+)(?:-([\d.]+))?")
+ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
+"""In the order in which their numbers are found: those that cost most first."""
+MS_MAX: Final = 60_000.0
+NUMBERS: Final = {
+    "verify_ms": "18.3", "verify_tokens": "16", "draft_ms": "1.3", "draft_branches": "64",
+    "acceptance": "0.8", "num_draft_tokens": "6", "look_ahead": "0", "hit_rate": "0",
+    "rest_ms": "0",
+}  # fmt: skip
+"""Keys of `--from-numbers`, and what they are where they are not named: those of `bench emulate
+--scenario 70b-1b`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(PromptOptions):
+    """What `outrider plan` is asked for. Wrong values raise `SettingError`."""
+
+    max_tokens: int = 96
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    round_trip_ms: float = 0.0
+    """Of the link between coordinator and draft, beside what messages take on this machine."""
+    concurrency: int = 1
+    """Sessions that a target replica decodes at a time."""
+    separate_draft: bool = False
+    """Whether to plan for drafts that compute elsewhere than the target, though here they share."""
+    validate: bool = False
+    plot: Path | None = None
+    """Where to write the plot, an SVG."""
+
+    def __post_init__(self) -> None:
+        PromptOptions.__post_init__(self)
+        check_range("round_trip_ms", self.round_trip_ms, 0, ROUND_TRIP_MS_MAX)
+        check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
+        check_range("temperature", len(self.temperature), 1, TEMPERATURES_MAX)
+        for temperature in self.temperature:
+            check_range("temperature", temperature, 0, TEMPERATURE_MAX)
+        if len(set(self.temperature)) < len(self.temperature):
+            given = ",".join(f"{temperature:g}" for temperature in self.temperature)
+            raise SettingError("temperature", f"{given!r} is wrong; one is named twice")
+        if self.plot is not None and not self.plot.absolute().parent.is_dir():
+            raise SettingError("plot", f"{self.plot} cannot be written: there is no such folder")
+        if self.validate:
+            self._check_validation()
+
+    def _check_validation(self) -> None:
+        """What is measured is one session at a time on this machine."""
+        for name, value, allowed in (
+            ("concurrency", self.concurrency, 1),
+            ("round_trip_ms", self.round_trip_ms, 0),
+            ("separate_draft", self.separate_draft, False),
+        ):
+            if value != allowed:
+                raise SettingError(
+                    name,
+                    f"{value} cannot be validated here; with --validate it must be {allowed}",
+                )
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> PlanOptions:
+        """From what a parser with `add_arguments` returned."""
+        names = (
+            "temperature",
+            "round_trip_ms",
+            "concurrency",
+            "separate_draft",
+            "validate",
+            "plot",
+        )
+        values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+        values |= prompt_values(arguments)
+        if values["num_prompts"] is None and values["prompts"] is None:
+            values["num_prompts"] = BUILT_IN_PROMPTS
+        return cls(**values)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `plan`, but for those that describe the deployment."""
+    defaults = PlanOptions()
+    add_prompt_arguments(parser, defaults, BUILT_IN_PROMPTS)
+    temperatures = ",".join(f"{temperature:g}" for temperature in defaults.temperature)
+    parser.add_argument(
+        "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",
+        help=f"temperatures to plan for; the first is validated [{temperatures}]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--round-trip-ms", type=float, default=defaults.round_trip_ms, metavar="MS",
+        help="of the link between coordinator and draft, beside what messages take on one machine "
+        "[%(default)g]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--concurrency", type=int, default=defaults.concurrency, metavar="N",
+        help="sessions that a target replica decodes at a time [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--separate-draft", action="store_true",
+        help="plan for drafts with a device of their own, also where here they share the target's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the speed-up over K there, as an SVG"
+    )
+    parser.add_argument(
+        "--validate", action="store_true",
+        help="run the real thing, and print predicted beside measured",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One replica of a role that goes without a word; another may take its place, with nothing
+    held."""
+
+    role: Role
+    at_s: float
+    """Since measuring began."""
+    back_s: float = math.inf
+
+
+Counts = tuple[int, ...]
+"""Numbers of replicas to look at; empty = the smallest that keeps the time per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """What `outrider plan --simulate` is asked for. Wrong values raise `SettingError`."""
+
+    sessions: tuple[int, ...] = ()
+    """At a time; empty where a rate is given."""
+    rate: tuple[float, ...] = ()
+    """Requests a second."""
+    prompt_tokens: int = 256
+    answer_tokens: int = 256
+    """Mean."""
+    targets: Counts = ()
+    drafts: Counts = ()
+    coordinators: Counts = ()
+    tpot_ms: float | None = None
+    """What 99 % of the tokens are to keep where numbers of replicas are found."""
+    lose: tuple[Loss, ...] = ()
+    simulated_seconds: float = SECONDS
+    coordinator_ms: float = 1e3 * COORDINATOR_S
+    round_trip_ms: float = 0.0
+    """Of the link between coordinator and draft; 0 = the plan's own."""
+    simulation_seed: int = 0
+    from_report: Path | None = None
+    from_numbers: str | None = None
+    """Where the pair's times and acceptance come from, if not from a plan that is made now."""
+
+    def __post_init__(self) -> None:
+        if self.from_report is not None and self.from_numbers is not None:
+            raise SettingError("from_numbers", "and --from-report exclude each other")
+        if bool(self.sessions) == bool(self.rate):
+            raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
+        for sessions in self.sessions:
+            check_range("sessions", sessions, 1, SESSIONS_MAX)
+        for rate in self.rate:
+            check_range("rate", rate, 0.001, RATE_MAX)
+        for name, value, lowest, highest in (
+            ("prompt_tokens", self.prompt_tokens, 1, PROMPT_TOKENS_MAX),
+            ("answer_tokens", self.answer_tokens, 1, MAX_TOKENS_DEFAULT),
+            ("tpot_ms", self.tpot_ms, 0.001, MS_MAX),
+            ("simulated_seconds", self.simulated_seconds, 1, 3_600),
+            ("coordinator_ms", self.coordinator_ms, 0, 1_000),
+            ("round_trip_ms", self.round_trip_ms, 0, ROUND_TRIP_MS_MAX),
+            ("simulation_seed", self.simulation_seed, 0, SEED_MAX),
+            *((f"{role}s", n, 1, REPLICAS_MAX) for role in ROLES for n in self.counts(role)),
+        ):
+            check_range(name, value, lowest, highest)
+        self.check_counts("target", "coordinator")
+        if len(self.lose) > LOSSES_MAX:
+            raise SettingError("lose", f"{len(self.lose)} losses are more than {LOSSES_MAX}")
+        for loss in self.lose:
+            check_range("lose", loss.at_s, 0, self.simulated_seconds)
+            if loss.back_s <= loss.at_s:
+                raise SettingError("lose", f"{loss.at_s:g}-{loss.back_s:g}: must be back later")
+        runs = math.prod(max(1, len(self.counts(role))) for role in ROLES)
+        runs *= len(self.sessions) + len(self.rate)
+        if runs > RUNS_MAX:
+            raise SettingError("targets", f"and the like make {runs} runs; {RUNS_MAX} are allowed")
+
+    def check_counts(self, *roles: Role) -> None:
+        """Raises `ConfigError` where numbers of these roles are to be found, and for no time."""
+        if self.tpot_ms is None and not all(self.counts(role) for role in roles):
+            raise ConfigError(
+                "--tpot-ms is needed to find numbers of replicas; or name --targets, "
+                "--coordinators and, where a model drafts, --drafts"
+            )
+
+    @property
+    def needs_no_models(self) -> bool:
+        """Whether the pair is known."""
+        return self.from_report is not None or self.from_numbers is not None
+
+    def counts(self, role: Role) -> Counts:
+        """Numbers of replicas of a role."""
+        return cast(Counts, getattr(self, f"{role}s"))
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> SimulationOptions:
+        """From what a parser with `add_arguments` returned."""
+        return cls(**{name: getattr(arguments, name) for name in (*OWN, "round_trip_ms")})
+
+
+def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a simulation."""
+    group = parser.add_argument_group(
+        "a simulated fleet",
+        "with --simulate the plan is tried on a fleet: the real services, on a virtual clock. A "
+        "simulated round takes about 1 ms of this machine's time, 5 where the draft looks ahead: "
+        "30 sessions for 10 s take about 15 s. Finding numbers of replicas takes about ten runs.",
+    )
+    default = SimulationOptions(sessions=(1,), tpot_ms=1.0)
+    group.add_argument("--simulate", action="store_true", help="simulate a fleet, too")
+    group.add_argument(
+        "--from-report", type=Path, metavar="FILE",
+        help="simulate what `outrider plan --json` printed before, and run no model",
+    )  # fmt: skip
+    stated = ",".join(f"{key}={value}" for key, value in NUMBERS.items())
+    group.add_argument(
+        "--from-numbers", metavar="KEY=VALUE,..",
+        help=f"simulate a pair of such numbers, and run no model [{stated}]; a time may be a "
+        "table, ROWS:MS/ROWS:MS, and the acceptance one by position, A/A/..",
+    )  # fmt: skip
+    group.add_argument(
+        "--sessions", type=whole_numbers, default=(), metavar="N[,N..]",
+        help="sessions at a time: where one ends the next begins",
+    )  # fmt: skip
+    group.add_argument(
+        "--rate", type=numbers, default=(), metavar="R[,R..]", help="requests a second instead"
+    )
+    for flag, value, words in (
+        ("--prompt-tokens", default.prompt_tokens, "of a prompt"),
+        ("--answer-tokens", default.answer_tokens, "of an answer, mean"),
+    ):
+        group.add_argument(
+            flag, type=int, default=value, metavar="N", help=f"tokens {words} [%(default)s]"
+        )
+    for role in ROLES:
+        group.add_argument(
+            f"--{role}s", type=_counts, default=(), metavar="N[,N..]|auto",
+            help=f"{role}s to look at; auto = the fewest that keep --tpot-ms [auto]",
+        )  # fmt: skip
+    group.add_argument(
+        "--tpot-ms", type=float, metavar="MS",
+        help="time per token that 99 %% of the tokens are to keep",
+    )  # fmt: skip
+    group.add_argument(
+        "--lose", type=_losses, default=(), metavar="ROLE@S[-S],..",
+        help="lose a target, draft or coordinator at that second, silently, and have another one "
+        "at a later second",
+    )  # fmt: skip
+    group.add_argument(
+        "--simulated-seconds", type=float, default=default.simulated_seconds, metavar="S",
+        help="that are measured [%(default)g]",
+    )  # fmt: skip
+    group.add_argument(
+        "--coordinator-ms", type=float, default=default.coordinator_ms, metavar="MS",
+        help="of a coordinator's one thread for a round; see `bench capacity` [%(default)g]",
+    )  # fmt: skip
+    group.add_argument(
+        "--simulation-seed", type=int, default=default.simulation_seed, metavar="N",
+        help="of what is left to chance [%(default)s]",
+    )  # fmt: skip
+
+
+def _counts(text: str) -> Counts:
+    return () if text == "auto" else whole_numbers(text)
+
+
+def _losses(text: str) -> tuple[Loss, ...]:
+    found = []
+    for part in text.split(","):
+        match = _LOSS.fullmatch(part.strip())
+        try:
+            if match is None or match[1] not in ROLES:
+                raise ValueError
+            back_s = math.inf if match[3] is None else float(match[3])
+            found.append(Loss(cast(Role, match[1]), float(match[2]), back_s))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is wrong; it must be ROLE@SECONDS or ROLE@SECONDS-SECONDS with one of "
+                f"{', '.join(ROLES)}"
+            ) from None
+    return tuple(found)

@@ -1,0 +1,896 @@
+"""A simulated fleet: the real services in one event loop, on a virtual clock.
+
+Coordinators, targets, drafts, the memory store and the client are the code that is deployed. Two
+things are stated instead of computed: what a step takes, by the cost tables of the plan, and what
+is accepted, by an emulated pair of languages (`_rows`). Loads, losses and figures are here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from coordinator.options import CoordinatorOptions
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.discovery import Discovery
+from coordinator.routing.target_client import Timeouts
+from coordinator.service import CoordinatorService
+from draft_service.service import DraftService
+from outrider.client import Client
+from outrider.client.failover import ResumingTransport
+from outrider.clock import cancelling_others, run_virtually
+from outrider.config import DeploymentConfig
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.engine.interface import SequenceStep
+from outrider.engine.step_costs import StepCosts
+from outrider.errors import OutriderError, StreamBroken, Unavailable, check
+from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_BITS
+from outrider.messages import ReplicaDescription
+from outrider.registry.registry import LEASE_S, ReplicaRecord, Role
+from outrider.replica.scheduler import InlineExecutor
+from outrider.request import Event, GenerateRequest, ResumeRequest, RoundReport, Started, Tokens
+from outrider.sessions.memory_store import MemoryStore
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.link import MemoryLink
+from target_service.service import TargetService
+
+from .options import COORDINATOR_S, SECONDS, Loss
+from .round_times import ServiceTimes
+
+WARM_UP_S: Final = 3.0
+ANSWER_TOKENS_MAX: Final = 2**17
+"""Of an answer that does not end."""
+VOCABULARY: Final = 64
+PAGES_MIN: Final = 2**14
+_GUESSED_MASS: Final = 2.0**-10
+_DECOY_MASS: Final = 2.0**-15
+"""What the draft's law gives a correction that is to be guessed, and each one that is not."""
+RoleName = Literal["target", "draft"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSize:
+    """Replicas of each role; a look-up needs no drafts."""
+
+    targets: int
+    drafts: int
+    coordinators: int = 1
+
+    def of(self, role: Role) -> int:
+        """How many of one role."""
+        return {"target": self.targets, "draft": self.drafts}.get(role, self.coordinators)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What is asked of the fleet; exactly one of `sessions` and `rate`."""
+
+    sessions: int | None = None
+    """That run at any time: where one ends the next one begins."""
+    rate: float | None = None
+    """Requests a second that begin whatever runs (a Poisson process)."""
+    prompt_tokens: int = 64
+    answer_tokens: float = 256.0
+    """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
+
+    def __post_init__(self) -> None:
+        check((self.sessions is None) != (self.rate is None), "sessions or a rate")
+        check((self.sessions or 0) >= 0 and (self.rate or 0) >= 0, "a load is never negative")
+        check(self.prompt_tokens > 0 and self.answer_tokens >= 1, "lengths are at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What rounds propose, and how much of it is accepted."""
+
+    survival: tuple[float, ...]
+    """[K]: the chance that 1, 2, ... K draft tokens or more are accepted; empty = plain."""
+    num_proposed: float
+    """Draft tokens a round, mean: fewer than K where a look-up finds nothing."""
+    num_steps: float
+    """Of the draft's model for a round, mean."""
+    look_ahead: int = 0
+    """Outcomes of each round worked out ahead."""
+    hit_rate: float = 0.0
+    """Share of the rounds whose outcome is among these, as far as so many outcomes allow it."""
+
+    def __post_init__(self) -> None:
+        falling = pairwise((1.0, *self.survival, 0.0))
+        check(all(a >= b - 1e-12 for a, b in falling), "a survival starts from 1 and never grows")
+        check(0 <= self.num_proposed <= len(self.survival), "at most K are proposed")
+        check(0 <= self.hit_rate <= 1, "a hit rate is a share")
+
+    @classmethod
+    def of(cls, survival: tuple[float, ...]) -> Drafting:
+        """A model that draws all K tokens in every round."""
+        num = float(len(survival))
+        return cls(survival=survival, num_proposed=num, num_steps=num)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted."""
+        return not self.survival
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens, mean."""
+        return 1.0 + sum(self.survival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A fleet, what is asked of it, and what its parts take."""
+
+    fleet: FleetSize
+    demand: Demand
+    drafting: Drafting
+    times: ServiceTimes
+    """Of a target and of a draft that do not share a device; `max_num_seqs` sessions share a step
+    of the draft."""
+    config: DeploymentConfig = field(default_factory=DeploymentConfig)
+    """Of the services: time-outs and bounds."""
+    target_max_num_seqs: int | None = None
+    """Sessions that share a step of a target; None = as many as of the draft."""
+    round_trip_s: float = 0.0
+    """Between coordinators and drafts, beside what messages take on one machine."""
+    coordinator_s: float = COORDINATOR_S
+    """Of a coordinator's one thread for a round."""
+    losses: tuple[Loss, ...] = ()
+    warm_up_s: float = WARM_UP_S
+    """Before measuring begins ..."""
+    seconds: float = SECONDS
+    """... for so long."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fleet = self.fleet
+        check(fleet.targets > 0 and fleet.coordinators > 0, "a fleet has targets and coordinators")
+        check(fleet.drafts > 0 or not self.has_drafts, "a model that drafts has replicas")
+        check(self.seconds > 0 and self.warm_up_s >= 0, "times are positive")
+        check(self.round_trip_s >= 0 and self.coordinator_s >= 0, "times are never negative")
+        check(all(0 <= loss.at_s < loss.back_s for loss in self.losses), "back comes after lost")
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether there are draft replicas: neither for plain decoding nor for a look-up."""
+        return not self.drafting.is_plain and self.times.draft is not None
+
+    @property
+    def target_seats(self) -> int:
+        """Sessions that share a step of a target."""
+        return self.target_max_num_seqs or self.times.max_num_seqs
+
+    def costs(self, role: RoleName) -> StepCosts:
+        """Of the steps of a role, with what rounds were measured to take beside the table."""
+        times = self.times
+        if role == "draft":
+            table = times.draft or StepCosts((1, 2), (0.0, 0.0))
+            passes = self.drafting.num_steps / max(1, len(self.drafting.survival))
+            return _scaled(table, times.wait.factor * passes)
+        if self.drafting.is_plain:
+            return _scaled(times.target, times.plain.factor, times.plain.base_s)
+        return times.verify
+
+
+def _scaled(costs: StepCosts, factor: float, base_s: float = 0.0) -> StepCosts:
+    return StepCosts(
+        costs.rows,
+        tuple(max(0.0, base_s + factor * seconds) for seconds in costs.seconds),
+        costs.session_s * factor,
+        costs.slot_s * factor,
+        costs.row_slot_s * factor,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFigures:
+    """The replicas of one role."""
+
+    replicas: int
+    busy: float
+    """Share of the time that they were in a step, mean ..."""
+    busiest: float
+    """... and of the one that most was."""
+    sessions_per_step: float
+    """Mean; 0 without a step."""
+    sessions_least: int
+    """That one of them had in the end ..."""
+    sessions_most: int
+    """... and that another had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFigures:
+    """What the loss of a replica cost."""
+
+    role: Role
+    at_s: float
+    back_s: float | None
+    """None = it stays away."""
+    tokens_per_second_before: float | None
+    """None where that is no whole second ..."""
+    tokens_per_second_after: float | None
+    """... and from the end of the pause on, while it is away."""
+    tokens_in_worst_second: float
+    num_paused: int
+    """Sessions that the replica had, and that had a token afterwards ..."""
+    pause_ms_p50: float
+    """... and what lay between their tokens before and after the loss."""
+    pause_ms_max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFigures:
+    """What was measured. Times of requests are None where none of them was."""
+
+    tokens_per_second: float
+    rounds_per_second: float
+    tokens_per_round: float
+    sessions: float
+    """At a time, mean."""
+    num_requests: int
+    """That ended."""
+    num_refused: int
+    """Requests that no coordinator took, or that failed."""
+    tpot_ms_p50: float | None
+    """Time per token: half of the tokens are of requests that took no longer for one ..."""
+    tpot_ms_p99: float | None
+    ttft_ms_p50: float | None
+    """Time to the first token."""
+    ttft_ms_p99: float | None
+    draft_ms: float
+    """What a round with a draft waited for its proposal, mean ..."""
+    draft_share: float
+    """... as a share of the time of all sessions."""
+    rounds_queued: float
+    """Share of these rounds whose draft had others to serve when they came, lately."""
+    hit_rate: float
+    """Share of these rounds whose proposal was there before they began."""
+    targets: RoleFigures
+    drafts: RoleFigures
+    coordinators: RoleFigures
+    tokens_by_second: tuple[int, ...]
+    losses: tuple[LossFigures, ...]
+
+
+def simulate(scenario: Scenario) -> FleetFigures:
+    """Runs a scenario to its end; the same one always comes to the same."""
+    logging.disable(logging.WARNING)  # Losses are stated, and no news.
+    try:
+        return run_virtually(cancelling_others(_Fleet(scenario).run()))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _rows(scenario: Scenario, role: RoleName) -> torch.Tensor:
+    """Logits [VOCABULARY + 1, VOCABULARY] behind each token; the last row is for no token.
+
+    Token d = 1..K is what is proposed at depth d, which is told by the token before it; the target
+    accepts it with the chance that the plan has for that depth, else it says 0 or K + 1. No draft
+    guesses K + 1, and behind it no look-up finds anything. What a draft might guess in place of 0
+    the target never says: so many outcomes are worked out as are asked for, and of those as many
+    hit as is stated."""
+    drafting = scenario.drafting
+    k = len(drafting.survival)
+    chances = [b / a if a > 0 else 0.0 for a, b in pairwise((1.0, *drafting.survival))]
+    ends = sorted((a - b for a, b in pairwise((1.0, *drafting.survival, 0.0))), reverse=True)
+    among = sum(ends[: max(1, drafting.look_ahead)])
+    guessed = min(1.0, drafting.hit_rate / among) if drafting.look_ahead else 1.0
+    if not scenario.has_drafts:
+        guessed = drafting.num_proposed / max(1, k)
+    decoys = math.ceil(drafting.look_ahead / (k + 1)) - 1
+    law = torch.zeros((VOCABULARY + 1, VOCABULARY), dtype=torch.float64)
+    for last in range(VOCABULARY + 1):
+        depth = last + 1 if last <= k else 1
+        chance = chances[depth - 1] if depth <= k else 0.0
+        if last == k + 1 and not scenario.has_drafts:
+            chance = 0.0
+        if role == "target":
+            law[last, 0] = (1 - chance) * guessed
+            law[last, k + 1] = (1 - chance) * (1 - guessed)
+        else:
+            law[last, 0] = _GUESSED_MASS
+            law[last, k + 2 : k + 2 + decoys] = _DECOY_MASS
+            chance = 1.0 - float(law[last].sum())
+        law[last, depth if depth <= k else 0] += chance
+    return law.log().float()
+
+
+class _Engine(EmulatedEngine):
+    """States what the plan says that steps take, and counts them."""
+
+    def __init__(self, scenario: Scenario, role: RoleName, max_num_seqs: int) -> None:
+        demand = scenario.demand
+        answer = min(demand.answer_tokens, 2**14)
+        pages = math.ceil(8 * max_num_seqs * (demand.prompt_tokens + answer) / PAGE_SIZE)
+        length = demand.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
+        pages = min(2**16, max(PAGES_MIN, pages, math.ceil(length / PAGE_SIZE)))
+        spec = EmulatedSpec(
+            vocab_size=VOCABULARY, support=1, order=1, max_model_len=length, num_pages=pages
+        )
+        super().__init__(spec, role, max_num_seqs)
+        self._costs = scenario.costs(role)
+        self._law = _rows(scenario, role)
+        self.busy_s, self.num_steps, self.num_sessions = 0.0, 0, 0
+
+    def _logits(self, contexts: Any) -> torch.Tensor:
+        last = np.minimum(contexts[:, 0], VOCABULARY).astype(np.int64)
+        return self._law[torch.from_numpy(last)]
+
+    def _step_time(self, steps: Sequence[SequenceStep]) -> float:
+        costs, rows, attention_s = self._costs, 0, 0.0
+        for step in steps:
+            num = len(step.token_ids)
+            rows += num
+            attention_s += costs.attention_seconds(num, self.length(step.sequence_id) - num)
+        seconds = costs.mixed_seconds(rows, len(steps), attention_s)
+        self.busy_s += seconds
+        self.num_steps += 1
+        self.num_sessions += len(steps)
+        return seconds
+
+
+class _Lookup(LookupDrafter):
+    """The look-up of a pair that has one: it finds all K tokens, or none. In place of draft
+    replicas that are gone it finds none: what one would bring there is not known."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num = num_tokens
+
+    def guess(self, request: DraftRequest) -> Guess:
+        last = request.token_ids[-1]
+        if last > self._num:
+            return NO_GUESS
+        ids = range(last % self._num + 1, self._num + 1) if self._num else ()
+        return Guess(tuple(ids)[: request.num_draft_tokens], float(self._num))
+
+    def release(self, session_id: str) -> None:
+        pass
+
+
+class _Replica:
+    """A target or a draft."""
+
+    def __init__(self, scenario: Scenario, role: RoleName, name: str) -> None:
+        self.role: RoleName = role
+        self.name = name
+        self.lost_at: float | None = None
+        seats = scenario.target_seats if role == "target" else scenario.times.max_num_seqs
+        self.engine = _Engine(scenario, role, seats)
+        executor = InlineExecutor(self.engine.take_step_seconds)
+        bounds: dict[str, Any] = {
+            "max_num_seqs": seats,
+            "max_num_batched_tokens": scenario.config.target.max_num_batched_tokens,
+            "costs": scenario.costs(role),
+        }
+        self.service: Any = (
+            TargetService(
+                self.engine, executor, gathers=scenario.config.target.gather_sessions, **bounds
+            )
+            if role == "target"
+            else DraftService.with_model(self.engine, executor, **bounds)
+        )
+
+    @property
+    def record(self) -> ReplicaRecord:
+        """What it announces."""
+        return ReplicaRecord(
+            role=self.role, name=self.name, address=self.name, host="simulated", pid=1
+        )
+
+
+class _Link(MemoryLink[Any, Any]):
+    """Takes the time that messages were measured to take, and at the coordinator's end that of its
+    one thread. What is sent to or by a replica that is lost is lost, too."""
+
+    def __init__(
+        self, replica: _Replica, coordinator: _Coordinator, travel_s: float, turn_s: float
+    ) -> None:
+        super().__init__(replica.service, self._carry)
+        self._replica = replica
+        self._coordinator = coordinator
+        self._travel_s = travel_s
+        self._turn_s = turn_s
+        self._goes_out = False
+
+    def send(self, item: Any) -> None:
+        self._goes_out = True
+        super().send(item)
+        self._goes_out = False
+
+    def release(self, session_id: str, epoch: int) -> None:
+        self._goes_out = True
+        super().release(session_id, epoch)
+        self._goes_out = False
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        if self._is_cut:
+            await asyncio.sleep(timeout_s)
+            raise Unavailable(f"{self._replica.name} does not answer")
+        return await super().describe(timeout_s)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._replica.lost_at is not None or self._coordinator.is_lost
+
+    def _carry(self, message: Callable[[], None]) -> None:
+        if self._is_cut:
+            return
+        loop = asyncio.get_running_loop()
+        if self._goes_out:
+            loop.call_later(self._travel_s, self._deliver_out, message)
+        else:
+            loop.call_later(self._travel_s, self._coordinator.take, self._turn_s, message)
+
+    def _deliver_out(self, message: Callable[[], None]) -> None:
+        if not self._is_cut:
+            message()
+
+
+class _Store:
+    """The store as one coordinator reaches it: it never answers one that is lost."""
+
+    def __init__(self, store: MemoryStore, coordinator: _Coordinator) -> None:
+        self._store = store
+        self._coordinator = coordinator
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        async def call(*arguments: Any) -> Any:
+            if self._coordinator.is_lost:
+                await asyncio.get_running_loop().create_future()
+            return await method(*arguments)
+
+        return call
+
+
+class _Coordinator:
+    """One coordinator, its thread, and the clients' way to it."""
+
+    def __init__(self, fleet: _Fleet, name: str) -> None:
+        self.address = self.name = name
+        self.is_lost = False
+        self.busy_s = 0.0
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """Of clients whose streams it serves, in the order in which these began."""
+        self._fleet = fleet
+        self._free_at = 0.0
+        scenario, rng = fleet.scenario, fleet.rng
+        settings, drafting = scenario.config.coordinator, scenario.drafting
+        looks_up = not drafting.is_plain and not scenario.has_drafts
+        store: Any = _Store(fleet.store, self)
+        self.service = CoordinatorService(
+            CoordinatorOptions(
+                name=name,
+                served_model_name="simulated",
+                defaults=RequestDefaults(len(drafting.survival), DEADLINE_MS_MAX),
+                length_control=False,
+                run_ahead_rounds=settings.run_ahead_rounds,
+                max_sessions=settings.max_sessions,
+                patience=Timeouts.of(settings),
+                follows=True,
+                look_ahead=drafting.look_ahead if scenario.has_drafts else 0,
+                resume_grace_s=settings.resume_grace_ms / 1e3,
+                looks_up=looks_up,
+            ),
+            store=store,
+            targets={one.name: self.link(one.name) for one in fleet.present("target")},
+            drafts={one.name: self.link(one.name) for one in fleet.present("draft")},
+            stand_in=_Lookup(len(drafting.survival) if looks_up else 0),
+            text=None,
+            random_bits=rng.getrandbits,
+            random_seed=lambda: rng.getrandbits(SEED_BITS),
+        )
+
+    async def start(self) -> None:
+        """Serves, and follows the replicas that come and go."""
+        service, registry = self.service, self._fleet
+        await service.start()
+        for role, pool in (("target", service.targets), ("draft", service.drafts)):
+            known = {name: name for name in pool.names}
+            discovery = Discovery(role, pool, registry, self.link, known)  # type: ignore[arg-type]
+            self._fleet.begin(discovery.run())
+
+    def link(self, name: str) -> _Link:
+        """To the replica at an address, which is its name."""
+        scenario, replica = self._fleet.scenario, self._fleet.replicas[name]
+        times = scenario.times
+        if replica.role == "draft":
+            return _Link(replica, self, max(0.0, times.wait.base_s + scenario.round_trip_s) / 2, 0)
+        rest_s = 0.0 if scenario.drafting.is_plain else times.rest_s - scenario.coordinator_s
+        return _Link(replica, self, max(0.0, rest_s) / 2, scenario.coordinator_s)
+
+    def take(self, turn_s: float, message: Callable[[], None]) -> None:
+        """A message has come: its turn is behind those before it."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._free_at = max(self._free_at, now) + turn_s
+        self.busy_s += turn_s
+        if self._free_at > now:
+            loop.call_at(self._free_at, message)
+        else:
+            message()
+
+    def lose(self) -> None:
+        """It is gone: its clients' streams break."""
+        self.is_lost = True
+        for task in list(self.tasks):
+            task.cancel()
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport`."""
+        async for event in self._events(self.service.generate(request)):
+            yield event
+
+    async def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport`."""
+        async for event in self._events(self.service.resume(request)):
+            yield event
+
+    async def _events(self, events: AsyncGenerator[Event]) -> AsyncIterator[Event]:
+        task = asyncio.current_task()
+        check(task is not None, "clients are tasks")
+        if self.is_lost:
+            raise StreamBroken(f"{self.name} does not answer")
+        self.tasks[task] = None  # type: ignore[index]
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        except asyncio.CancelledError:
+            if not self.is_lost:
+                raise
+            task.uncancel()
+            raise StreamBroken(f"{self.name} fell silent") from None
+        finally:
+            del self.tasks[task]  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What its client has seen of one request."""
+
+    began_at: float
+    last_at: float = -1.0
+    """When it had its newest tokens; negative before the first ..."""
+    marked_at: float = -1.0
+    """... when counting them began, and how many came since."""
+    num_tokens: int = 0
+    since_loss: int | None = None
+    """Number of the loss that it has had no token since."""
+
+
+class _Fleet:
+    """All replicas, the clients, and what these see."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed)  # noqa: S311 (sampling, not secrecy)
+        self.replicas: dict[str, _Replica] = {}
+        """By name, with those that were lost."""
+        self.coordinators: list[_Coordinator] = []
+        self._drawn = np.random.default_rng(scenario.seed)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._requests: dict[asyncio.Task[Any], _Request] = {}
+        self._by_session: dict[str, _Request] = {}
+        self._figures = _Recording(scenario)
+
+    async def run(self) -> FleetFigures:
+        """The whole scenario."""
+        scenario, loop = self.scenario, asyncio.get_running_loop()
+        self.store = MemoryStore(lambda: loop.time() * 1e3)
+        for _ in range(scenario.fleet.targets):
+            self._add("target")
+        for _ in range(scenario.fleet.drafts if scenario.has_drafts else 0):
+            self._add("draft")
+        for number in range(scenario.fleet.coordinators):
+            await self._add_coordinator(number)
+        transports: list[Any] = list(self.coordinators)
+        self._client = Client(ResumingTransport(transports, random=self.rng.random))
+        demand = scenario.demand
+        for index in range(demand.sessions or 0):
+            self.begin(self._keep(scenario.warm_up_s / 2 * index / (demand.sessions or 1)))
+        if demand.rate:
+            self.begin(self._arrive(demand.rate))
+        for number, loss in enumerate(scenario.losses):
+            self.begin(self._lose(number, loss))
+        await asyncio.sleep(scenario.warm_up_s)
+        before = self._work()
+        self._figures.begin(loop.time(), self._requests.values())
+        await asyncio.sleep(scenario.seconds)
+        return self._came_to(before)
+
+    def begin(self, work: Any) -> asyncio.Task[Any]:
+        """Runs to the end of the simulation."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            raise task.exception()  # type: ignore[misc]
+
+    def present(self, role: Role) -> list[_Replica]:
+        """The replicas of a role that are there."""
+        return [one for one in self.replicas.values() if one.role == role and one.lost_at is None]
+
+    async def records(self, role: Role) -> list[ReplicaRecord]:
+        """As a `Registry` has them: a lease longer than they are there."""
+        ends_at = asyncio.get_running_loop().time() - LEASE_S
+        return [
+            one.record
+            for one in self.replicas.values()
+            if one.role == role and (one.lost_at is None or one.lost_at > ends_at)
+        ]
+
+    def _add(self, role: RoleName) -> None:
+        name = f"{role}-{len(self.replicas)}"
+        self.replicas[name] = _Replica(self.scenario, role, name)
+
+    async def _add_coordinator(self, place: int) -> None:
+        """In the place of one that is lost, if there is one."""
+        one = _Coordinator(self, f"coordinator-{place}-{len(self._tasks)}")
+        await one.start()
+        self.coordinators[place : place + 1] = [one]
+
+    async def _keep(self, start_s: float) -> None:
+        """One request after the other. The first prompt is short: else a fleet would begin with the
+        prompts of all at once."""
+        await asyncio.sleep(start_s)
+        prompt_tokens: int | None = min(PAGE_SIZE, self.scenario.demand.prompt_tokens)
+        while True:
+            if not await self._request(prompt_tokens):
+                await asyncio.sleep(1.0)
+            prompt_tokens = None
+
+    async def _arrive(self, rate: float) -> None:
+        while True:
+            await asyncio.sleep(float(self._drawn.exponential(1.0 / rate)))
+            self.begin(self._request())
+
+    async def _request(self, prompt_tokens: int | None = None) -> bool:
+        """Whether it was served; None = as long a prompt as the demand says."""
+        scenario, figures, loop = self.scenario, self._figures, asyncio.get_running_loop()
+        demand, k = scenario.demand, len(scenario.drafting.survival)
+        answer = ANSWER_TOKENS_MAX
+        if demand.answer_tokens < math.inf:
+            answer = min(answer, int(self._drawn.geometric(1.0 / demand.answer_tokens)))
+        prompt = self._drawn.integers(VOCABULARY, size=prompt_tokens or demand.prompt_tokens)
+        asked = GenerateRequest(
+            prompt=(*prompt.tolist()[:-1], 0), sampling=SamplingParams(temperature=1.0),
+            max_tokens=answer,
+            seed=self.rng.getrandbits(SEED_BITS), rule=Rule.TOKEN, num_draft_tokens=k,
+            deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
+        )  # fmt: skip
+        request, session_id, task = _Request(loop.time()), "", asyncio.current_task()
+        self._requests[task] = request  # type: ignore[index]
+        try:
+            async with aclosing(self._client.generate(asked)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        figures.arrived(request, loop.time(), len(event.token_ids))
+                    elif isinstance(event, RoundReport):
+                        figures.played(event)
+                    elif isinstance(event, Started):
+                        session_id = event.session_id
+                        self._by_session[session_id] = request
+        except OutriderError:
+            figures.num_refused += figures.is_on
+            return False
+        else:
+            figures.num_requests += figures.is_on
+            return True
+        finally:
+            figures.ended(request, loop.time())
+            self._by_session.pop(session_id, None)
+            del self._requests[task]  # type: ignore[arg-type]
+
+    async def _lose(self, number: int, loss: Loss) -> None:
+        """The first replica of the role that is there."""
+        await asyncio.sleep(self.scenario.warm_up_s + loss.at_s)
+        if loss.role == "coordinator":
+            place = next(i for i, one in enumerate(self.coordinators) if not one.is_lost)
+            lost = self.coordinators[place]
+            hit = [self._requests[task] for task in lost.tasks]
+            lost.lose()
+        else:
+            replica = self.present(loss.role)[0]
+            hit = [self._by_session[one] for one in self._sessions_of(replica.name)]
+            replica.lost_at = asyncio.get_running_loop().time()
+        for request in hit:
+            request.since_loss = number
+        if loss.back_s >= self.scenario.seconds:
+            return
+        await asyncio.sleep(loss.back_s - loss.at_s)
+        if loss.role == "coordinator":
+            await self._add_coordinator(place)
+        else:
+            self._add(loss.role)
+
+    def _sessions_of(self, name: str) -> list[str]:
+        pools: list[Any] = []
+        for one in self.coordinators:
+            if not one.is_lost:
+                pools += [one.service.targets.offices, one.service.drafts.offices]
+        found = [session for pool in pools if name in pool for session in pool[name].sessions]
+        return [session for session in found if session in self._by_session]
+
+    def _work(self) -> dict[str, tuple[float, int, int]]:
+        """Of each replica so far: busy for so many seconds, steps, sessions in them."""
+        found = {
+            name: (one.engine.busy_s, one.engine.num_steps, one.engine.num_sessions)
+            for name, one in self.replicas.items()
+        }
+        return found | {one.name: (one.busy_s, 0, 0) for one in self.coordinators}
+
+    def _came_to(self, before: Mapping[str, tuple[float, int, int]]) -> FleetFigures:
+        figures, seconds = self._figures, self.scenario.seconds
+        for request in self._requests.values():
+            figures.ended(request, asyncio.get_running_loop().time())
+        work = {
+            name: tuple(a - b for a, b in zip(now, before.get(name, (0.0, 0, 0)), strict=True))
+            for name, now in self._work().items()
+        }
+
+        def role(role: Role, here: Mapping[str, int]) -> RoleFigures:
+            num = self.scenario.fleet.of(role) if role != "draft" or here else 0
+            found = [one for name, one in work.items() if name.startswith(role)]
+            shares = [min(1.0, busy_s / seconds) for busy_s, *_ in found]
+            return RoleFigures(
+                replicas=num,
+                busy=sum(shares) / max(1, num),
+                busiest=max(shares, default=0.0),
+                sessions_per_step=sum(one[2] for one in found) / max(1, sum(o[1] for o in found)),
+                sessions_least=min(here.values(), default=0),
+                sessions_most=max(here.values(), default=0),
+            )
+
+        waits = [one.service.figures.draft_waits or 0.0 for one in self.coordinators]
+        loads = {
+            side: {one.name: len(self._sessions_of(one.name)) for one in self.present(side)}
+            for side in ("target", "draft")
+        }
+        return figures.figures(
+            rounds_queued=sum(waits) / len(waits),
+            targets=role("target", loads["target"]),
+            drafts=role("draft", loads["draft"]),
+            coordinators=role(
+                "coordinator",
+                {one.name: one.service.num_running for one in self.coordinators if not one.is_lost},
+            ),
+        )
+
+
+class _Recording:
+    """What is measured, as clients see it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self.is_on = False
+        self._begins_at = 0.0
+        self.num_requests = 0
+        self.num_refused = 0
+        self._num_tokens = 0
+        self._num_rounds = 0
+        self._num_drafted = 0
+        """Rounds that had a proposal."""
+        self._num_hits = 0
+        self._draft_s = 0.0
+        self._session_s = 0.0
+        self._by_second = [0] * max(1, int(scenario.seconds))
+        self._pace: list[tuple[float, int]] = []
+        """Of each request: seconds per token, and tokens."""
+        self._first: list[float] = []
+        self._pauses: defaultdict[int, list[float]] = defaultdict(list)
+
+    def begin(self, now: float, running: Any) -> None:
+        """Measuring begins."""
+        self.is_on, self._begins_at = True, now
+        for request in running:
+            request.marked_at, request.num_tokens = request.last_at, 0
+
+    def arrived(self, request: _Request, now: float, num: int) -> None:
+        """Tokens have come."""
+        if request.since_loss is not None and request.last_at >= 0:
+            self._pauses[request.since_loss].append(now - request.last_at)
+        request.since_loss = None
+        if request.marked_at < 0:
+            if self.is_on and request.last_at < 0:
+                self._first.append(now - request.began_at)
+            request.marked_at = now
+        else:
+            request.num_tokens += num
+        request.last_at = now
+        if self.is_on:
+            self._num_tokens += num
+            second = int(now - self._begins_at)
+            if second < len(self._by_second):
+                self._by_second[second] += num
+
+    def played(self, report: RoundReport) -> None:
+        """A round is over."""
+        if not self.is_on:
+            return
+        self._num_rounds += 1
+        if report.proposed_token_ids:
+            self._num_drafted += 1
+            self._num_hits += report.look_ahead_hit
+            self._draft_s += report.draft_ms / 1e3
+
+    def ended(self, request: _Request, now: float) -> None:
+        """A request is over, or measuring is."""
+        if not self.is_on:
+            return
+        self._session_s += now - max(request.began_at, self._begins_at)
+        if request.num_tokens:
+            took_s = request.last_at - request.marked_at
+            self._pace.append((took_s / request.num_tokens, request.num_tokens))
+
+    def figures(self, **others: Any) -> FleetFigures:
+        """In the end."""
+        seconds, drafted = self._scenario.seconds, max(1, self._num_drafted)
+        pace, tokens = [one for one, _ in self._pace], [num for _, num in self._pace]
+        return FleetFigures(
+            tokens_per_second=self._num_tokens / seconds,
+            rounds_per_second=self._num_rounds / seconds,
+            tokens_per_round=self._num_tokens / max(1, self._num_rounds),
+            sessions=self._session_s / seconds,
+            num_requests=self.num_requests,
+            num_refused=self.num_refused,
+            tpot_ms_p50=_percentile_ms(pace, 0.5, tokens),
+            tpot_ms_p99=_percentile_ms(pace, 0.99, tokens),
+            ttft_ms_p50=_percentile_ms(self._first, 0.5),
+            ttft_ms_p99=_percentile_ms(self._first, 0.99),
+            draft_ms=1e3 * self._draft_s / drafted,
+            draft_share=min(1.0, self._draft_s / max(1e-9, self._session_s)),
+            hit_rate=self._num_hits / drafted,
+            tokens_by_second=tuple(self._by_second),
+            losses=tuple(self._loss(n, loss) for n, loss in enumerate(self._scenario.losses)),
+            **others,
+        )
+
+    def _loss(self, number: int, loss: Loss) -> LossFigures:
+        pauses = sorted(self._pauses[number]) or [0.0]
+        end_s = min(loss.back_s, self._scenario.seconds)
+        worst = self._by_second[int(loss.at_s) : max(int(loss.at_s) + 1, int(end_s))]
+        return LossFigures(
+            role=loss.role,
+            at_s=loss.at_s,
+            back_s=None if loss.back_s > self._scenario.seconds else loss.back_s,
+            tokens_per_second_before=self._rate(0.0, loss.at_s),
+            tokens_per_second_after=self._rate(loss.at_s + pauses[-1], end_s),
+            tokens_in_worst_second=min(worst, default=0),
+            num_paused=len(self._pauses[number]),
+            pause_ms_p50=pauses[len(pauses) // 2] * 1e3,
+            pause_ms_max=pauses[-1] * 1e3,
+        )
+
+    def _rate(self, start_s: float, end_s: float) -> float | None:
+        """Tokens a second over the whole seconds between these times; None where there is none."""
+        first, last = math.ceil(start_s), math.floor(min(end_s, len(self._by_second)))
+        return sum(self._by_second[first:last]) / (last - first) if last > first else None
+
+
+def _percentile_ms(
+    seconds: Sequence[float], share: float, weights: Sequence[int] | None = None
+) -> float | None:
+    if not seconds:
+        return None
+    return 1e3 * float(np.quantile(seconds, share, weights=weights, method="inverted_cdf"))
