@@ -482,7 +482,7 @@ class _Coordinator:
                 length_control=False,
                 run_ahead_rounds=settings.run_ahead_rounds,
                 max_sessions=settings.max_sessions,
-                patience=Timeouts.of(settings),
+                timeouts=Timeouts.of(settings),
                 follows=True,
                 look_ahead=drafting.look_ahead if scenario.has_drafts else 0,
                 resume_grace_s=settings.resume_grace_ms / 1e3,
@@ -491,7 +491,7 @@ class _Coordinator:
             store=store,
             targets={one.name: self.link(one.name) for one in fleet.present("target")},
             drafts={one.name: self.link(one.name) for one in fleet.present("draft")},
-            stand_in=_Lookup(len(drafting.survival) if looks_up else 0),
+            fallback=_Lookup(len(drafting.survival) if looks_up else 0),
             text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(SEED_BITS),
@@ -728,7 +728,7 @@ class _Fleet:
         pools: list[Any] = []
         for one in self.coordinators:
             if not one.is_lost:
-                pools += [one.service.targets.offices, one.service.drafts.offices]
+                pools += [one.service.targets.replicas, one.service.drafts.replicas]
         found = [session for pool in pools if name in pool for session in pool[name].sessions]
         return [session for session in found if session in self._by_session]
 

@@ -169,4 +169,3 @@ def run_processes(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main`, which is of no process, on a virtual clock."""
     with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
         return runner.run(cancelling_others(main))
-
