@@ -561,18 +561,19 @@ class _Coordinator:
             del self.tasks[task]  # type: ignore[arg-type]
 
 
-@dataclass(slots=True, eq=False)
 class _Request:
     """What its client has seen of one request."""
 
-    began_at: float
-    last_at: float = -1.0
-    """When it had its newest tokens; negative before the first ..."""
-    marked_at: float = -1.0
-    """... when counting them began, and how many came since."""
-    num_tokens: int = 0
-    since_loss: int | None = None
-    """Number of the loss that it has had no token since."""
+    def __init__(self, began_at: float) -> None:
+        self.began_at = began_at
+        self.last_at = -1.0
+        """When it had its newest tokens; negative before the first ..."""
+        self.marked_at = -1.0
+        """... when counting them began ..."""
+        self.num_tokens = 0
+        """... and how many came since."""
+        self.since_loss: int | None = None
+        """Number of the loss that it has had no token since."""
 
 
 class _Fleet:
