@@ -14,22 +14,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Prompt
 
 from .command import Arguments, command, option
-from .connection import connected, connection_options
+from .connection import Connection, connected, connection_options
 from .generate import printer
 from .options import REQUEST_KEYS, request_fields, request_options, spoken
 from .output import progress
 
 if TYPE_CHECKING:
-    from outrider.client import Client, Completion, Tokens
+    from outrider.client import Client, Completion
 
 PROMPT: Final = "> "
 CHUNK_BYTES: Final = 65_536
@@ -60,64 +58,70 @@ def chat(arguments: Arguments) -> int:
 async def _run(arguments: Arguments, fields: dict[str, Any]) -> int:
     async with connected(arguments) as connection, connection.client() as client:
         serves = await client.describe()
-        with LineReader(PROMPT) as lines:
+        with LineReader() as lines:
             if lines.interactive and not progress.quiet:
                 _say(f"{serves.model} at {connection.address}; /help lists what else there is")
-            talk = Chat(
-                client,
-                Conversation(arguments.system, raw=arguments.raw),
-                fields,
-                begin_answer=printer(connection),
-                explain=lambda error: spoken(error, arguments),
-                forgiving=lines.interactive,
-            )
-            interrupts = _Interrupts(talk, one_answer=lines.interactive)
+            talk = Chat(client, connection, arguments, fields, one_answer=lines.interactive)
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, talk.interrupt)
             try:
-                while (line := await interrupts.may_end(lines.read())) is not None:
+                while (line := await talk.unless_interrupted(lines.read())) is not None:
                     if not await talk.hear(line):
                         break
             finally:
-                interrupts.ignore()
+                loop.remove_signal_handler(signal.SIGINT)
         if lines.interactive and line is None:
-            print()  # Whoever pressed Ctrl-D or Ctrl-C is still on the line of the prompt.
-    return interrupts.exit_code
+            print()  # Ctrl-D and Ctrl-C leave the cursor on the line of the prompt.
+    return 128 + signal.SIGINT if talk.interrupted.is_set() else 0
 
 
 class Chat:
-    """One conversation with a coordinator."""
+    """One conversation with a coordinator. A question counts once it has been answered."""
 
     def __init__(
         self,
         client: Client,
-        conversation: Conversation,
+        connection: Connection,
+        arguments: Arguments,
         fields: dict[str, Any],
         *,
-        begin_answer: Callable[[], Callable[[Tokens], None]],
-        explain: Callable[[OutriderError], str],
-        forgiving: bool,
+        one_answer: bool,
     ) -> None:
-        """`fields` are those of every request. `begin_answer` gives what shows the tokens of one
-        answer, `explain` an error's line. `forgiving`: an error is told and the chat goes on,
-        instead of being raised."""
+        """`one_answer`: an error or an interrupt ends an answer, instead of the chat."""
         self._client = client
-        self._conversation = conversation
+        self._arguments = arguments
         self._fields = fields
-        self._begin_answer = begin_answer
-        self._explain = explain
-        self._forgiving = forgiving
-        self._figures = Figures()
+        self._one_answer = one_answer
+        self._begin_answer = printer(connection)
+        self._turns: list[ChatMessage] = []
+        self._answers: list[tuple[Completion, float]] = []
+        """With their seconds; those before a reset, too."""
+        self._num_broken_off = 0
         self._answering: asyncio.Task[None] | None = None
+        self.interrupted = asyncio.Event()
+        """Set by Ctrl-C where it ends the chat."""
 
-    def interrupt(self) -> bool:
-        """Breaks the answer off that is being given; False where there is none."""
-        if self._answering is None:
-            return False
-        self._answering.cancel()
-        return True
+    def interrupt(self) -> None:
+        """Breaks an answer off, or ends the chat."""
+        if self._answering is not None:
+            self._answering.cancel()
+        if self._answering is None or not self._one_answer:
+            self.interrupted.set()
+
+    async def unless_interrupted(self, reading: Any) -> str | None:
+        """The line that is read; None as at the end of input if an interrupt comes instead."""
+        line = asyncio.ensure_future(reading)
+        ended = asyncio.ensure_future(self.interrupted.wait())
+        try:
+            await asyncio.wait((line, ended), return_when=asyncio.FIRST_COMPLETED)
+            found: str | None = line.result() if line.done() else None
+            return found
+        finally:
+            line.cancel()
+            ended.cancel()
 
     async def hear(self, line: str) -> bool:
-        """Takes a line: a command or a message. False = the chat is over. Raises what the
-        coordinator refuses a request with, unless it is forgiving."""
+        """Takes a command or a message; False = the chat is over."""
         words = line.strip()
         if not words:
             return True
@@ -130,13 +134,13 @@ class Chat:
             if not self._answering.cancelled():
                 self._answering.result()
         except OutriderError as error:
-            if not self._forgiving:
+            if not self._one_answer:
                 raise
             print(flush=True)
-            _say(f"error: {self._explain(error)} (the message is not part of the conversation)")
+            why = spoken(error, self._arguments)
+            _say(f"error: {why} (the message is not part of the conversation)")
         finally:
-            # Still running where this task was cancelled itself.
-            self._answering.cancel()
+            self._answering.cancel()  # It still runs where this task was cancelled itself.
             self._answering = None
         return True
 
@@ -144,12 +148,12 @@ class Chat:
         if command == "/exit":
             return False
         if command == "/reset":
-            self._conversation.reset()
+            self._turns.clear()
             _say("the conversation begins anew")
         elif command == "/stats":
-            for text in self._figures.lines():
+            for text in self._figures():
                 _say(text)
-            _say(f"the conversation has {len(self._conversation)} messages")
+            _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: there is no such command; a message that begins so takes //")
@@ -160,7 +164,7 @@ class Chat:
     async def _answer(self, question: str) -> None:
         from outrider.client import CompletionBuilder, GenerateRequest, Tokens
 
-        request = GenerateRequest(self._conversation.prompt(question), **self._fields)
+        request = GenerateRequest(self._prompt(question), **self._fields)
         builder = CompletionBuilder()
         show = self._begin_answer()
         start = time.perf_counter()
@@ -170,131 +174,47 @@ class Chat:
                     builder.add(event)
                     if isinstance(event, Tokens):
                         show(event)
-            completion = builder.build()
+            self._answers.append((builder.build(), time.perf_counter() - start))
+            self._keep(question, builder.text)
+            print(flush=True)
         except asyncio.CancelledError:
-            self._figures.add_broken_off()
+            self._num_broken_off += 1
             if builder.text:
-                self._conversation.add(question, builder.text)
+                self._keep(question, builder.text)
             print(flush=True)
             _say("broken off")
             raise
-        self._figures.add(completion, time.perf_counter() - start)
-        self._conversation.add(question, completion.text)
-        print(flush=True)
 
-
-class _Interrupts:
-    """What Ctrl-C does: it breaks an answer off, and ends the chat where there is none or where
-    nobody could go on with it."""
-
-    def __init__(self, chat: Chat, *, one_answer: bool) -> None:
-        """`one_answer`: the chat goes on after it was interrupted in an answer."""
-        self._chat = chat
-        self._one_answer = one_answer
-        self._end = asyncio.Event()
-        self.exit_code = 0
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._received)
-
-    def ignore(self) -> None:
-        """From here on an interrupt is what it is elsewhere."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-
-    async def may_end(self, reading: Any) -> str | None:
-        """The line that is read; None as at the end of input if an interrupt comes instead."""
-        line = asyncio.ensure_future(reading)
-        ended = asyncio.ensure_future(self._end.wait())
-        try:
-            await asyncio.wait((line, ended), return_when=asyncio.FIRST_COMPLETED)
-            found: str | None = line.result() if line.done() else None
-            return found
-        finally:
-            line.cancel()
-            ended.cancel()
-
-    def _received(self) -> None:
-        if not (self._chat.interrupt() and self._one_answer):
-            self.exit_code = 128 + signal.SIGINT
-            self._end.set()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-class Conversation:
-    """The turns so far. A question counts only once it has been answered."""
-
-    def __init__(self, system: str | None, *, raw: bool) -> None:
-        """`raw`: without the model's template; a prompt is then all text so far."""
-        self._system = system
-        self._raw = raw
-        self._turns: list[ChatMessage] = []
-
-    def __len__(self) -> int:
-        """Messages of both sides."""
-        return len(self._turns)
-
-    def prompt(self, question: str) -> Prompt:
-        """What to ask for the next answer."""
-        if self._raw:
-            before = [] if self._system is None else [self._system]
+    def _prompt(self, question: str) -> Prompt:
+        system = self._arguments.system
+        if self._arguments.raw:
+            before = [] if system is None else [system]
             return "\n".join([*before, *(turn.content for turn in self._turns), question])
-        system = [] if self._system is None else [ChatMessage("system", self._system)]
-        return (*system, *self._turns, ChatMessage("user", question))
+        first = [] if system is None else [ChatMessage("system", system)]
+        return (*first, *self._turns, ChatMessage("user", question))
 
-    def add(self, question: str, answer: str) -> None:
-        """Keeps a question with its answer, or as much of that as came."""
+    def _keep(self, question: str, answer: str) -> None:
         self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
 
-    def reset(self) -> None:
-        """Forgets everything but the system message."""
-        self._turns.clear()
-
-
-class Figures:
-    """Sums over the answers of a chat, those before a reset too."""
-
-    def __init__(self) -> None:
-        self._num_answers = 0
-        self._num_broken_off = 0
-        self._num_tokens = 0
-        self._num_rounds = 0
-        self._num_proposed = 0
-        self._num_accepted = 0
-        self._seconds = 0.0
-        self._origins: Counter[str] = Counter()
-        self._last: Completion | None = None
-
-    def add(self, completion: Completion, seconds: float) -> None:
-        """Counts an answer that took so long, from the request to its last event."""
-        self._num_answers += 1
-        self._num_tokens += completion.usage.completion_tokens
-        self._num_rounds += completion.metrics.num_rounds
-        self._num_proposed += completion.metrics.num_draft_tokens
-        self._num_accepted += completion.metrics.num_accepted_draft_tokens
-        self._seconds += seconds
-        self._origins.update(str(origin) for origin in completion.origins)
-        self._last = completion
-
-    def add_broken_off(self) -> None:
-        """Counts an answer that was interrupted, whose figures never came."""
-        self._num_broken_off += 1
-
-    def lines(self) -> list[str]:
-        """For people to read."""
+    def _figures(self) -> list[str]:
         broken = f" and {self._num_broken_off} broken off" if self._num_broken_off else ""
-        if self._last is None:
+        if not self._answers:
             return [f"no answers{broken} yet" if not broken else f"no whole answers{broken}"]
-        last = self._last
-        rounds = self._num_rounds
-        rate = self._num_tokens / self._seconds if self._seconds else 0.0
-        share = f"{self._num_accepted / self._num_proposed:.0%}" if self._num_proposed else "none"
-        origins = ", ".join(f"{count} {name}" for name, count in sorted(self._origins.items()))
+        done = [completion for completion, _ in self._answers]
+        seconds = sum(seconds for _, seconds in self._answers)
+        tokens = sum(one.usage.completion_tokens for one in done)
+        rounds = sum(one.metrics.num_rounds for one in done)
+        proposed = sum(one.metrics.num_draft_tokens for one in done)
+        accepted = sum(one.metrics.num_accepted_draft_tokens for one in done)
+        share = f"{accepted / proposed:.0%}" if proposed else "none"
+        counts = Counter(str(origin) for one in done for origin in one.origins)
+        origins = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        last = done[-1]
         return [
-            f"{self._num_answers} answers{broken}: {self._num_tokens} tokens ({origins})",
-            f"{rate:.1f} tokens/s; {rounds} rounds, "
-            f"{self._num_tokens / rounds if rounds else 0:.2f} tokens per round; "
-            f"acceptance {share} of {self._num_proposed} draft tokens",
+            f"{len(done)} answers{broken}: {tokens} tokens ({origins})",
+            f"{tokens / seconds if seconds else 0:.1f} tokens/s; {rounds} rounds, "
+            f"{tokens / rounds if rounds else 0:.2f} tokens per round; "
+            f"acceptance {share} of {proposed} draft tokens",
             f"last answer: {last.usage.prompt_tokens} prompt tokens, "
             f"{last.usage.completion_tokens} new, first after "
             f"{last.metrics.time_to_first_token_ms:.0f} ms, {last.metrics.num_rounds} rounds, "
@@ -302,19 +222,21 @@ class Figures:
         ]
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 class LineReader:
-    """Reads standard input line by line, as a context manager.
+    """Reads standard input line by line. On a terminal a line may be edited and recalled.
 
-    On a terminal a line may be edited and recalled, and is asked for by a prompt. A thread waits
-    for it and is left behind when the program ends: nothing else can end a read of a terminal."""
+    A thread waits for it and is left behind when the program ends: nothing else can end a read of a
+    terminal."""
 
-    def __init__(self, prompt: str) -> None:
-        """`prompt` is shown on a terminal only."""
-        self._prompt = prompt
+    def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
         self._buffer = b""
-        self._ended = False
         self._terminal: list[Any] | None = None
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
     def __enter__(self) -> Self:
         if self.interactive:
@@ -324,67 +246,49 @@ class LineReader:
             self._terminal = termios.tcgetattr(self._descriptor)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._terminal is not None:
             # A line that was being edited has left the terminal without echo.
             import termios
 
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._terminal)
 
-    @property
-    def interactive(self) -> bool:
-        """Whether a person sits at both ends."""
-        return sys.stdin.isatty() and sys.stdout.isatty()
-
     async def read(self) -> str | None:
         """The next line without its end; None after the last one."""
         loop = asyncio.get_running_loop()
         line: asyncio.Future[str | None] = loop.create_future()
-        read = self._ask if self.interactive else self._take
 
-        def work() -> None:
-            found = _result_of(read)
-            # Nobody waits any more where the loop has been closed meanwhile.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(deliver, found)
-
-        def deliver(found: str | Exception | None) -> None:
+        def deliver(found: str | None, error: Exception | None) -> None:
             if line.cancelled():
                 return
-            if isinstance(found, Exception):
-                line.set_exception(found)
+            if error is not None:
+                line.set_exception(error)
             else:
                 line.set_result(found)
+
+        def work() -> None:
+            found, error = None, None
+            try:
+                found = self._ask() if self.interactive else self._take()
+            except (OSError, ValueError) as failure:
+                error = failure
+            with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+                loop.call_soon_threadsafe(deliver, found, error)
 
         threading.Thread(target=work, name="lines", daemon=True).start()
         return await line
 
     def _ask(self) -> str | None:
         try:
-            return input(self._prompt)
+            return input(PROMPT)
         except EOFError:
             return None
 
     def _take(self) -> str | None:
         """Reads past Python's own buffer, whose lock the interpreter would wait for at its end."""
-        while b"\n" not in self._buffer and not self._ended:
-            chunk = os.read(self._descriptor, CHUNK_BYTES)
+        while b"\n" not in self._buffer and (chunk := os.read(self._descriptor, CHUNK_BYTES)):
             self._buffer += chunk
-            self._ended = not chunk
         if not self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace").removesuffix("\r")
-
-
-def _result_of(read: Callable[[], str | None]) -> str | Exception | None:
-    """What was read, or why nothing was: for whoever waits on another thread."""
-    try:
-        return read()
-    except (OSError, ValueError) as error:
-        return error

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,21 +21,19 @@ from deploy.fleet.local_state import (
     state_directory,
 )
 from deploy.fleet.reconciler import DeploymentLocation
-from outrider.config import DeploymentConfig, deployment_settings
+from outrider.config import DeploymentConfig, configuration
 from outrider.errors import ConfigError, SettingError, Unavailable, check
-from outrider.settings import Value, merge
+from outrider.settings import Value
 
 from .command import Arguments, Option, grouped, option
 from .options import (
     KEY_VARIABLE,
     OF_CALLERS,
     PLACE_KEYS,
-    deployment_config,
     given_settings,
     key_option,
     public_settings,
     refuse_other_settings,
-    set_by,
     setting_options,
 )
 from .output import progress
@@ -115,20 +113,14 @@ def caller_options() -> list[Option]:
 
 def trust_options() -> list[Option]:
     """How a coordinator is known by TLS."""
-    variables = {one: f"OUTRIDER_{one.upper()}" for one in TRUST_OPTIONS}
-    return [
-        *(
-            option(
-                "--" + name.replace("_", "-"), metavar="FILE", envvar=variables[name], rare=True,
-                help=f"{words} [${variables[name]}]",
-            )
-            for name, words in TRUST_OPTIONS.items()
-        ),
-        option(
-            "--tls", is_flag=True, rare=True,
-            help="the coordinator has TLS, by an authority that gRPC knows",
-        ),
-    ]  # fmt: skip
+    found = [option("--tls", is_flag=True, help="it has TLS, by an authority that gRPC knows")]
+    for name, words in TRUST_OPTIONS.items():
+        flag, variable = "--" + name.replace("_", "-"), f"OUTRIDER_{name.upper()}"
+        shown = f"{words} [${variable}]"
+        found.append(option(flag, metavar="FILE", envvar=variable, help=shown))
+    for one in found:
+        one.rare = True
+    return found
 
 
 def trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
@@ -182,10 +174,9 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
 
 
 async def _address_of(record: DeploymentRecord, state: Path) -> str:
-    """Where the coordinators are of the deployment that runs, once there are any: the only one may
-    just be replaced. Raises `Unavailable` where none comes."""
-    address = record.grpc_address
-    if address:
+    """Where its coordinators are, once there are any: the only one may just be replaced. Raises
+    `Unavailable` where none comes."""
+    if address := record.grpc_address:
         return address
     progress("no coordinator serves at the moment: waiting for one")
     try:
@@ -208,14 +199,10 @@ def recorded_address(state: Path) -> str:
 
 
 def shown_key(arguments: Arguments) -> str:
-    """The key that flag, variable or file names; the first of several. Raises `ConfigError`, also
-    for a hash, which is none."""
-    values = merge(
-        {"api_key": deployment_settings()["api_key"]}, None,
-        {name: text for name, text in os.environ.items() if name == KEY_VARIABLE},
-        {key: text for key, text in arguments.settings.items() if key == "api_key"},
-    )  # fmt: skip
-    key = str(values.get("api_key", "")).split(",")[0].strip()
+    """The key that flag or variable names; the first of several. Raises `ConfigError` for a hash,
+    which is none."""
+    keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
+    key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
         raise SettingError("api_key", "is the hash of a key; servers know it by that, callers not")
     return key
@@ -225,13 +212,9 @@ def own_config(arguments: Arguments) -> DeploymentConfig:
     """The deployment that a command starts for itself: as `serve` would, but on any free port
     where none is set, since only this command looks for it, and the usual one may be taken; and by
     HTTP only where that is asked for."""
-    config, given = deployment_config(arguments), set_by(arguments)
-    coordinator = config.coordinator
-    if "grpc_port" not in given:
-        coordinator = replace(coordinator, grpc_port=0)
-    if not {"http", "port"} & given.keys():
-        coordinator = replace(coordinator, http=False)
-    return replace(config, coordinator=coordinator)
+    given = given_settings(arguments)
+    own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
+    return configuration(own | given)
 
 
 def checked_address(server: str) -> str:

@@ -14,13 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from deploy.fleet.local_state import running_deployment, state_directory
-from outrider.config import deployment_settings
+from outrider.config import deployment_settings, load_config
 from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
@@ -45,10 +46,8 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 _CGROUP_MEMORY: Final = Path("/sys/fs/cgroup/memory.max")
 GIB: Final = 2**30
 
-LONGEST_WORD: Final = 10
-"""Of what they propose and of their files: a narrow terminal cuts no word of ..."""
-_WORDY: Final = ("proposes", "files")
-"""... these columns."""
+MIN_WIDTHS: Final = {"proposes": 10, "files": 10}
+"""Of columns of drafters: a narrow terminal cuts no word of these."""
 
 Facts = dict[str, Any]
 
@@ -77,9 +76,17 @@ def _words(value: object) -> str:
 
 def collect() -> dict[str, Facts]:
     """All facts by section. What cannot be had is None, or says why."""
+    installed = {one.name: one.version for one in metadata.distributions()}
     return {
-        "packages": {name: _version(name) for name in PACKAGES},
-        "system": _system(),
+        "packages": {name: installed.get(name) for name in PACKAGES},
+        "system": {
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "libc": " ".join(platform.libc_ver()).strip() or None,
+            "optimised": sys.flags.optimize,
+            "compiler": shutil.which("cc"),
+        },
         "cpu": _cpu(),
         "memory": _memory(),
         "torch": _torch(),
@@ -89,32 +96,12 @@ def collect() -> dict[str, Facts]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _system() -> Facts:
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
-        "libc": " ".join(platform.libc_ver()).strip() or None,
-        "optimised": sys.flags.optimize,
-        "compiler": shutil.which("cc"),
-    }
-
-
 def _cpu() -> Facts:
     info: dict[str, str] = {}
-    try:
+    with suppress(FileNotFoundError):  # Not Linux: the library's own word is all there is.
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             name, _, value = line.partition(":")
             info.setdefault(name.strip(), value.strip())
-    except FileNotFoundError:
-        pass  # Not Linux: the library's own word is all there is.
     has = set((info.get("flags") or info.get("Features") or "").split())
     return {
         "model": info.get("model name") or platform.processor() or platform.machine(),
@@ -127,58 +114,43 @@ def _cpu() -> Facts:
 
 def _memory() -> Facts:
     found: Facts = {"total_gib": None, "available_gib": None, "limit_gib": None}
-    try:
+    with suppress(OSError, ValueError, KeyError):  # "max" is no limit.
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
         found["total_gib"] = round(kib["MemTotal"] * 1024 / GIB, 2)
         found["available_gib"] = round(kib["MemAvailable"] * 1024 / GIB, 2)
         found["limit_gib"] = round(int(_CGROUP_MEMORY.read_text("ascii")) / GIB, 2)
-    except (OSError, ValueError, KeyError):
-        pass  # What the kernel does not say stays None; "max" is no limit.
     return found
 
 
 def _torch() -> Facts:
     import torch
 
-    found: Facts = {
+    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
+
+    try:
+        kernels = load_pace().name
+    except KernelsUnavailable as error:
+        kernels = f"none: {error}"
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        "cpu_kernels": _cpu_kernels(),
+        "cpu_kernels": kernels,
         "cuda": torch.version.cuda,
-        "driver": _nvidia_driver(),
-    }
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
+        "driver": driver.partition("\n")[0].strip() or None,
+        "gpus": [
             {
-                "name": properties.name,
-                "memory_gib": round(properties.total_memory / GIB, 1),
-                "capability": f"{properties.major}.{properties.minor}",
+                "name": one.name,
+                "memory_gib": round(one.total_memory / GIB, 1),
+                "capability": f"{one.major}.{one.minor}",
             }
-        )
-    return {**found, "gpus": gpus}
-
-
-def _cpu_kernels() -> str:
-    """The fused kernels that steps run on, or why there are none."""
-    from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
-
-    try:
-        return load_pace().name
-    except KernelsUnavailable as error:
-        return f"none: {error}"
-
-
-def _nvidia_driver() -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    lines = _output([program, "--query-gpu=driver_version", "--format=csv,noheader"])
-    return lines.splitlines()[0].strip() if lines else None
+            for one in gpus
+        ],
+    }
 
 
 def _redis() -> Facts:
@@ -186,10 +158,10 @@ def _redis() -> Facts:
     from outrider.sessions.embedded import find_server
 
     try:
-        server: str | None = find_server()
-        version = re.search(r"v=(\S+)", _output([str(server), "--version"]))
+        server = str(find_server())
     except OutriderError as error:
         return {"server": None, "server_version": None, "error": error.message}
+    version = re.search(r"v=(\S+)", _output([server, "--version"]))
     return {
         "server": server,
         "server_version": version[1] if version else None,
@@ -200,20 +172,12 @@ def _redis() -> Facts:
 def _named_redis_version() -> str | None:
     """None where the environment names no server; what went wrong by its kind alone, because a
     message may repeat the URL."""
-    url = os.environ.get("OUTRIDER_REDIS_URL")
-    if not url:
+    if not os.environ.get("OUTRIDER_REDIS_URL"):
         return None
     from redis.exceptions import RedisError
 
-    username, password, password_file, ca_file, sentinel_password = (
-        os.environ.get(f"OUTRIDER_REDIS_{name}", "")
-        for name in ("USERNAME", "PASSWORD", "PASSWORD_FILE", "CA_FILE", "SENTINEL_PASSWORD")
-    )
-    address = RedisAddress(
-        url=url, key_prefix="", username=username, password=password, ca_file=ca_file,
-        sentinel_password=sentinel_password, password_file=password_file,
-    )  # fmt: skip
     try:
+        address = load_config({}, os.environ).coordinator.redis
         return asyncio.run(_redis_version(with_password(address)))
     except (OutriderError, RedisError, ValueError, OSError) as error:
         return f"does not answer ({type(error).__name__})"
@@ -238,30 +202,22 @@ def _deployment() -> Facts:
         return {"running": False, "error": error.message}
     if record is None:
         return {"running": False}
-    changed = {
-        key: record.settings[key]
-        for key, setting in deployment_settings().items()
-        if key in record.settings and record.settings[key] != setting.default
-    }
+    defaults = {key: setting.default for key, setting in deployment_settings().items()}
+    changed = {k: v for k, v in record.settings.items() if k in defaults and v != defaults[k]}
     return {
         "running": True,
-        "pid": record.pid,
-        "started_at": record.started_at,
-        "model": record.model,
-        "draft_model": record.draft_model,
+        **{name: getattr(record, name) for name in ("pid", "started_at", "model", "draft_model")},
         "changed_settings": masked_settings(changed),
     }
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints; empty where it fails."""
-    try:
-        done = subprocess.run(
+    """What a program prints; empty where there is none, or it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+        ).stdout
+    return ""
 
 
 @command("drafters", json_option())
@@ -279,7 +235,7 @@ def drafters(arguments: Arguments) -> int:
         table.add_column(
             "--draft-model" if is_name else name,
             no_wrap=is_name,
-            min_width=LONGEST_WORD if name in _WORDY else None,
+            min_width=MIN_WIDTHS.get(name),
         )
     for one in found:
         table.add_row(*one.values())

@@ -156,10 +156,6 @@ async def _keep_told(
             _log.error("the record of what runs cannot be written: %s", error)
 
 
-def _wanted(deployment: Deployment) -> dict[str, int]:
-    return {str(role): count for role, count in deployment.overview.wanted.items()}
-
-
 def record_of(deployment: Deployment) -> DeploymentRecord:
     """Of a deployment that has started, without secrets."""
     config, endpoints = deployment.config, deployment.endpoints
@@ -181,7 +177,7 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
         ray_token=str(deployment.ray.token or ""),
         redis=asdict(replace(config.coordinator.redis, password="", sentinel_password="")),
         asks_for_keys=config.coordinator.asks_for_keys,
-        wanted=_wanted(deployment),
+        wanted={str(role): count for role, count in deployment.overview.wanted.items()},
         settings=public_settings(config),
     )
 

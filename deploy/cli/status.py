@@ -11,7 +11,6 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -77,8 +76,8 @@ def status(arguments: Arguments) -> int:
 def _print(found: Facts, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found), flush=True)
-        return
-    show(status_table(found), highlight=False, soft_wrap=not found["running"])
+    else:
+        show(status_table(found), highlight=False, soft_wrap=not found["running"])
 
 
 async def _watch(arguments: Arguments) -> int:
@@ -99,56 +98,53 @@ async def _watch(arguments: Arguments) -> int:
 
 async def _status(arguments: Arguments) -> Facts:
     timeout_s: float = arguments.timeout
+    found: Facts = {
+        "running": False, "serving": False, "deployment": None,
+        "coordinators": [], "targets": [], "drafts": [],
+    }  # fmt: skip
     if arguments.server:
-        caller = partial(Connection, api_key=shown_key(arguments), trust=trust_of(arguments, {}))
-        coordinator = await ask_coordinator(caller(checked_address(arguments.server)), timeout_s)
+        key, trust = shown_key(arguments), trust_of(arguments, {})
+        one = Connection(checked_address(arguments.server), api_key=key, trust=trust)
+        coordinator = await _ask_coordinator(one, timeout_s)
         # One that serves, and does not answer this caller, says why.
         running = coordinator["error"] is None or coordinator["serving"]
-        return {
-            "running": running, "serving": coordinator["serving"], "deployment": None,
-            "coordinators": [coordinator], "targets": [], "drafts": [],
-        }  # fmt: skip
+        serving = {"running": running, "serving": coordinator["serving"]}
+        return found | serving | {"coordinators": [coordinator]}
     state = state_directory(os.environ)
+    # The lock lets only one deployment have the directory. Not every kernel says who holds it.
+    found["lease"] = {
+        "file": str(state / LOCK_NAME), "known": locks_known(), "holder": lock_holder(state),
+    }  # fmt: skip
     record = running_deployment(state)
     if record is None:
-        return {
-            "running": False, "serving": False, "deployment": None,
-            "coordinators": [], "targets": [], "drafts": [],
-            "lease": lease(state),
-        }  # fmt: skip
-    caller = partial(
-        Connection, api_key=shown_key(arguments) or local_key(state),
-        trust=trust_of(arguments, record.settings),
-    )  # fmt: skip
+        return found
+    key = shown_key(arguments) or local_key(state)
+    trust = trust_of(arguments, record.settings)
     inner = str(record.settings.get("internal_tls_dir") or "")
-    (known, registry_error), coordinators, targets, drafts = await asyncio.gather(
+    addresses = [one for one in record.grpc_address.split(",") if one]
+    answers: list[Any] = await asyncio.gather(
         ask_registry(record, timeout_s),
-        asyncio.gather(
-            *(
-                ask_coordinator(caller(one), timeout_s)
-                for one in record.grpc_address.split(",")
-                if one
-            )
+        *(
+            _ask_coordinator(Connection(one, api_key=key, trust=trust), timeout_s)
+            for one in addresses
         ),
-        asyncio.gather(
-            *(ask_replica("target", one, timeout_s, inner) for one in record.target_addresses)
-        ),
-        asyncio.gather(
-            *(ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses)
-        ),
+        *(_ask_replica("target", one, timeout_s, inner) for one in record.target_addresses),
+        *(_ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses),
     )
-    for facts in (*coordinators, *targets, *drafts):
-        facts |= known.get(facts["address"], {})
-    return {
+    (known, registry_error), *replicas = answers
+    facts = [one | known.get(one["address"], {}) for one in replicas]
+    first_target = len(addresses)
+    first_draft = first_target + len(record.target_addresses)
+    coordinators, targets = facts[:first_target], facts[first_target:first_draft]
+    return found | {
         "running": True,
         # Without a draft requests are slower, and served all the same.
-        "serving": all(any(one["serving"] for one in found) for found in (coordinators, targets)),
+        "serving": all(any(one["serving"] for one in role) for role in (coordinators, targets)),
         "deployment": _deployment(record, state),
         "coordinators": coordinators,
         "targets": targets,
-        "drafts": drafts,
+        "drafts": facts[first_draft:],
         "registry_error": registry_error,
-        "lease": lease(state),
     }
 
 
@@ -187,43 +183,28 @@ async def ask_registry(
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
-    """What its record says."""
+    names = ("pid", "started_at", "model", "draft_model", "served_model_name", "http_address",
+             "wanted")  # fmt: skip
     started = datetime.fromisoformat(record.started_at)
     return {
-        "pid": record.pid,
-        "started_at": record.started_at,
+        **{name: getattr(record, name) for name in names},
         "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
         "state_directory": str(state),
         "log": str(state / LOG_NAME),
-        "model": record.model,
-        "draft_model": record.draft_model,
-        "served_model_name": record.served_model_name,
-        "http_address": record.http_address,
-        "wanted": record.wanted,
         "settings": masked_settings(record.settings),
     }
 
 
-def lease(state: Path) -> Facts:
-    """Who holds the lock that lets only one deployment have a state directory. `holder` is None
-    where nobody does, and where the kernel does not say (`known`)."""
-    return {
-        "file": str(state / LOCK_NAME), "known": locks_known(), "holder": lock_holder(state),
-    }  # fmt: skip
-
-
-async def ask_coordinator(connection: Connection, timeout_s: float) -> Facts:
-    """What it serves, how many sessions run, and its health."""
+async def _ask_coordinator(connection: Connection, timeout_s: float) -> Facts:
     async with connection.client() as client:
         serving = await client.healthy(timeout_s)
         return await _answer(connection.address, serving, lambda: client.describe(timeout_s))
 
 
-async def ask_replica(
+async def _ask_replica(
     role: Literal["target", "draft"], address: str, timeout_s: float, internal_tls_dir: str = ""
 ) -> Facts:
-    """What it runs, with its fingerprints, and its health; as a coordinator asks, where it answers
-    no one else."""
+    """As a coordinator asks, where it answers no one else."""
     from outrider.client import Client
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
@@ -265,12 +246,8 @@ def status_table(found: Facts) -> RenderableType:
     head: list[RenderableType] = []
     foot: list[RenderableType] = []
     if deployment is not None:
-        head.append(
-            Text(
-                f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}: "
-                f"pid {deployment['pid']}, since {deployment['started_at']}"
-            )
-        )
+        models = f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}"
+        head.append(Text(f"{models}: pid {deployment['pid']}, since {deployment['started_at']}"))
         if deployment["http_address"]:
             foot.append(Text(f"HTTP {deployment['http_address']}"))
         foot.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
@@ -281,7 +258,7 @@ def status_table(found: Facts) -> RenderableType:
     for role in ROLES:
         replicas = found[f"{role}s"]
         for facts in replicas:
-            table.add_row(*map(_cell, (facts.get("name", role), *_row(facts))))
+            table.add_row(*map(_cell, _row(role, facts)))
         if len(replicas) != wanted.get(role, len(replicas)):
             table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
     if error := found.get("registry_error"):
@@ -296,26 +273,23 @@ def _cell(words: str) -> RenderableType:
     return Text(words, style=styles.get(words, ""))
 
 
-def _row(facts: Facts) -> tuple[str, ...]:
-    """All cells but the first one."""
+def _row(role: str, facts: Facts) -> tuple[str, ...]:
     health = "serving" if facts["serving"] else "not serving"
     if facts.get("leaving"):
         health = "leaving"
     lines = (_runs(facts), _where(facts), _does(facts))
-    return facts["address"], health, "\n".join(line for line in lines if line)
+    words = "\n".join(line for line in lines if line)
+    return facts.get("name", role), facts["address"], health, words
 
 
 def _where(facts: Facts) -> str:
-    """Its process, and when that was last heard of in Redis."""
     if "lease_age_s" not in facts:
         return ""
-    parts = [f"{facts['host']}, pid {facts['pid']}", facts["device"]]
-    parts.append(f"heard of {facts['lease_age_s']:.1f} s ago")
-    return ", ".join(part for part in parts if part)
+    process, age = f"{facts['host']}, pid {facts['pid']}", f"{facts['lease_age_s']:.1f}"
+    return ", ".join(part for part in (process, facts["device"], f"heard of {age} s ago") if part)
 
 
 def _runs(facts: Facts) -> str:
-    """A replica's or a coordinator's description."""
     if facts["error"] is not None:
         return str(facts["error"])
     if "num_running" in facts:
@@ -323,28 +297,18 @@ def _runs(facts: Facts) -> str:
             f"{facts['model']}, {facts['num_running']} sessions running, "
             f"{facts['max_model_len']} tokens at most"
         )
-    parts = [facts["model"], facts["dtype"]]
-    parts += [
-        f"{name} {facts[f'{name}_fingerprint'][:12]}"
-        for name in ("weights", "tokenizer")
-        if facts[f"{name}_fingerprint"]
-    ]
-    if facts["numerics"]:
-        parts.append(f"bit-equal rows {facts['numerics'][:12]}")
-    return ", ".join(part for part in parts if part)
+    prints = (("weights", "weights_fingerprint"), ("tokenizer", "tokenizer_fingerprint"),
+              ("bit-equal rows", "numerics"))  # fmt: skip
+    parts = [f"{name} {facts[key][:12]}" for name, key in prints if facts[key]]
+    return ", ".join(part for part in (facts["model"], facts["dtype"], *parts) if part)
 
 
 def _does(facts: Facts) -> str:
-    """What it has lately been doing, as far as it says so."""
-    figures = facts.get("figures") or {}
-    shares = (
-        ("busy", "busy"), ("places", "fill"), ("pages", "kv_usage"), ("accepted", "acceptance"),
-        ("ahead", "look_ahead_hits"), ("wait for drafts", "draft_waits"),
-    )  # fmt: skip
-    parts = []
-    if (rate := figures.get("tokens_per_second")) is not None:
-        parts.append(f"{rate:.0f} tokens/s")
-    parts += [f"{figures[key]:.0%} {word}" for word, key in shares if figures.get(key) is not None]
-    if (queue := figures.get("queue_steps")) is not None:
-        parts.append(f"queue {queue:.1f} steps")
-    return ", ".join(parts)
+    figures = {k: v for k, v in (facts.get("figures") or {}).items() if v is not None}
+    formats = {
+        "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
+        "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted",
+        "look_ahead_hits": "{:.0%} ahead", "draft_waits": "{:.0%} wait for drafts",
+        "queue_steps": "queue {:.1f} steps",
+    }  # fmt: skip
+    return ", ".join(text.format(figures[key]) for key, text in formats.items() if key in figures)
