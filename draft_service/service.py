@@ -43,18 +43,18 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
 
-    def _take(self, item: DraftItem, outlet: AnswerSender[DraftAnswer]) -> None:
+    def take(self, item: DraftItem, sender: AnswerSender[DraftAnswer]) -> None:
         """The time that an item leaves for its draws runs from here."""
         time, stated = asyncio.get_running_loop().time, self._stated_seconds
         deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
-        super()._take(replace(item, deadline=deadline), outlet)
+        super().take(replace(item, deadline=deadline), sender)
 
     def _work(
-        self, item: DraftItem, outlet: AnswerSender[DraftAnswer]
+        self, item: DraftItem, sender: AnswerSender[DraftAnswer]
     ) -> StepRequest[DraftItem, DraftAnswer]:
         """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
         only the steps decide whether there is time for more."""
-        work = super()._work(item, outlet)
+        work = super()._work(item, sender)
         if not self._proposer.looks_ahead(item) and item.deadline is not NO_DEADLINE:
             work.deadline = item.deadline
         return work
@@ -64,19 +64,19 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         grammars: Grammars,
         constraint: Constraint,
         item: DraftItem,
-        outlet: AnswerSender[DraftAnswer],
+        sender: AnswerSender[DraftAnswer],
     ) -> None:
         """See `SteppedService._compile`. Those who wait are told when its time is over."""
 
         def tell_undrawn() -> None:
             if item.deadline.close_undrawn():
-                outlet.send([undrawn(item.head.key)])
+                sender.send([undrawn(item.head.key)])
 
         timer = None
         if item.deadline is not NO_DEADLINE:
             timer = asyncio.get_running_loop().call_at(item.deadline.ends_at, tell_undrawn)
         try:
-            await super()._compile(grammars, constraint, item, outlet)
+            await super()._compile(grammars, constraint, item, sender)
         finally:
             if timer is not None:
                 timer.cancel()

@@ -183,10 +183,9 @@ class Proposer:
             self._table.park(session_id)
         self._figures = self._now()
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str) -> None:
         """See `StepWorker.release`."""
-        if self._table.epoch(session_id) <= epoch:
-            self._forget(session_id)
+        self._forget(session_id)
 
     def forget_tokens(self, session_id: str) -> None:
         """The session is asked for again by a resync, with all that goes with its tokens."""

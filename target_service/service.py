@@ -55,31 +55,33 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         matchers = None if grammars is None else Matchers(grammars)
         scorer = Verifier(engine, budget, self_drafter, clock, matchers)
-        gathering = None
+        batching_delay = None
         if gathers and costs is not None:
-            gathering = BatchingDelay(costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX)
+            batching_delay = BatchingDelay(
+                costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX
+            )
         super().__init__(
-            scorer, executor, description, observer, budget.note_seconds, gathering, grammars
+            scorer, executor, description, observer, budget.note_seconds, batching_delay, grammars
         )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    def _accept(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> None:
+    def _accept(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> None:
         """Extends the rounds that run ahead of `item`, begins such rounds, or queues it."""
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
-            outlet.send(ahead.extend(item, outlet))
+            sender.send(ahead.extend(item, sender))
             if ahead.running is None:
                 self._run_next(session_id, ahead)
             return
         self._stop_running_ahead(session_id)
         if item.run_ahead > 0 and not item.proposal:
-            ahead = self._ahead[session_id] = RunAhead(item, outlet)
+            ahead = self._ahead[session_id] = RunAhead(item, sender)
             if len(self._ahead) > SEQUENCES_PER_REPLICA_MAX:
                 self._stop_running_ahead(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
-            super()._accept(item, outlet)
+            super()._accept(item, sender)
 
     def _on_release(self, session_id: str) -> None:
         self._stop_running_ahead(session_id)
@@ -89,9 +91,9 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         queue at its end like any other work."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
-            ahead.outlet.flush(session_id)
+            ahead.sender.flush(session_id)
             return
-        work = self._work(item, ahead.outlet)
+        work = self._work(item, ahead.sender)
         work.may_wait = ahead.is_ahead
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
@@ -111,7 +113,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         if isinstance(answer, VerdictReply):
             ahead.add(answer)
             if answer.verdict.correction[0] in self._description.eos_token_ids:
-                ahead.outlet.flush(session_id)  # The session probably ends.
+                ahead.sender.flush(session_id)  # The session probably ends.
             self._run_next(session_id, ahead)
         else:
             self._forget(session_id, ahead)
@@ -135,9 +137,9 @@ class RunAhead:
     | first + j | the same + j | `replies[j]`, or not yet |
     """
 
-    def __init__(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> None:
+    def __init__(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> None:
         check(not item.proposal, "a round with a proposal is never run ahead of")
-        self.outlet = outlet
+        self.sender = sender
         self.running: StepRequest[VerifyItem, VerifyAnswer] | None = None
         """The round that is queued or being computed."""
         self._item = item
@@ -176,21 +178,21 @@ class RunAhead:
             and asked.constraint_hash == mine.constraint_hash
         )
 
-    def extend(self, item: VerifyItem, outlet: AnswerSender[VerifyAnswer]) -> list[VerdictReply]:
+    def extend(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> list[VerdictReply]:
         """Moves the beginning to `item`, which `continues` these rounds, and the allowance on.
         Returns the verdicts known from its round on if they may have been lost on the way: where
         that round is asked for again, or over another connection."""
         rounds = item.head.round - self._item.head.round
-        may_be_lost = rounds == 0 or outlet is not self.outlet
+        may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
         del self._replies[:rounds]
         del self._tokens[:offset]
         del self._digests[:offset]
         self._last_round = item.head.round + item.run_ahead
         self._item = item
-        self.outlet = outlet
+        self.sender = sender
         if self.running is not None:
-            self.running.outlets = [outlet]
+            self.running.senders = [sender]
         return list(self._replies) if may_be_lost else []
 
     def add(self, reply: VerdictReply) -> None:

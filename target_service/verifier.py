@@ -165,10 +165,9 @@ class Verifier:
             self._table.park(session_id)
         self._figures = self._admissions.figures
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str) -> None:
         """See `StepWorker.release`."""
-        if self._table.epoch(session_id) <= epoch:
-            self._forget(session_id)
+        self._forget(session_id)
 
     def recover(self, items: Sequence[VerifyItem]) -> None:
         """See `StepWorker.recover`."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.interface import Engine
-from outrider.errors import BadRequest, InvariantError, StaleEpoch, check
+from outrider.errors import BadRequest, InvariantError, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -39,12 +39,11 @@ class Aligned:
 
 
 class _Entry:
-    """One session: its tokens, who may write, and how many tokens a coordinator vouched for."""
+    """One session: its tokens, and how many tokens a coordinator vouched for."""
 
-    __slots__ = ("age_rank", "confirmed_length", "epoch", "parked", "sequence")
+    __slots__ = ("age_rank", "confirmed_length", "parked", "sequence")
 
-    def __init__(self, epoch: int, age_rank: int) -> None:
-        self.epoch = epoch
+    def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
         self.parked = False
         self.sequence = TokenSequence()
@@ -53,7 +52,7 @@ class _Entry:
 
 
 class SessionTable:
-    """session id -> tokens and epoch, beside an engine's slots (or alone, without an engine).
+    """session id -> tokens, beside an engine's slots (or alone, without an engine).
 
     At most `sequences_max` sessions; the one unused for longest makes room, and is asked for
     again by `Resync` when it comes back. So one step may align `sequences_max` sessions at most.
@@ -83,7 +82,7 @@ class SessionTable:
 
         Returns `Resync` where the stated prefix is not held: with the longest prefix <=
         `base_length` that this table knows to be committed. Nothing is cut then.
-        Raises `StaleEpoch` for an epoch older than one seen, `BadRequest` for an empty prefix.
+        Raises `BadRequest` for an empty prefix.
         """
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
@@ -160,11 +159,6 @@ class SessionTable:
         self._forget_evicted(session_id, entry)
         return len(entry.sequence)
 
-    def epoch(self, session_id: str) -> int:
-        """The newest epoch seen of a session; 0 for an unknown one."""
-        entry = self._entries.get(session_id)
-        return 0 if entry is None else entry.epoch
-
     def age_rank(self, session_id: str) -> float:
         """Orders sessions by when they were first seen: the smaller, the older. Those that are
         unknown come last."""
@@ -217,15 +211,10 @@ class SessionTable:
         if entry is None:
             self._make_room()
             self._num_seen += 1
-            entry = self._entries[head.session_id] = _Entry(head.epoch, self._num_seen)
+            entry = self._entries[head.session_id] = _Entry(self._num_seen)
             if self._engine is not None:
                 self._engine.release(head.session_id)
             return entry
-        if head.epoch < entry.epoch:
-            raise StaleEpoch(
-                f"session {head.session_id}: epoch {head.epoch} is over, {entry.epoch} was seen"
-            )
-        entry.epoch = head.epoch
         entry.parked = False
         self._entries.move_to_end(head.session_id)
         self._forget_evicted(head.session_id, entry)

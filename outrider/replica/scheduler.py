@@ -63,15 +63,15 @@ class StepScheduler(Generic[Item, Answer]):
         queue_max: int,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
-        gathering: BatchingDelay | None = None,
+        batching_delay: BatchingDelay | None = None,
     ) -> None:
         """`note_seconds` hears, between steps, how long the last one took that ran items. With
-        `gathering` a step may wait for sessions that will soon want it too."""
+        `batching_delay` a step may wait for sessions that will soon want it too."""
         self._executor = executor
         self._worker = worker
         self._observer = observer
         self._note_seconds = note_seconds
-        self._gathering = gathering
+        self._batching_delay = batching_delay
         self._queue: RequestQueue[Item, Answer] = RequestQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
@@ -136,8 +136,8 @@ class StepScheduler(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         if self._queue.add(work) and work.deadline is not None:
             work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
-        if self._gathering is not None:
-            self._gathering.arrived(work.item.head.session_id, loop.time())
+        if self._batching_delay is not None:
+            self._batching_delay.arrived(work.item.head.session_id, loop.time())
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -149,8 +149,8 @@ class StepScheduler(Generic[Item, Answer]):
         for work in self._queue.of_session(session_id, epoch):
             self._cancel(work)
         self._releases[session_id] = epoch
-        if self._gathering is not None:
-            self._gathering.forget(session_id)
+        if self._batching_delay is not None:
+            self._batching_delay.forget(session_id)
         if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
             del self._releases[next(iter(self._releases))]
         self._start()
@@ -194,8 +194,8 @@ class StepScheduler(Generic[Item, Answer]):
                 await self._wake.wait()
                 self._wake.clear()
                 while not self._over and (self._queue or self._releases or self._parked):
-                    if self._gathering is not None:
-                        await self._gather(self._gathering)
+                    if self._batching_delay is not None:
+                        await self._gather(self._batching_delay)
                     if await self._step(self._take()):
                         # The answers leave before the next step claims the interpreter.
                         await asyncio.sleep(0)
@@ -205,9 +205,9 @@ class StepScheduler(Generic[Item, Answer]):
         finally:
             self._idle.set()
 
-    async def _gather(self, gathering: BatchingDelay) -> None:
+    async def _gather(self, batching_delay: BatchingDelay) -> None:
         """Until the next step should begin."""
-        hold = gathering.hold(asyncio.get_running_loop().time(), self._queue.rows)
+        hold = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
         try:
             async with asyncio.timeout_at(None if hold is None else hold.until):
                 while hold is not None and hold.awaited and not self._over:
@@ -215,7 +215,7 @@ class StepScheduler(Generic[Item, Answer]):
                     self._wake.clear()
         except TimeoutError:
             pass
-        gathering.began()
+        batching_delay.began()
 
     async def _rest(self) -> None:
         """Until something has changed for those that wait for pages."""
@@ -315,8 +315,8 @@ class StepScheduler(Generic[Item, Answer]):
     def _on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Item]
     ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
-        for session_id, epoch in releases.items():
-            self._worker.release(session_id, epoch)
+        for session_id in releases:
+            self._worker.release(session_id)
         if parked:
             self._worker.park(parked)
         if not items:
@@ -341,7 +341,7 @@ class StepScheduler(Generic[Item, Answer]):
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
-            _note_standing(work, answer)
+            _note_state(work, answer)
             if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = start
             parts: tuple[Any, ...] = ()
@@ -352,23 +352,25 @@ class StepScheduler(Generic[Item, Answer]):
             timed = [_timed(part, work, end, num_sharing) for part in parts]
             stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
             leaving = held if work.may_wait else by_outlet
-            for outlet in work.outlets:
-                leaving.setdefault(outlet, []).extend(timed)
-        for outlet, frame in held.items():
-            outlet.hold(frame)
-        for outlet, frame in by_outlet.items():
-            outlet.send(frame)
+            for sender in work.senders:
+                leaving.setdefault(sender, []).extend(timed)
+        for sender, frame in held.items():
+            sender.hold(frame)
+        for sender, frame in by_outlet.items():
+            sender.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if batch:
             self._note_load(batch, start, end)
-        if batch and self._gathering is not None:
+        if batch and self._batching_delay is not None:
             rows = sum(work.item.num_rows for work in batch)
-            self._gathering.took(end - start, rows, len(batch))
+            self._batching_delay.took(end - start, rows, len(batch))
             for work, answer in zip(batch, stamped, strict=True):
                 if work.unfinished is None and isinstance(answer, VerdictReply | ProposalReply):
-                    self._gathering.answered(work.item.head.session_id, work.item.num_rows, end)
+                    self._batching_delay.answered(
+                        work.item.head.session_id, work.item.num_rows, end
+                    )
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
 
@@ -390,14 +392,14 @@ class StepScheduler(Generic[Item, Answer]):
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
-        for outlet in work.outlets:
-            outlet.send([undrawn(work.item.head.key)])
+        for sender in work.senders:
+            sender.send([undrawn(work.item.head.key)])
 
     def _cancel(self, work: StepRequest[Item, Answer]) -> None:
         work.cancelled = True
         over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
-        for outlet in work.outlets:
-            outlet.send([over])
+        for sender in work.senders:
+            sender.send([over])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -411,8 +413,8 @@ class StepScheduler(Generic[Item, Answer]):
                 self._on_health(self._reported)
 
     def _refuse(self, work: StepRequest[Item, Answer], answer: Refused) -> None:
-        for outlet in work.outlets:
-            outlet.send([answer])
+        for sender in work.senders:
+            sender.send([answer])
         self._done(work, answer)
 
     def _done(self, work: StepRequest[Item, Answer], answer: Answer | Refused | None) -> None:
@@ -422,7 +424,7 @@ class StepScheduler(Generic[Item, Answer]):
             work.on_done(work, answer)
 
 
-def _note_standing(work: StepRequest[Any, Any], answer: Any) -> None:
+def _note_state(work: StepRequest[Any, Any], answer: Any) -> None:
     """How a step has left work."""
     if isinstance(answer, Answers):
         work.unfinished = Unfinished.CONTINUES if answer.more else None

@@ -30,7 +30,7 @@ from outrider.replica.step_request import (
     expiry,
     refusal,
 )
-from outrider.transport.link import Traffic
+from outrider.transport.link import Connection, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class SteppedService(Generic[Item, Answer]):
         description: ReplicaDescription,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
-        gathering: BatchingDelay | None = None,
+        batching_delay: BatchingDelay | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
-        steps, how long the last one took; by `gathering` steps wait for sessions. An item whose
-        constraint is new waits until it is among the `grammars`; it then has the grammar with it,
-        so that no step compiles one."""
+        steps, how long the last one took; by `batching_delay` steps wait for sessions. An item
+        whose constraint is new waits until it is among the `grammars`; it then has the grammar
+        with it, so that no step compiles one."""
         self._worker = worker
         self._description = description
         self._scheduler = StepScheduler(
@@ -65,14 +65,14 @@ class SteppedService(Generic[Item, Answer]):
             queue_max=STREAM_QUEUE_ITEMS_MAX,
             observer=observer,
             note_seconds=note_seconds,
-            gathering=gathering,
+            batching_delay=batching_delay,
         )
         self._scheduler.watch_pages(self._park_the_silent)
         self._num_items = 0
         self._num_answers = 0
         self._observer = observer
-        self._fence = StaleRoundFilter()
-        self._presence = SessionTracker()
+        self._filter = StaleRoundFilter()
+        self._tracker = SessionTracker()
         self._grammars = grammars
         self._compiling: set[asyncio.Task[None]] = set()
 
@@ -100,17 +100,17 @@ class SteppedService(Generic[Item, Answer]):
         """Names who hears, on the loop's thread, whenever `healthy` changes."""
         self._scheduler.watch(on_health)
 
-    def connect(self, send: Callable[[Sequence[Answer]], None]) -> StepConnection[Item, Answer]:
+    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
         """See `ReplicaService.connect`."""
 
         def note_and_send(answers: Sequence[Any]) -> None:
             self._num_answers += len(answers)
             now = asyncio.get_running_loop().time()
             for answer in answers:
-                self._presence.answer(answer.key.session_id, now)
+                self._tracker.answer(answer.key.session_id, now)
             send(answers)
 
-        return StepConnection(self._take, self._leave, AnswerSender(note_and_send))
+        return _Connection(self, AnswerSender(note_and_send))
 
     def describe(self) -> ReplicaDescription:
         """See `ReplicaService.describe`."""
@@ -118,9 +118,9 @@ class SteppedService(Generic[Item, Answer]):
 
     def release(self, session_id: str, epoch: int) -> None:
         """See `ReplicaService.release`."""
-        if self._fence.release(session_id, epoch):
+        if self._filter.release(session_id, epoch):
             self._on_release(session_id)
-            self._presence.forget(session_id)
+            self._tracker.forget(session_id)
             self._scheduler.release(session_id, epoch)
 
     async def drain(self) -> None:
@@ -141,39 +141,38 @@ class SteppedService(Generic[Item, Answer]):
         """See `StepWorker.check_integrity`."""
         self._worker.check_integrity()
 
-    def _take(self, item: Item, outlet: AnswerSender[Answer]) -> None:
+    def take(self, item: Item, sender: AnswerSender[Answer]) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         self._num_items += 1
-        stale = self._fence.admit(item.head)
-        if stale is None:
-            now = asyncio.get_running_loop().time()
-            self._presence.hear(item.head.session_id, outlet, now)
-            constraint = item.head.constraint
-            if constraint is None or self._grammars is None:
-                self._accept(item, outlet)
-            else:
-                self._accept_constrained(self._grammars, constraint, item, outlet)
+        stale = self._filter.admit(item.head)
+        if stale is not None:
+            self._refuse_stale(stale, sender)
             return
-        self._refuse_stale(stale, outlet)
+        self._tracker.hear(item.head.session_id, sender, asyncio.get_running_loop().time())
+        constraint = item.head.constraint
+        if constraint is None or self._grammars is None:
+            self._accept(item, sender)
+        else:
+            self._accept_constrained(self._grammars, constraint, item, sender)
 
-    def _refuse_stale(self, stale: Refused, outlet: AnswerSender[Answer]) -> None:
+    def _refuse_stale(self, stale: Refused, sender: AnswerSender[Answer]) -> None:
         if self._observer is not None:
             self._observer.stale()
-        outlet.send([stale])
+        sender.send([stale])
 
     def _accept_constrained(
-        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: AnswerSender[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender[Answer]
     ) -> None:
         compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
-            self._accept(_with_compiled(item, compiled), outlet)
+            self._accept(_with_compiled(item, compiled), sender)
             return
-        task = asyncio.create_task(self._compile(grammars, constraint, item, outlet))
+        task = asyncio.create_task(self._compile(grammars, constraint, item, sender))
         self._compiling.add(task)
         task.add_done_callback(self._compiling.discard)
 
     async def _compile(
-        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: AnswerSender[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender[Answer]
     ) -> None:
         """Works on an item once its constraint is compiled, or known not to be possible, unless its
         round is over by then."""
@@ -181,78 +180,69 @@ class SteppedService(Generic[Item, Answer]):
         try:
             compiled = await grammars.prepare(constraint, item.head.tenant)
         except Overloaded as error:
-            outlet.send([refusal(item.head.key, error)])
+            sender.send([refusal(item.head.key, error)])
             return
         except OutriderError as error:
             logger.info("a constraint is of no use here: %s", error)
             compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")
-            outlet.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
+            sender.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
             return
-        stale = self._fence.admit(item.head)
+        stale = self._filter.admit(item.head)
         if stale is not None:
-            self._refuse_stale(stale, outlet)
-        elif not outlet.closed:
-            self._accept(_with_compiled(item, compiled), outlet)
+            self._refuse_stale(stale, sender)
+        elif not sender.closed:
+            self._accept(_with_compiled(item, compiled), sender)
 
-    def _leave(self, outlet: AnswerSender[Answer]) -> None:
-        """A stream has closed: nobody waits for its sessions until they come back on another."""
-        self._scheduler.park(self._presence.leave(outlet))
+    def leave(self, sender: AnswerSender[Answer]) -> None:
+        """A stream has closed."""
+        self._scheduler.park(self._tracker.leave(sender))
 
     def _park_the_silent(self, waiting: Collection[str]) -> None:
         """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing
         although it was answered: it may have gone, and its release been lost."""
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
-        self._scheduler.park(self._presence.fall_silent(since, waiting))
+        self._scheduler.park(self._tracker.fall_silent(since, waiting))
 
-    def _accept(self, item: Item, outlet: AnswerSender[Answer]) -> None:
+    def _accept(self, item: Item, sender: AnswerSender[Answer]) -> None:
         """Works on an item whose round is not over: queues it."""
-        self._submit(self._work(item, outlet))
+        self._submit(self._work(item, sender))
 
     def _on_release(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
         is kept."""
 
-    def _work(self, item: Item, outlet: AnswerSender[Answer]) -> StepRequest[Item, Answer]:
-        """An item that arrives now, to be answered through `outlet`."""
+    def _work(self, item: Item, sender: AnswerSender[Answer]) -> StepRequest[Item, Answer]:
+        """An item that arrives now, to be answered through `sender`."""
         now = asyncio.get_running_loop().time()
-        return StepRequest(item, [outlet], now, expiry(item.head, now))
+        return StepRequest(item, [sender], now, expiry(item.head, now))
 
     def _submit(self, work: StepRequest[Item, Answer]) -> bool:
         """Queues work; or refuses it to those who wait for it, and returns False."""
         try:
             self._scheduler.submit(work)
         except OutriderError as error:
-            for outlet in work.outlets:
-                outlet.send([refusal(work.item.head.key, error)])
+            for sender in work.senders:
+                sender.send([refusal(work.item.head.key, error)])
             return False
         return True
 
 
-class StepConnection(Generic[Item, Answer]):
-    """The replica's end of one stream."""
-
-    def __init__(
-        self,
-        take: Callable[[Item, AnswerSender[Answer]], None],
-        leave: Callable[[AnswerSender[Answer]], None],
-        outlet: AnswerSender[Answer],
-    ) -> None:
-        self._take = take
-        self._leave = leave
-        self._outlet = outlet
+class _Connection(Generic[Item, Answer]):
+    def __init__(self, service: SteppedService[Item, Answer], sender: AnswerSender[Answer]) -> None:
+        self._service = service
+        self._sender = sender
 
     def receive(self, items: Sequence[Item]) -> None:
-        """See `Connection.receive`."""
         for item in items:
-            self._take(item, self._outlet)
+            self._service.take(item, self._sender)
 
     def close(self) -> None:
-        """See `Connection.close`: what waits for this stream alone is dropped before its step, and
-        its sessions' pages are there for others."""
-        self._outlet.closed = True
-        self._leave(self._outlet)
+        """What waits for this stream alone is dropped before its step, and its sessions' pages are
+        there for others until they come back on another stream."""
+        self._sender.closed = True
+        self._service.leave(self._sender)
 
 
 def _with_compiled(item: Item, compiled: Grammar | OutriderError) -> Item:
@@ -286,9 +276,9 @@ class SessionTracker:
     def __init__(self) -> None:
         self._heard: OrderedDict[str, tuple[AnswerSender[Any], float]] = OrderedDict()
 
-    def hear(self, session_id: str, outlet: AnswerSender[Any], now: float) -> None:
+    def hear(self, session_id: str, sender: AnswerSender[Any], now: float) -> None:
         """An item of the session has come."""
-        self._heard[session_id] = (outlet, now)
+        self._heard[session_id] = (sender, now)
         self._heard.move_to_end(session_id)
         if len(self._heard) > SEQUENCES_PER_REPLICA_MAX:
             self._heard.popitem(last=False)
@@ -303,10 +293,10 @@ class SessionTracker:
         """The session has ended; unknown ones are ignored."""
         self._heard.pop(session_id, None)
 
-    def leave(self, outlet: AnswerSender[Any]) -> list[str]:
+    def leave(self, sender: AnswerSender[Any]) -> list[str]:
         """The connection has closed: forgets and returns the sessions that it was last heard of
         for; those heard on another one since are still there."""
-        gone = [name for name, (last, _) in self._heard.items() if last is outlet]
+        gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]
         return gone

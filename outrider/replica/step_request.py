@@ -89,8 +89,8 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         kept as long as it is not."""
         ...
 
-    def release(self, session_id: str, epoch: int) -> None:
-        """Forgets a session unless a newer epoch of it is known."""
+    def release(self, session_id: str) -> None:
+        """Forgets a session."""
         ...
 
     def recover(self, items: Sequence[Item_contra]) -> None:
@@ -148,32 +148,32 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
 
 
 class StepRequest(Generic[Item, Answer]):
-    """An item that waits for a step, and who wants its answer."""
+    """An item that waits for a step, and the connections that want its answer."""
 
     __slots__ = (
         "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "may_wait",
-        "on_done", "outlets", "place", "started_at", "timer", "unfinished",
+        "on_done", "place", "senders", "started_at", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
-        self, item: Item, outlets: list[AnswerSender[Answer]], arrived_at: float, expires_at: float
+        self, item: Item, senders: list[AnswerSender[Answer]], arrived_at: float, expires_at: float
     ) -> None:
+        """Times are the loop's; after `expires_at` the answer is of no use, infinity = never."""
         self.item = item
-        self.outlets = outlets
+        self.senders = senders
         self.arrived_at = arrived_at
         self.expires_at = expires_at
-        """Loop time after which the answer is of no use; infinity = none."""
         self.on_done: (
             Callable[[StepRequest[Item, Answer], Answer | Refused | None], None] | None
         ) = None
-        """Hears the answer after it was sent, or None where the work was dropped."""
+        """Gets the answer after it was sent, or None where the request was dropped."""
         self.may_wait = False
         """Whether its answer may be held: see `AnswerSender.hold`."""
         self.cancelled = False
         self.place = 0
         """In the queue: what came earlier has a smaller one."""
         self.started_at: float | None = None
-        """Loop time at which the first step began that did something for it."""
+        """When the first step began that did something for it."""
         self.unfinished: Unfinished | None = None
         """How its last step left it; None before the first one."""
         self.answered = False
@@ -186,7 +186,7 @@ class StepRequest(Generic[Item, Answer]):
     @property
     def wanted(self) -> bool:
         """Whether anybody still listens."""
-        return not self.cancelled and any(not outlet.closed for outlet in self.outlets)
+        return not self.cancelled and any(not sender.closed for sender in self.senders)
 
     def asks_like(self, other: StepRequest[Item, Answer]) -> bool:
         """Whether both ask for the same thing, whatever time is left to either."""
@@ -292,7 +292,7 @@ class RequestQueue(Generic[Item, Answer]):
         key = work.item.head.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
-            waiting.outlets.extend(o for o in work.outlets if o not in waiting.outlets)
+            waiting.senders.extend(o for o in work.senders if o not in waiting.senders)
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return False
         if len(self._waiting) >= self._queue_max and self._num_waited_for >= self._queue_max:

@@ -223,13 +223,13 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
     """After the first item of a session on a stream only its hash is sent, and the replica has it
     all the same; a large one goes by the other stream, and is sent in full on that once, too."""
     heard_heads = []
-    take = pair.target._take
+    take = pair.target.take
 
     def noting(item: Any, outlet: Any) -> None:
         heard_heads.append(item.head)
         outlet.send([Refused(item.head.key, 9, "only to be looked at")])
 
-    pair.target._take = noting  # type: ignore[method-assign]
+    pair.target.take = noting  # type: ignore[method-assign]
     link = target_link(pair.target_server.address)
     heard = Listener(link)
     small = Constraint.of_regex("[ab]+")
@@ -249,7 +249,7 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
     other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
     await ask(link, heard, VerifyItem(other))
     assert heard_heads[-1].constraint == Constraint.any_object()
-    pair.target._take = take  # type: ignore[method-assign]
+    pair.target.take = take  # type: ignore[method-assign]
     await link.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.errors import BadRequest, InvariantError, StaleEpoch
+from outrider.errors import BadRequest, InvariantError
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.speculation.sampling_params import Rule
@@ -141,15 +141,6 @@ def test_nothing_to_append_runs_the_last_token_again(replica: Replica) -> None:
 def test_an_empty_prefix_is_refused(replica: Replica) -> None:
     with pytest.raises(BadRequest, match="append"):
         replica.table.align(head([], 0))
-
-
-def test_an_older_epoch_is_refused_and_changes_nothing(replica: Replica) -> None:
-    replica.answer(head([1, 2, 3], 0, epoch=2))
-    with pytest.raises(StaleEpoch, match="epoch 1 is over, 2 was seen"):
-        replica.table.align(head([1], 0, epoch=1))
-    assert replica.table.length("s") == 3
-    replica.answer(head([1, 2, 3, 4], 3, epoch=5))
-    assert replica.table.epoch("s") == 5
 
 
 def test_eviction_by_the_engine_is_noticed() -> None:

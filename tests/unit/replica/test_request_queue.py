@@ -61,12 +61,12 @@ def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
 
 def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once() -> None:
     first, again = work(1, expires_at=5.0), work(1, expires_at=9.0)
-    again.outlets = first.outlets.copy()
+    again.senders = first.senders.copy()
     queue = filled(first, again)
     assert len(queue) == 1
     (taken,) = queue.take(6.0).batch
     assert taken is first
-    assert len(taken.outlets) == 1
+    assert len(taken.senders) == 1
 
 
 def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
@@ -84,7 +84,7 @@ def test_a_repetition_joins_what_came_back_from_a_step() -> None:
     queue.put_back(queue.take(0.0).batch)
     queue.add(again)
     assert len(queue) == 1
-    assert first.outlets[1:] == again.outlets
+    assert first.senders[1:] == again.senders
 
 
 def test_what_is_late_or_unwanted_leaves_the_queue_and_takes_no_room() -> None:

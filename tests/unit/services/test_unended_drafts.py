@@ -95,6 +95,6 @@ def test_a_newer_item_begins_anew() -> None:
 
 def test_a_session_that_was_released_begins_anew() -> None:
     draft = Draft()
-    draft.proposer.release(session_name(LONG), 1)
+    draft.proposer.release(session_name(LONG))
     [reply] = draft.step(draft.long)
     assert reply.proposal.token_ids == whole()

@@ -44,11 +44,29 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
+from outrider.request import GenerateRequest, ResumeRequest
 from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokens import EMPTY_DIGEST
 from outrider.transport import codec
-from outrider.transport.codec import description_from_proto, description_to_proto
+from outrider.transport.codec import (
+    constraint_from_proto,
+    description_from_proto,
+    description_to_proto,
+    verify_answer_from_proto,
+    verify_answer_to_proto,
+    verify_item_from_proto,
+    verify_item_to_proto,
+)
+from outrider.transport.request_codec import (
+    request_from_proto,
+    request_to_proto,
+    resume_from_proto,
+    resume_to_proto,
+)
+from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 U32 = st.integers(0, 2**32 - 1)
@@ -492,3 +510,103 @@ def test_answers_of_a_replica_are_not_trusted(field: str, change: Callable[[Any]
     with pytest.raises(BadRequest) as caught:
         codec.verify_answer_from_proto(message)
     assert caught.value.field == field
+
+
+SUMS = AuditSums(2, 1, 0, 0, 1.5, 1.25, 0.5)
+KEY = ReplyKey("ab" * 16, 1, 0)
+
+
+def reply(audit: AuditSums | None) -> VerdictReply:
+    return VerdictReply(KEY, Verdict((1.0, 0.5), (1, 2, 3)), 9, audit=audit)
+
+
+@pytest.mark.parametrize("sums", [None, SUMS, AuditSums(2)])
+def test_sums_come_out_as_they_went_in(sums: AuditSums | None) -> None:
+    assert verify_answer_from_proto(verify_answer_to_proto(reply(sums))) == reply(sums)
+
+
+def test_an_item_says_whether_it_audits() -> None:
+    sampling = SamplingParams()
+    head = RoundHead("ab" * 16, "t", 1, 0, 0, 0, (4,), 1, Rule.BLOCK, 7, sampling, sampling.hash())
+    for audits in (True, False):
+        item = VerifyItem(head, SealedProposal((1,), b"\0\0"), audit=audits)
+        assert verify_item_from_proto(verify_item_to_proto(item)) == item
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        AuditSums(3),
+        AuditSums(2, 2, 1),
+        AuditSums(2, surprise=math.nan),
+        AuditSums(2, entropy=math.inf),
+        AuditSums(2, variance=-1.0),
+    ],
+)
+def test_sums_that_cannot_be_are_refused(sums: AuditSums) -> None:
+    with pytest.raises(BadRequest, match="audit"):
+        verify_answer_from_proto(verify_answer_to_proto(reply(sums)))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        None,
+        Constraint.of_schema({"type": "object", "title": "é"}),
+        Constraint.any_object(),
+        Constraint.of_regex(r"\d+"),
+        Constraint.of_choices(["a", 'b"']),
+    ],
+)
+def test_a_constraint_survives(constraint: Constraint | None) -> None:
+    request = replace(GenerateRequest("hello"), constraint=constraint)
+    message = pb.GenerateRequest.FromString(request_to_proto(request).SerializeToString())
+    assert request_from_proto(message).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (pb.GenerateRequest(json_schema="{"), "json_schema: is no JSON"),
+        (pb.GenerateRequest(regex=""), "regex: is empty"),
+        (pb.GenerateRequest(choice=pb.Choices()), "choice: got 0 choices"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(given: pb.GenerateRequest, said: str) -> None:
+    given.text = "hello"
+    with pytest.raises(BadRequest, match=said):
+        request_from_proto(given)
+    with pytest.raises(BadRequest, match=said):
+        request_from_proto(pb.GenerateRequest.FromString(given.SerializeToString()))
+
+
+def test_any_object_may_be_asked_not_to_be() -> None:
+    assert request_from_proto(pb.GenerateRequest(text="x", json_object=False)).constraint is None
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            types_pb2.RoundHead(constraint=types_pb2.Constraint(kind="x")),
+            "head.constraint.kind: 'x' is no kind",
+        ),
+        (types_pb2.RoundHead(constraint_hash=b"12"), "head.constraint_hash: has 2 bytes, not 16"),
+    ],
+)
+def test_what_a_peer_sends_is_not_trusted(message: types_pb2.RoundHead, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        constraint_from_proto(message, "head.constraint")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ResumeRequest("a" * 32),
+        ResumeRequest("a" * 32, 0, 0, tokens_digest=EMPTY_DIGEST),
+        ResumeRequest("a" * 32, 2**32 - 1, 7, 1, 2**64 - 1),
+    ],
+)
+def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
+    """Also the digest of no tokens, which is 0 and not the same as none."""
+    assert resume_from_proto(resume_to_proto(request_)) == request_

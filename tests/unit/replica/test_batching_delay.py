@@ -34,20 +34,20 @@ def known(
 ) -> BatchingDelay:
     """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
     the first have just been answered."""
-    gathering, now = BatchingDelay(cost, 8, 100), -100.0
+    batching_delay, now = BatchingDelay(cost, 8, 100), -100.0
     for _ in range(30):
         for session in range(num):
-            gathering.answered(str(session), 5, now)
-            gathering.arrived(str(session), now + gap_s)
+            batching_delay.answered(str(session), 5, now)
+            batching_delay.arrived(str(session), now + gap_s)
         now += 1
     for session in range(1, num):
-        gathering.answered(str(session), 5, 0.0)
-    return gathering
+        batching_delay.answered(str(session), 5, 0.0)
+    return batching_delay
 
 
-def until(gathering: BatchingDelay, now: float, waiting: list[int]) -> float:
+def until(batching_delay: BatchingDelay, now: float, waiting: list[int]) -> float:
     """When a step begins for which nobody comes."""
-    hold = gathering.hold(now, waiting)
+    hold = batching_delay.hold(now, waiting)
     return now if hold is None else hold.until
 
 
@@ -64,27 +64,27 @@ def test_where_rows_take_their_time_nobody_gains_by_waiting() -> None:
 
 def test_some_are_worth_it_and_others_not() -> None:
     """Two come back at once, and one much later: it has a step of its own either way."""
-    gathering, now = BatchingDelay(one_time, 8, 100), -100.0
+    batching_delay, now = BatchingDelay(one_time, 8, 100), -100.0
     gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
     for _ in range(30):
         for name, gap_s in gaps.items():
-            gathering.answered(name, 5, now)
-            gathering.arrived(name, now + gap_s)
+            batching_delay.answered(name, 5, now)
+            batching_delay.arrived(name, now + gap_s)
         now += 1
     for name in gaps:
-        gathering.answered(name, 5, 0.0)
-    assert until(gathering, 0.0, [5]) == 0.0, "there are two steps, whoever is waited for"
-    gathering.forget("c")
-    assert until(gathering, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
+        batching_delay.answered(name, 5, 0.0)
+    assert until(batching_delay, 0.0, [5]) == 0.0, "there are two steps, whoever is waited for"
+    batching_delay.forget("c")
+    assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
 def test_who_comes_or_ends_is_not_awaited_any_more() -> None:
-    gathering = known(0.008, num=4)
-    hold = gathering.hold(0.0, [5])
+    batching_delay = known(0.008, num=4)
+    hold = batching_delay.hold(0.0, [5])
     assert hold is not None
     assert hold.awaited == {"1", "2", "3"}
-    gathering.arrived("2", 0.004)
-    gathering.forget("3")
+    batching_delay.arrived("2", 0.004)
+    batching_delay.forget("3")
     assert hold.awaited == {"1"}
 
 
@@ -94,15 +94,15 @@ def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
     def waits(num: int, comes: bool) -> list[bool]:
         found = []
         for _ in range(num):
-            gathering.answered("1", 5, 0.0)
-            hold = gathering.hold(0.0, [5])
+            batching_delay.answered("1", 5, 0.0)
+            hold = batching_delay.hold(0.0, [5])
             found.append(hold is not None)
             if hold is not None and comes:
                 hold.awaited.clear()
-            gathering.began()
+            batching_delay.began()
         return found
 
-    gathering = known(0.030)
+    batching_delay = known(0.030)
     assert all(waits(20, comes=True))
     in_vain = waits(12, comes=False)
     assert in_vain[0]
@@ -120,25 +120,25 @@ def test_nobody_is_waited_for_without_room_or_reason() -> None:
 
 
 def test_new_sessions_are_expected_as_others_came() -> None:
-    gathering = known(0.008)
-    gathering.forget("1")
-    gathering.answered("new", 5, 0.0)
-    assert until(gathering, 0.0, [5]) == pytest.approx(0.008, abs=2e-3)
+    batching_delay = known(0.008)
+    batching_delay.forget("1")
+    batching_delay.answered("new", 5, 0.0)
+    assert until(batching_delay, 0.0, [5]) == pytest.approx(0.008, abs=2e-3)
 
 
 def test_what_steps_really_take_is_learned() -> None:
     """The table says 75 ms; they take 7.5: then 8 ms are too long."""
-    gathering = known(0.008)
+    batching_delay = known(0.008)
     for _ in range(40):
-        gathering.took(0.0075, 5, 1)
-    assert until(gathering, 0.0, [5]) == 0.0
+        batching_delay.took(0.0075, 5, 1)
+    assert until(batching_delay, 0.0, [5]) == 0.0
 
 
 def test_no_more_sessions_are_remembered_than_stated() -> None:
-    gathering = BatchingDelay(one_time, 8, 2)
+    batching_delay = BatchingDelay(one_time, 8, 2)
     for name in "abc":
-        gathering.answered(name, 5, 0.0)
-    assert list(gathering._rhythms) == ["b", "c"]
+        batching_delay.answered(name, 5, 0.0)
+    assert list(batching_delay._rhythms) == ["b", "c"]
 
 
 class Sleeper:
@@ -168,14 +168,14 @@ class Echo:
         return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
 
 
-def rounds_of_two(gathering: BatchingDelay | None) -> tuple[int, list[int]]:
+def rounds_of_two(batching_delay: BatchingDelay | None) -> tuple[int, list[int]]:
     """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
     75 ms; and how many shared each step."""
 
     async def main() -> tuple[int, list[int]]:
         worker: Any = Echo()
         scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
-            Sleeper(0.075), worker, max_batch=8, queue_max=8, gathering=gathering
+            Sleeper(0.075), worker, max_batch=8, queue_max=8, batching_delay=batching_delay
         )
         num_rounds = 0
 

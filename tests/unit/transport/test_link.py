@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rounds import Listener, make_head
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.messages import Refused, ReplicaDescription, VerifyAnswer, VerifyItem
+from outrider.transport.grpc_link import target_link
 from outrider.transport.link import MemoryLink
 
 DESCRIPTION = ReplicaDescription("m", "", "", 8, "float32", 0, (), 1)
@@ -141,3 +143,18 @@ async def test_nothing_is_heard_after_close() -> None:
     assert service.connections[0].closed
     with pytest.raises(LinkLost):
         link.send(item(1))
+
+
+async def test_who_asks_hears_that_it_is_closed() -> None:
+    """And is not cancelled, as closing a channel looks to its calls."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        link = target_link(f"127.0.0.1:{silent.getsockname()[1]}")
+        asking = asyncio.create_task(link.describe(30.0))
+        accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
+        await link.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await asking
+        with pytest.raises(Unavailable, match="closed"):
+            await link.describe(1.0)
+        accepted.close()
