@@ -53,33 +53,31 @@ def refusing(error: OutriderError, method: str) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def behind(handler: Any, entry: _Entry) -> Any:
-    """A handler that runs another one within what `entry` lets happen."""
+def behind(handler: Any, entry: _Entry, read: Callable[[Any], Any] | None = None) -> Any:
+    """A handler that runs another one within what `entry` lets happen. With `read` gRPC hands over
+    bytes, and that decodes them."""
     if handler is None:
         return None
-    kind = f"{_number(handler.request_streaming)}_{_number(handler.response_streaming)}"
+    streaming = (handler.request_streaming, handler.response_streaming)
+    kind = "_".join("stream" if streams else "unary" for streams in streaming)
     answer = getattr(handler, kind)
 
     async def one(request: Any, context: Any) -> Any:
         async with entry(context):
-            return await answer(request, context)
+            return await answer(request if read is None else read(request), context)
 
     async def many(request: Any, context: Any) -> None:
         async with entry(context):
-            answering = answer(request, context)
-            if not hasattr(answering, "__aiter__"):
-                await answering
+            replies = answer(request if read is None else read(request), context)
+            if not hasattr(replies, "__aiter__"):
+                await replies
                 return
-            async for message in answering:
-                await context.write(message)
+            async for reply in replies:
+                await context.write(reply)
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     return make(
         many if handler.response_streaming else one,
-        handler.request_deserializer,
+        handler.request_deserializer if read is None else None,
         handler.response_serializer,
     )
-
-
-def _number(streams: bool) -> str:
-    return "stream" if streams else "unary"

@@ -30,6 +30,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import BadRequest, ConfigError, check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
+from outrider.transport.authorization import behind
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
 
@@ -157,37 +158,16 @@ class _DecodesForOthers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             async for data in frames:
                 yield decode(data)
 
-        read: Any = decode_all if handler.request_streaming else decode
-
-        async def one(request: Any, context: Context) -> Any:
+        @asynccontextmanager
+        async def mapped(context: Context) -> AsyncIterator[None]:
             try:
-                return await handler.unary_unary(read(request), context)
+                yield
             except BadRequest as error:
                 await abort(context, error, method)
             except NotImplementedError:  # Or each call would be a traceback in the log.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "is not served")
 
-        async def many(request: Any, context: Context) -> None:
-            try:
-                answer = handler.stream_stream or handler.unary_stream
-                answering = answer(read(request), context)
-                if not hasattr(answering, "__aiter__"):
-                    await answering
-                    return
-                async for reply in answering:
-                    await context.write(reply)
-            except BadRequest as error:
-                await abort(context, error, method)
-
-        if not handler.response_streaming:
-            check(not handler.request_streaming, f"{method}: client streaming alone is not used")
-            return grpc.unary_unary_rpc_method_handler(one, None, handler.response_serializer)
-        make: Any = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        return make(many, None, handler.response_serializer)
+        return behind(handler, mapped, decode_all if handler.request_streaming else decode)
 
 
 def _join(host: str, port: int) -> str:

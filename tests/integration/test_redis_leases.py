@@ -18,7 +18,7 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, Lifetimes, SessionRecord
+from outrider.sessions.store import Counters, Lifetimes
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -102,17 +102,6 @@ async def test_a_lease_is_renewed_whatever_lies_beside_it(
     admin.pexpire(lease, 100_000)
     assert await store.hold_lease(OWNERS[0]) == []
     assert 0 < admin.pttl(lease) < 100_000 - 10_000
-
-
-async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(store: RedisStore) -> None:
-    await store.open(new_session())
-    seen = await store.load(IDS[0])
-    found = await asyncio.gather(
-        *(store.take_over(seen, f"owner {k}") for k in range(20)), return_exceptions=True
-    )
-    taken = [one for one in found if isinstance(one, SessionRecord)]
-    assert [(one.epoch, one.owner) for one in taken] == [(2, (await store.load(IDS[0])).owner)]
-    assert sum(isinstance(one, Unavailable) for one in found) == 19
 
 
 async def test_no_script_touches_keys_of_two_slots(

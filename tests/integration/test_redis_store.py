@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +16,12 @@ import pytest
 import redis
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
-from session_model import IDS, OWNERS, StoreMachine, end_of, new_session, next_append
+from session_model import IDS, StoreMachine, end_of, new_session, next_append
 
 from outrider.errors import (
     ConfigError,
     DataLoss,
     NotFound,
-    StaleEpoch,
     StoreUnavailable,
 )
 from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
@@ -168,102 +166,6 @@ async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_ex
     assert (record.token_ids, record.logprobs) == (tuple(session.tokens.ids), "1\n")
     for name in (key, f"{key}:tokens", f"{key}:logprobs"):
         assert 0 < admin.pttl(name) <= FINISHED_TTL_S * 1000
-
-
-async def lost_take_over(store: RedisStore, admin: redis.Redis) -> Session:
-    """A session of `OWNERS[1]` at epoch 2, in a store that lost the take-over with its tail and
-    has taken other tokens from the older owner since."""
-    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
-    await store.open(new_session())
-    session = Session(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
-    admin.hset(key, mapping={"epoch": 1, "owner": OWNERS[0]})
-    assert await appended(store, Session(new_session()), 1, 2) == 5
-    return session
-
-
-async def test_a_lost_take_over_is_healed_by_its_owner(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    session = await lost_take_over(store, admin)
-    assert await appended(store, session, 8, 9) == 0
-    session.acknowledge(0)
-    for token_id in (10, 11):
-        session.acknowledge(await appended(store, session, token_id))
-        assert session.num_uncommitted == 0
-    record = await store.load(IDS[0])
-    assert (record.token_ids, record.owner) == (tuple(session.tokens.ids), OWNERS[1])
-
-
-async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
-    store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the last part they are not read, and lost with the owner that sent them."""
-    session = await lost_take_over(store, admin)
-    monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
-    former = (*new_session().token_ids, 1, 2)
-    assert await appended(store, session, 8, 9, 10) == 0
-    session.acknowledge(0)
-    seen = []
-    while (append := session.next_append()) is not None:
-        if not seen:  # Others hear nothing of a part, nor does an owner that comes next.
-            await store.append([append])
-            raised = replace(session.record, epoch=session.epoch + 1, owner="carl")
-            session = Session(replace(raised, token_ids=tuple(session.tokens.ids)))
-            session.acknowledge(0)
-            assert await store.append([replace(session.next_append(), expected_length=9)]) == [0]  # type: ignore[type-var]
-        [answer] = await store.append([next_append(session)])
-        session.acknowledge(answer)  # type: ignore[arg-type]
-        record = await store.load(IDS[0])
-        seen.append((answer, record.token_ids))
-    whole = tuple(session.tokens.ids)
-    assert seen == [(2, former), (4, former), (6, whole)]
-
-
-async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    """The next owner goes on from there."""
-    session = await lost_take_over(store, admin)
-    assert await appended(store, session, 8, 9) == 0
-    record = await store.take_over(await store.load(IDS[0]), OWNERS[1])
-    assert (record.epoch, record.token_ids[3:]) == (3, (1, 2))
-    assert await appended(store, Session(record), 12) == 6
-
-
-async def test_a_lost_take_over_is_not_finished_before_its_tokens_are_there(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    """What is stored is a former owner's: an end that is recorded with it would cut the answer."""
-    session = await lost_take_over(store, admin)
-    session.decide([8, 9, 10], NO_COUNTS)
-    end = end_of(session, FinishReason.LENGTH)
-    assert await store.finish(end) == 0
-    record = await store.load(IDS[0])
-    assert (record.epoch, record.owner, record.finish_reason) == (2, OWNERS[1], None)
-    assert record.token_ids[3:] == (1, 2)
-    session.acknowledge(0)
-    assert await store.append([next_append(session)]) == [6]
-    assert await store.finish(end) == 6
-    record = await store.load(IDS[0])
-    assert (record.token_ids, record.finish_reason) == (
-        tuple(session.tokens.ids), FinishReason.LENGTH,
-    )  # fmt: skip
-
-
-async def test_one_epoch_given_twice_is_finished_by_one_owner(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    first = await lost_take_over(store, admin)
-    second = Session(await store.take_over(await store.load(IDS[0]), "carl"))
-    assert first.epoch == second.epoch
-    end = end_of(first, FinishReason.CANCELLED)
-    for length in (None, second.length):
-        with pytest.raises(StaleEpoch):
-            await store.finish(replace(end, length=length))
-    assert await appended(store, second, 12) == 6
-    assert await store.finish(end_of(second, FinishReason.LENGTH)) == 6
-    record = await store.load(IDS[0])
-    assert (record.owner, record.finish_reason) == ("carl", FinishReason.LENGTH)
 
 
 async def test_prefixes_keep_deployments_apart(server: EmbeddedRedis) -> None:
