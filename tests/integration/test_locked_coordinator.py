@@ -40,6 +40,7 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
 from outrider.limits import SLOT_RETRY_MS
 from outrider.sessions.redis_address import RedisAddress
+from outrider.speculation.sampling_params import Rule
 from outrider.transport.channel import open_channel
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
@@ -386,7 +387,7 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
         exits.push_async_callback(living.close)
         exits.push_async_callback(dead.close)
         grant = await exits.enter_async_context(living.admit(caller))
-        grant.name_after("5" * 32)
+        await grant.note(Started("5" * 32, "model", 1, Rule.GREEDY))
         await exits.enter_async_context(dead.admit(caller))
         assert dead._renewing is not None
         dead._renewing.cancel()  # It says nothing more.
@@ -525,7 +526,7 @@ async def test_callers_without_a_key_watch_in_small_numbers(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health may be watched by anybody, and must not take the place of calls that have a key."""
-    monkeypatch.setattr("outrider.transport.authorization.HEALTH_WATCHES_MAX", 2)
+    monkeypatch.setattr("coordinator.auth.access_control.HEALTH_WATCHES_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
         calls = [watch(b"") for _ in range(2)]

@@ -98,7 +98,7 @@ def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: int) -> None:
     """Logits in float64 to 1e-10 over every kind of call, the same pages in use, and the greedy
     tokens of the library's `generate`; a request that is refused leaves the ranks in step."""
@@ -118,7 +118,7 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: in
         assert engine.page_counts() == whole.page_counts()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path, size: int) -> None:
     """Bfloat16: a sequence's logits are bit-equal alone and beside so many others that a sum of
     their rows is too large for the shorter way."""

@@ -41,23 +41,6 @@ def _children(pid: int) -> set[int]:
     return found
 
 
-async def test_an_actor_without_a_place_is_named(tmp_path: Path) -> None:
-    """Start-up fails at once where no waiting can help, says which actor asked for what and what
-    there is, and leaves nothing running."""
-    before = _children(os.getpid())
-    start = time.monotonic()
-    config = _config(target_num_cpus=512, startup_timeout_s=60)
-    with pytest.raises(ConfigError) as caught:
-        await Deployment(config, tmp_path).start()
-    assert time.monotonic() - start < 30
-    message = caught.value.message
-    assert "the target actor asks for 512 CPUs and 0 GPUs" in message
-    assert "the cluster has" in message
-    assert "--target-num-cpus" in message
-    assert "draft actor" not in message
-    assert _children(os.getpid()) <= before
-
-
 async def test_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
     """It is noticed before anything is started, in one line, with the password masked."""
     config = _config(redis_url="redis://:swordfish@127.0.0.1:1/0")

@@ -1,5 +1,4 @@
-"""Deployments that draft from what the target computes, on local Ray: by itself, two processes, and
-by a head in a draft, three."""
+"""Deployments that draft from what the target computes: by itself, and by a head in a draft."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from actors_here import actors_here
 from models import (
     byte_level_tokenizer,
     save_tiny_eagle,
@@ -16,9 +16,7 @@ from models import (
     save_tiny_model,
 )
 
-from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest
-from outrider.config import load_config
 from outrider.models.loading import load_model
 from outrider.request import RoundReport
 from outrider.speculation.sampling_params import SamplingParams
@@ -26,8 +24,6 @@ from outrider.speculation.sampling_params import SamplingParams
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320
 NUM_TOKENS = 24
-
-pytestmark = pytest.mark.xdist_group("heads")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +45,7 @@ async def test_it_writes_what_its_target_writes(
     heads = save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
     settings = {
         "model": str(target), "draft_model": f"hybrid:suffix,{kind}:{heads}", "device": "cpu",
-        "dtype": "float32", "grpc_port": 0, "http": False, "stop_timeout_s": 0,
-        "length_control": False,
+        "dtype": "float32", "length_control": False,
         "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
     }  # fmt: skip
     module, _ = load_model(target)
@@ -61,10 +56,10 @@ async def test_it_writes_what_its_target_writes(
         PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS, include_rounds=True
     )
     async with (
-        Deployment(load_config(settings, {}), tmp_path / "state") as deployment,
-        Client(deployment.endpoints.coordinator) as client,
+        actors_here(tmp_path / "redis", **settings) as addresses,
+        Client(addresses["coordinator"]) as client,
     ):
-        assert bool(deployment.endpoints.drafts) is has_draft
+        assert ("draft" in addresses) is has_draft
         ids: list[int] = []
         rounds: list[RoundReport] = []
         async for event in client.generate(request):
@@ -74,5 +69,5 @@ async def test_it_writes_what_its_target_writes(
     assert ids[:NUM_TOKENS] == written[0, len(PROMPT) :].tolist()
     early = [entry.proposed_token_ids for entry in rounds[1 : NUM_TOKENS // 3]]
     assert {len(token_ids) for token_ids in early} == {2}
-    # The heads have logits of these alone, and whoever stands in copies any.
+    # The heads have logits of these alone, and the fallback drafter copies any.
     assert all(token_id % 3 == 0 for token_ids in early for token_id in token_ids)
