@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from coordinator.actor import connect_store
@@ -40,7 +39,7 @@ from .replica import close_timeout_s, raise_first
 from .rolling_update import FIXED
 from .security_setup import SecretFiles, own_trust, warnings, without_secrets
 from .spec import FleetSpec, plan_fleet
-from .status import Endpoints, Overview, ReplicaView
+from .status import Endpoints, Overview
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +73,8 @@ class Deployment:
         self._on_change = on_change
         self._secret_files = SecretFiles(state / "secrets")
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
-        """Its cluster."""
-        self._redis: EmbeddedRedis | None = None
+        self.redis: EmbeddedRedis | None = None
+        """The embedded server; None where sessions are kept elsewhere."""
         self._reconciler: Actor | None = None
         self._overview: Overview | None = None
         self._following: list[asyncio.Task[None]] = []
@@ -85,12 +84,7 @@ class Deployment:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -106,18 +100,9 @@ class Deployment:
         return self.overview.endpoints
 
     @property
-    def redis(self) -> EmbeddedRedis | None:
-        """The embedded server; None where sessions are kept elsewhere."""
-        return self._redis
-
-    @property
     def reconciler(self) -> ReconcilerClient:
         """What keeps its replicas, to be asked for other numbers or settings."""
         return ReconcilerClient(lambda: find_reconciler(self.ray.namespace))
-
-    def replica(self, role: Role) -> ReplicaView:
-        """The oldest replica of a role."""
-        return self.overview.of(role)[0]
 
     async def start(self) -> Endpoints:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
@@ -154,7 +139,6 @@ class Deployment:
         return self._go_on()
 
     async def _check_health(self) -> None:
-        """Of coordinators that this process can call. Raises `Unavailable`."""
         trust = own_trust(self.config.values())
         if trust is None:
             return
@@ -164,10 +148,9 @@ class Deployment:
                     raise Unavailable(f"the coordinator at {address} does not say that it serves")
 
     def _go_on(self) -> Endpoints:
-        work = [self._follow()]
-        if self._redis is not None:
-            work.append(_keep_running(self._redis))
-        self._following = [asyncio.create_task(one) for one in work]
+        self._following = [asyncio.create_task(self._follow())]
+        if self.redis is not None:
+            self._following.append(asyncio.create_task(_keep_running(self.redis)))
         return self.endpoints
 
     async def _take_over(self, running: Actor) -> Endpoints:
@@ -219,12 +202,9 @@ class Deployment:
                     raise Unavailable("there is none")
                 self._reconciler = found
                 is_new = await self._hear(found)
-            except Unavailable as error:
-                _log.info("the reconciler is away: %s", error)
-                await asyncio.sleep(FOLLOW_PERIOD_S)
-                continue
-            except Exception:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
-                _log.exception("the reconciler cannot be followed")
+            except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
+                known = isinstance(error, Unavailable)
+                _log.warning("the reconciler is away: %s", error, exc_info=not known)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
                 continue
             if is_new:
@@ -261,13 +241,14 @@ class Deployment:
         )
         found: DeploymentConfig = config
         redis = replace(found.coordinator.redis, url=redis_url)
-        if self._passwords.redis and self.ray.local:
-            path = self._secret_files.hide("redis.password", self._passwords.redis)
-            redis = replace(redis, password_file=str(path))
-        if self._passwords.sentinel and self.ray.local:
-            path = self._secret_files.hide("sentinel.password", self._passwords.sentinel)
-            redis = replace(redis, sentinel_password_file=str(path))
-        return replace(found, coordinator=found.coordinator.reaching(redis))
+        files: dict[str, Any] = {}
+        for field, name, password in (
+            ("password_file", "redis.password", self._passwords.redis),
+            ("sentinel_password_file", "sentinel.password", self._passwords.sentinel),
+        ):
+            if password and self.ray.local:
+                files[field] = str(self._secret_files.hide(name, password))
+        return replace(found, coordinator=found.coordinator.reaching(replace(redis, **files)))
 
     async def _connect(self) -> None:
         """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
@@ -276,7 +257,6 @@ class Deployment:
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
 
     def _start_redis(self) -> str:
-        """The URL of the session store."""
         if self.config.coordinator.redis_url:
             return self.config.coordinator.redis_url
         if not self.ray.local:
@@ -284,9 +264,9 @@ class Deployment:
                 "redis_url",
                 "actors on another cluster do not reach an embedded Redis; give a server's URL",
             )
-        self._redis = EmbeddedRedis(self._state / "redis")
-        self._redis.start()
-        return self._redis.url
+        self.redis = EmbeddedRedis(self._state / "redis")
+        self.redis.start()
+        return self.redis.url
 
     async def wait(self) -> Role:
         """As many replicas as are wanted are kept, until that is hopeless: the role of which there
@@ -319,9 +299,9 @@ class Deployment:
                 _log.warning("the replicas end with Ray's processes: %s", error)
 
     async def _stop_redis(self) -> None:
-        if self._redis is not None:
-            await asyncio.to_thread(self._redis.stop)
-            self._redis = None
+        if self.redis is not None:
+            await asyncio.to_thread(self.redis.stop)
+            self.redis = None
 
     async def _end(self, reconciler: Actor) -> None:
         """The replicas in order, and whatever is left of them without."""

@@ -185,7 +185,6 @@ class Cluster:
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> list[str]:
-        """Names of the replicas of which an actor is there."""
         return sorted({name.partition(_RANK)[0] for name in await self._names()})
 
     async def find(self, role: str, replica: str) -> list[Actor]:
@@ -206,7 +205,6 @@ class Cluster:
         return found
 
     async def clear(self) -> None:
-        """Ends at once whatever is there. Raises `Unavailable`."""
         import ray
 
         with asking_head():
@@ -225,7 +223,6 @@ class Cluster:
         }  # fmt: skip
 
     def _begin(self, demand: Demand, leader: type, follower: type) -> list[Actor]:
-        """The actors of a role, which Ray has not placed yet."""
         import ray
 
         places = self._places_of_ranks(demand)
@@ -301,7 +298,6 @@ async def run_task(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def _result(called: Any) -> Any:
-    """Of what was called on Ray. Raises the `OutriderError` that it raised."""
     import ray
 
     try:
@@ -386,7 +382,6 @@ class RaySavedState:
         self._namespace = namespace.encode()
 
     async def load(self, topic: Topic) -> str:
-        """See `SavedState.load`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         with asking_head():
@@ -396,7 +391,6 @@ class RaySavedState:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, topic: Topic, text: str) -> None:
-        """See `SavedState.save`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         with asking_head():

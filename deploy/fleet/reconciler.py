@@ -106,7 +106,6 @@ class Reconciler:
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def ping(self) -> Place:
-        """Where it runs."""
         return Place(os.getpid(), socket.gethostname())
 
     async def place(self) -> None:
@@ -118,7 +117,6 @@ class Reconciler:
         await self._do(self._fleet.place())
 
     async def begin(self, *roles: Role) -> None:
-        """See `Fleet.begin`."""
         await self._do(self._fleet.begin(*roles))
 
     async def keep(self) -> None:
@@ -145,12 +143,10 @@ class Reconciler:
         return await self._autoscaling.bound(changes)
 
     async def change(self, name: str, values: Mapping[str, Value]) -> None:
-        """See `RollingUpdate.change`."""
         await self._keeps.wait()
         await self._rolling_update.change(name, values)
 
     async def spec(self) -> FleetSpec:
-        """What is deployed, with what depends on where."""
         return self._fleet.spec
 
     async def overview(self, seen: str) -> Overview:
@@ -194,8 +190,7 @@ class Reconciler:
         await self._registry.close()
 
     async def _do(self, work: Any) -> None:
-        """So that `close` can end it."""
-        self._work = asyncio.ensure_future(work)
+        self._work = asyncio.ensure_future(work)  # `close` may cancel it.
         await self._work
 
     async def _keep(self, *, returns: bool, after: asyncio.Task[Any] | None = None) -> None:
@@ -284,7 +279,6 @@ class DeploymentLocation:
     address: str
     """Of the Ray cluster, HOST:PORT."""
     deployment: str
-    """Its name."""
     elsewhere: bool = False
     """Whether settings named it, and not the record of this machine."""
     token: Path | None = None
@@ -292,7 +286,6 @@ class DeploymentLocation:
 
     @property
     def namespace(self) -> str:
-        """Of its actors."""
         return namespace_of(self.deployment)
 
 

@@ -42,7 +42,6 @@ class Replica:
         self.slot = slot
         self.plan = plan
         self.ranks: tuple[Actor, ...] = ()
-        """Once they have their places."""
         self.address = ""
         """HOST:PORT, once it serves."""
         self.http_address = ""
@@ -109,7 +108,6 @@ class Replica:
         self.address = address
 
     async def _seats_of_followers(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
-        """The followers, each with what it is told."""
         if not self._followers:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)

@@ -44,11 +44,8 @@ HOPELESS_AFTER: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What to do next so that there are as many replicas as are wanted."""
-
     starts: tuple[Role, ...]
     leaves: tuple[str, ...]
-    """Names of those that are not wanted any more."""
 
 
 ROLLING: Final[tuple[Role, ...]] = ("draft", "target", "coordinator")
@@ -110,7 +107,7 @@ class Fleet:
         self._cluster = cluster
         self._registry = registry
         self._on_change = on_change
-        self._wanted: dict[Role, int] = dict(spec.counts)
+        self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
         self._num_started = self._num_told = 0
         self._failures = dict.fromkeys(ROLES, 0)
@@ -129,13 +126,7 @@ class Fleet:
         self._changed = asyncio.Event()
 
     @property
-    def wanted(self) -> Mapping[Role, int]:
-        """How many replicas there should be."""
-        return self._wanted
-
-    @property
     def replicas(self) -> list[Replica]:
-        """All, the oldest first."""
         return list(self._replicas.values())
 
     def views(self) -> tuple[ReplicaView, ...]:
@@ -143,15 +134,14 @@ class Fleet:
         return tuple(one.view(self.spec.plan(one.role)) for one in self._replicas.values())
 
     def of(self, role: Role) -> list[Replica]:
-        """The replicas of a role, the oldest first."""
         return [one for one in self._replicas.values() if one.role == role]
 
     async def place(self) -> None:
         """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
         `StoreUnavailable`; then there are none."""
-        await self._registry.want(self._wanted)
+        await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
-        replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
+        replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
         try:
             demands = [self.spec.demand(one.role, one.name) for one in replicas]
             actors = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
@@ -201,17 +191,13 @@ class Fleet:
 
         wanted, num_started = await retried("what is wanted", ask)
         there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
-        self._wanted = self.spec.bounded(self._wanted | there | wanted)
+        self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def _settle(self) -> None:
-        nodes = [actor.place.node for one in self.replicas for actor in one.ranks]
-        models = [
-            actor.place.node
-            for one in self.replicas if one.role != "coordinator"
-            for actor in one.ranks
-        ]  # fmt: skip
-        self.spec = self._unsettled.settled(nodes, models)
+        nodes = [(one.role, actor.place.node) for one in self.replicas for actor in one.ranks]
+        models = [node for role, node in nodes if role != "coordinator"]
+        self.spec = self._unsettled.settled([node for _, node in nodes], models)
 
     def use(self, spec: FleetSpec) -> None:
         """Another spec: what it changes is replaced, one by one. Raises `SettingError`; then the
@@ -222,7 +208,8 @@ class Fleet:
         except BaseException:
             self._unsettled = before
             raise
-        self._forget_places()
+        self._crowded.clear()
+        self._made_way.clear()
         self.last_failures.clear()
         self._changed.set()
 
@@ -266,7 +253,7 @@ class Fleet:
             held_back.append("coordinator")  # It could say of no model what it is.
         in_place = {*self.spec.in_place, *self._crowded}
         crowded = self._crowded - self._made_way
-        steps = next_steps(self._wanted, self.views(), held_back, in_place, crowded)
+        steps = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
         for role in steps.starts:
             one = self._new(role)
             self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
@@ -342,7 +329,6 @@ class Fleet:
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:
-        """Places and starts a replica, and stays with it. Raises what keeps it from that."""
         demand = self.spec.demand(one.role, one.name)
         try:
             found = await self._cluster.place([demand], self.spec.config.startup_timeout_s)
@@ -359,7 +345,6 @@ class Fleet:
         await self._watch(one)
 
     async def _watch(self, one: Replica) -> None:
-        """Until it ends."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         error = await one.ended()
@@ -405,17 +390,13 @@ class Fleet:
     def _hold_back(self, role: Role, rest_s: float) -> None:
         self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 
-    def _forget_places(self) -> None:
-        self._crowded.clear()
-        self._made_way.clear()
-
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost
         everything, is told; and so it is of what has been started."""
         try:
             wanted = await self._registry.wanted()
-            if wanted.keys() != self._wanted.keys():
-                await self._registry.want(self._wanted | wanted)
+            if wanted.keys() != self.wanted.keys():
+                await self._registry.want(self.wanted | wanted)
                 self._num_told = 0
             if self._num_told != self._num_started:
                 await self._registry.note_started(self._num_started)
@@ -423,12 +404,13 @@ class Fleet:
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return
-        found = self.spec.bounded(self._wanted | wanted)
-        if found != self._wanted:
+        found = self.spec.bounded(self.wanted | wanted)
+        if found != self.wanted:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
-            self._wanted = found
+            self.wanted = found
             self._failures = dict.fromkeys(ROLES, 0)
-            self._forget_places()
+            self._crowded.clear()
+            self._made_way.clear()
             self._not_before = dict.fromkeys(ROLES, 0.0)
             self._tell_changed()
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, get_args
+from typing import Annotated, ClassVar, Final, Literal, Protocol, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -201,16 +201,6 @@ class MemoryRegistry:
         self._records.clear()
         self._wanted.clear()
         self._started = 0
-
-    def snapshot(self) -> Any:
-        """All that it has now, for `restore`; later calls do not change it."""
-        return dict(self._records), dict(self._wanted), self._started
-
-    def restore(self, snapshot: Any) -> None:
-        """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
-        have run on."""
-        records, wanted, self._started = snapshot
-        self._records, self._wanted = dict(records), dict(wanted)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""

@@ -175,7 +175,8 @@ async def test_a_process_for_each_replica_and_traffic_on_each_hop(deployment: De
     assert len({*pids, os.getpid()}) == 6
     before = {role: await _traffic(deployment, role) for role in MODELS}
     async with Client(deployment.endpoints.coordinator) as client:
-        completion = await client.complete(GenerateRequest(PROMPT, max_tokens=40, seed=1))
+        request = GenerateRequest(PROMPT, max_tokens=40, seed=1, num_draft_tokens=4)
+        completion = await client.complete(request)
     assert len(completion.token_ids) == 40
     assert completion.metrics.num_draft_tokens > 0
     for role in MODELS:
@@ -366,7 +367,7 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
     handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
     reconciler = Actor(Demand(RECONCILER, 0, 0), handle)
     before = {role: serving(deployment, role) for role in ROLES}
-    killed = deployment.replica("draft")
+    killed = deployment.overview.of("draft")[0]
     place = await reconciler.call("ping")
     os.kill(place.pid, signal.SIGKILL)
     os.kill(killed.places[0].pid, signal.SIGKILL)

@@ -104,24 +104,6 @@ def test_leases_in_memory_run_on_the_clock_of_the_loop() -> None:
     run_virtually(main())
 
 
-def test_a_registry_that_goes_back_has_what_it_had_as_long_as_leases_run() -> None:
-    async def main() -> None:
-        registry = MemoryRegistry()
-        await registry.announce(RECORD)
-        await registry.want({"draft": 1})
-        then = registry.snapshot()
-        await registry.withdraw(RECORD.role, RECORD.name)
-        await registry.want({"draft": 2})
-        registry.restore(then)
-        assert await registry.records(RECORD.role) == [RECORD]
-        assert await registry.wanted() == {"draft": 1}
-        await asyncio.sleep(LEASE_S)
-        registry.restore(then)
-        assert await registry.records(RECORD.role) == []
-
-    run_virtually(main())
-
-
 TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
 
 

@@ -87,7 +87,7 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
 
     deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
     deployment.ray.local = local
-    deployment._reconciler, deployment._redis = Lost(), Redis()
+    deployment._reconciler, deployment.redis = Lost(), Redis()
     monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
     monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
     monkeypatch.setattr(deployment._secret_files, "forget", lambda: done.append("secrets"))
