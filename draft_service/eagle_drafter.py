@@ -38,7 +38,6 @@ class _Window:
     """The place behind the newest pair."""
 
     def is_of(self, token_ids: Sequence[int]) -> bool:
-        """Whether the session's committed tokens are still those of its pairs."""
         return tuple(token_ids[self.end - len(self.tokens) + 1 : self.end + 1]) == self.tokens
 
 
@@ -93,12 +92,10 @@ class EagleDrafter:
         return None if goes_on and not is_sure else guess.proposal(request)
 
     def release(self, session_id: str) -> None:
-        """See `Drafter.release`."""
         self._lookup.release(session_id)
         self._windows.pop(session_id, None)
 
     def _goes_on(self, request: DraftRequest) -> bool:
-        """Whether the newest committed token has a pair, and a proposal is wanted."""
         window = self._window(request)
         has_pair = window is not None and window.end == len(request.token_ids) - 1
         return has_pair and request.num_draft_tokens > 0
@@ -112,7 +109,6 @@ class EagleDrafter:
         return None
 
     def _hear(self, requests: Sequence[DraftRequest]) -> None:
-        """Takes the new features of all sessions in, in one pass."""
         for request in requests:
             if request.session_id in self._windows:
                 self._windows.move_to_end(request.session_id)
@@ -138,7 +134,6 @@ class EagleDrafter:
             self.on_dropped(dropped)
 
     def _new_rows(self, request: DraftRequest) -> Features | None:
-        """Of a request's features those that are not in the session's window yet."""
         rows = request.features
         if rows is None:
             return None
@@ -162,7 +157,6 @@ class EagleDrafter:
         features: torch.Tensor,
         rows: slice,
     ) -> None:
-        """The session's window by new pairs, which are those `rows`."""
         window = self._windows.pop(request.session_id, None)
         keys, values, tokens = pairs.keys[rows], pairs.values[rows], (*_behind(request, new),)
         if window is not None and window.end == new.first:
@@ -181,7 +175,6 @@ class EagleDrafter:
         )
 
     def _draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """A token of every round at a time."""
         windows = [self._windows[request.session_id] for request in requests]
         drafts = [AutoregressiveDraft(request) for request in requests]
         keys = nn.utils.rnn.pad_sequence([window.keys for window in windows], batch_first=True)
@@ -211,7 +204,6 @@ class EagleDrafter:
 
 
 def _behind(request: DraftRequest, rows: Features) -> Sequence[int]:
-    """The tokens behind the places of features."""
     return request.token_ids[rows.first + 1 : rows.end + 1]
 
 

@@ -65,7 +65,6 @@ class LookAhead:
     def __init__(
         self, engine: Engine, table: SessionTable, drafter: ModelDrafter, limits: LookAheadLimits
     ) -> None:
-        """The drafter is the engine's, and the table has the tokens of its sessions."""
         self._engine = engine
         self._table = table
         self._drafter = drafter
@@ -152,7 +151,6 @@ class LookAhead:
             self._release(self._stale)
 
     def give_way(self) -> None:
-        """Gives back the pages of all that nobody waits for."""
         self._release(self._stale)
         for found in self._rounds.values():
             self._drop(found)
@@ -183,7 +181,6 @@ class LookAhead:
     def _taken(
         self, before: RoundAhead | None, outcome: tuple[int, ...] | None
     ) -> AutoregressiveDraft | None:
-        """The branch of an outcome of the round before, out of its hands."""
         if before is None:
             return None
         for found in before.outcomes:
@@ -250,7 +247,6 @@ class LookAhead:
         )
 
     def _note_read(self, now: RoundAhead, logits: torch.Tensor) -> None:
-        """Notes that a round was read: now the bonus can be guessed, too."""
         self._table.record(now.session_id, now.to_read)
         now.is_read = True
         self._begin_outcomes(now, logits)
@@ -310,7 +306,6 @@ class LookAhead:
             now.outcomes.append(Outcome(assumed, guess.chance, branch))
 
     def _harvest(self, now: RoundAhead) -> list[DraftAnswer]:
-        """The proposals that are whole now."""
         answers: list[DraftAnswer] = []
         if now.wanted is not None:
             self._record_wanted(now, now.wanted)
@@ -332,7 +327,6 @@ class LookAhead:
             self._engine.release(found.name)
 
     def _record_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> None:
-        """Notes what the session's own sequence has run."""
         if branch.request.session_id == now.session_id and self._stands(branch):
             run = (*now.committed, *branch.token_ids)
             now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
@@ -433,7 +427,6 @@ class LookAhead:
         self._drop(now)
 
     def _drop(self, now: RoundAhead) -> None:
-        """Gives back what a round holds beside the session's own sequence."""
         self._release(now.outcomes)
         self._release(now.kept)
         self._drop_basis(now)
@@ -444,13 +437,11 @@ class LookAhead:
             now.basis = None
 
     def _fan_out(self, now: RoundAhead) -> FanOut:
-        """What is known of rounds like this one."""
         head = now.item.head
         return self._fan_outs.of(now.session_id, head.seed, head.rule, now.sampling.temperature)
 
 
 def _assumed(now: RoundAhead, guesses: RoundGuesses, guess: Guess) -> tuple[int, ...]:
-    """The tokens that an outcome commits."""
     correction = guesses.corrections[guess.num_accepted][guess.rank]
     return (*now.drafted[: guess.num_accepted], correction)
 
@@ -465,7 +456,6 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """Of its sequence."""
         return self.branch.request.session_id
 
 
@@ -520,18 +510,15 @@ class RoundAhead:
 
     @property
     def session_id(self) -> str:
-        """Whose round it is."""
         return self.item.head.session_id
 
     @property
     def noise(self) -> RoundNoise:
-        """Its numbers."""
         head = self.item.head
         return RoundNoise(head.seed, head.rule, len(self.committed))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do."""
         return self.is_read and not self.outcomes
 
     @property
@@ -548,7 +535,6 @@ class RoundAhead:
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
     def request(self, name: str, committed: tuple[int, ...]) -> DraftRequest:
-        """Asks for a proposal after these tokens, by a sequence of that name."""
         head = self.item.head
         return DraftRequest(
             session_id=name,

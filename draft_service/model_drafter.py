@@ -60,7 +60,6 @@ class ModelDrafter:
     """
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
-        """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
         self._growing: dict[str, AutoregressiveDraft] = {}
         """By session: what has not ended."""
@@ -116,7 +115,7 @@ class ModelDrafter:
         return branch.error or branch.proposal
 
     def release(self, session_id: str) -> None:
-        """See `Drafter.release`."""
+        """Forgets what was drafted and what is held of the session."""
         self._growing.pop(session_id, None)
         self._engine.release(session_id)
 
@@ -225,17 +224,15 @@ class ModelDrafter:
         return drawn
 
     def end(self, branch: AutoregressiveDraft, error: Exception) -> None:
-        """The branch draws no more: see `AutoregressiveDraft.end`."""
+        """Ends a draft, whose last token keeps no slot."""
         branch.end(error)
         self._undo_last_pass(branch)
 
     def _undo_all(self, branch: AutoregressiveDraft) -> None:
-        """Back to what was held of a branch that was drawn at once."""
         request = branch.request
         self._engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
 
     def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
-        """Gives up the slot of the last drawn token, if that was run."""
         if not branch.token_ids:
             return
         session_id = branch.request.session_id
@@ -245,7 +242,6 @@ class ModelDrafter:
 
 
 def _needs_no_look(branch: AutoregressiveDraft) -> bool:
-    """Whether all its tokens can be drawn before anybody looks at one."""
     request = branch.request
     if any(request.siblings) or request.allowed is not None:
         return False

@@ -40,7 +40,6 @@ class _Question:
 
     @property
     def num_wanted(self) -> int:
-        """Draft tokens."""
         return self.item.num_draft_tokens if self.item.held is None else 0
 
     @property
@@ -74,9 +73,7 @@ class FallibleDrafter(Protocol):
         proposal goes on when it is asked for again. Not all of them do."""
         ...
 
-    def release(self, session_id: str) -> None:
-        """See `Drafter.release`."""
-        ...
+    def release(self, session_id: str) -> None: ...
 
 
 class Proposer:
@@ -126,7 +123,6 @@ class Proposer:
 
     @property
     def figures(self) -> StepFigures:
-        """See `StepWorker.figures`."""
         return self._figures
 
     def step(self, items: Sequence[DraftItem]) -> list[_Answer]:
@@ -161,7 +157,6 @@ class Proposer:
         return found
 
     def _begin(self, items: Sequence[DraftItem]) -> list[_Answer]:
-        """The first that is done for each item."""
         read = [self._kept(item) or _read(item) for item in items]
         questions = [entry for entry in read if isinstance(entry, _Question)]
         prepared = map(self._prepare, questions, self._admit(questions))
@@ -175,7 +170,6 @@ class Proposer:
         return entry if entry is not None and entry.item is item else None
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """See `StepWorker.park`."""
         for session_id in session_ids:
             self._growing.pop(session_id, None)
             if self._look_ahead is not None:
@@ -184,7 +178,6 @@ class Proposer:
         self._figures = self._now()
 
     def release(self, session_id: str) -> None:
-        """See `StepWorker.release`."""
         self._forget(session_id)
 
     def forget_tokens(self, session_id: str) -> None:
@@ -192,7 +185,6 @@ class Proposer:
         self._table.release(session_id)
 
     def recover(self, items: Sequence[DraftItem]) -> None:
-        """See `StepWorker.recover`."""
         for item in items:
             self._forget(item.head.session_id)
 
@@ -332,7 +324,6 @@ class Proposer:
         return refusal(item.head.key, error)
 
     def _give_way(self) -> None:
-        """Gives back the pages of what nobody waits for."""
         if self._look_ahead is not None:
             self._look_ahead.give_way()
 

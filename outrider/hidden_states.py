@@ -25,7 +25,6 @@ class Features:
 
     @property
     def end(self) -> int:
-        """The place behind the last one."""
         return self.first + len(self)
 
     def since(self, place: int) -> Features | None:

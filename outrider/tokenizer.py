@@ -174,13 +174,11 @@ class _ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """See `TextStream.push`."""
         if self._text.is_special(token_id):
             return ""
         return self._decoder.decode(self._text.token_bytes(token_id))
 
     def finish(self) -> str:
-        """See `TextStream.finish`."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -199,7 +197,6 @@ class _WindowStream:
         self._shown = ""
 
     def push(self, token_id: int) -> str:
-        """See `TextStream.push`."""
         if self._text.is_special(token_id):
             return ""
         self._pending.append(token_id)
@@ -211,7 +208,6 @@ class _WindowStream:
         return self._show(decoded)
 
     def finish(self) -> str:
-        """See `TextStream.finish`."""
         return self._show(self._text.decode(self._context + self._pending))
 
     def _splits_character(self) -> bool:

@@ -67,7 +67,6 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
 
 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
-    """Who drafts for the target, if it is the target."""
     from outrider.engine.paged_engine import PagedEngine
     from target_service.self_drafting import ExitDrafter
 

@@ -50,14 +50,12 @@ class HeadDrafter:
     reads_features: Final = True
 
     def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
-        """`entries_max` bounds the support of each draft distribution."""
         self._heads = heads.module
         self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids), entries_max)
 
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
     ) -> list[Proposal]:
-        """See `SelfDrafter.propose`."""
         depths = len(self._heads.heads)
         drafts = [
             AutoregressiveDraft(request, min(request.num_draft_tokens, depths))
@@ -99,7 +97,6 @@ class ExitDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor] = ()
     ) -> list[Proposal]:
-        """See `SelfDrafter.propose`. A round without a page for more has what was drawn so far."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         with self._given_back([request.session_id for request in requests]):
             try:
@@ -116,7 +113,6 @@ class ExitDrafter:
     def _next_logits(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> torch.Tensor:
-        """One that there is no page for ends."""
         steps = {
             index: SequenceStep(drafts[index].request.session_id, (drafts[index].newest,), 1)
             for index in active

@@ -154,7 +154,6 @@ class RunAhead:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the round that was asked for is answered."""
         return bool(self._replies)
 
     def continues(self, item: VerifyItem) -> bool:
@@ -196,7 +195,6 @@ class RunAhead:
         return list(self._replies) if may_be_lost else []
 
     def add(self, reply: VerdictReply) -> None:
-        """Notes the verdict of the round that was running."""
         check(len(reply.verdict.correction) == 1, "a round without a proposal has one correction")
         token_id = reply.verdict.correction[0]
         self._replies.append(reply)

@@ -72,7 +72,6 @@ class _Question:
 
     @property
     def ask(self) -> Ask:
-        """What it needs: a row of logits for each draft token and for the last committed one."""
         num_drafted = len(self.proposal.token_ids)
         return Ask(self.item.head, num_drafted, num_drafted + 1)
 
@@ -144,11 +143,9 @@ class Verifier:
 
     @property
     def figures(self) -> StepFigures:
-        """See `StepWorker.figures`."""
         return self._figures
 
     def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
-        """See `StepWorker.step`."""
         read = [self._read(item) for item in items]
         questions = [entry for entry in read if isinstance(entry, _Question)]
         admissions = self._admissions.admit([question.ask for question in questions])
@@ -160,17 +157,14 @@ class Verifier:
         return [next(answers) if isinstance(entry, _Pass) else entry for entry in entries]
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """See `StepWorker.park`."""
         for session_id in session_ids:
             self._table.park(session_id)
         self._figures = self._admissions.figures
 
     def release(self, session_id: str) -> None:
-        """See `StepWorker.release`."""
         self._forget(session_id)
 
     def recover(self, items: Sequence[VerifyItem]) -> None:
-        """See `StepWorker.recover`."""
         for item in items:
             self._forget(item.head.session_id)
 
@@ -357,7 +351,6 @@ class Verifier:
         return found
 
     def _given_up(self, reply: VerdictReply, request: DraftRequest) -> VerdictReply:
-        """A verdict behind which only the slots of what will be committed are held."""
         num_run = request.noise.committed_length - 1
         return replace(reply, cached_length=self._table.keep(request.session_id, num_run))
 
@@ -466,7 +459,6 @@ def _verdicts_at_once(questions: Sequence[Question]) -> list[Verdict | OutriderE
 
 
 def _outcome(entry: _Pass, verdict: Verdict) -> Outcome:
-    """What the coordinator will decide."""
     head, proposal = entry.question.item.head, entry.question.proposal
     noise = RoundNoise(head.seed, head.rule, head.committed_length)
     uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
@@ -521,7 +513,6 @@ def _logprobs(
 
 
 def shown_by(engine: Engine) -> FeatureEngine | None:
-    """The engine, if it shows what its head reads."""
     return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
 
 

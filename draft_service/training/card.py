@@ -62,7 +62,6 @@ class CardFacts:
 
 
 def render_card(facts: CardFacts) -> str:
-    """The card, in Markdown."""
     start, learner, num_rows = facts.start, facts.start.learner, len(facts.start.token_ids)
     data = "\n".join(
         f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
@@ -134,7 +133,6 @@ stated; of texts by others everything.
 
 
 def _unknown(facts: CardFacts) -> str:
-    """What is not known of the prompts to measure with."""
     found = ""
     if facts.has_texts:
         found += "; texts by others were not searched for them"
@@ -144,7 +142,6 @@ def _unknown(facts: CardFacts) -> str:
 
 
 def _tables(measured: Measured) -> str:
-    """By temperature and by position."""
     temperatures = "\n".join(
         f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
         f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"

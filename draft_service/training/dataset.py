@@ -102,7 +102,6 @@ class Dataset:
         return [batches[i] for i in random.permutation(len(batches))]
 
     def batch(self, examples: Sequence[Example]) -> Batch:
-        """These documents and the target's answers, on the device."""
         ids, rows, following = packed([example.document for example in examples])
         answers: dict[str, Any] = {
             name: np.concatenate(
@@ -187,7 +186,6 @@ class Learner:
 
     @property
     def num_parameters(self) -> int:
-        """Of what is trained."""
         return sum(weight.numel() for weight in self.weights.values())
 
     def draft(self, batch: Batch) -> list[Depth]:

@@ -219,7 +219,6 @@ class _Run:
 
     @property
     def _missing(self) -> float:
-        """Part of what should be learned from that is not given."""
         given = sum(document.num_learned for document in self._given)
         return max(0.0, 1 - given / (TOKENS_A_SECOND[self._device] * self._seconds))
 
@@ -264,7 +263,6 @@ class _Run:
         return cache, corpus.spent.seconds + cache.spent.seconds
 
     def _write(self) -> WrittenCorpus:
-        """The target's own corpus."""
         options = self._options
         template, eos = self._target.template, sorted(self._info.eos_token_ids)
         name = folder_name(
@@ -336,7 +334,6 @@ class _Run:
         return Dataset(caches, token_ids, self._vocab_size, self._module.device)
 
     def _start(self, caches: Sequence[TeacherCache]) -> Start:
-        """What learns: the drafter that was named, else a new one."""
         if self._recipe.drafter is not None:
             return self._recipe.drafter
         num_wanted = min(self._options.draft_vocab or DRAFT_VOCAB, self._vocab_size)
@@ -363,7 +360,6 @@ class _Run:
         return trainer
 
     def _save(self, learner: Learner, token_ids: torch.Tensor, facts: CardFacts) -> None:
-        """The whole directory at once, in place of an earlier drafter's."""
         description = TrainedDescription(
             format=FORMAT,
             kind=self._recipe.kind,

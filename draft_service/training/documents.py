@@ -48,7 +48,6 @@ class Template:
 
     @property
     def num_bare(self) -> int:
-        """Tokens of a prompt in which nobody says anything, at most."""
         return max(1, 0 if self.after else len(self.before))
 
 
@@ -69,12 +68,10 @@ class Document:
 
     @property
     def num_learned(self) -> int:
-        """Tokens from `first` on."""
         return len(self.token_ids) - self.first
 
     @property
     def num_before_answer(self) -> int:
-        """Of these, those that are not measured."""
         return self.answer_first - self.first
 
     @property
@@ -130,7 +127,6 @@ def fingerprint_of(documents: Sequence[Document]) -> str:
 
 
 def split_of(documents: Sequence[Document]) -> str:
-    """Which of these are held out, as a digest."""
     flags = bytes(document.is_held_out for document in documents)
     return hashlib.blake2b(flags, digest_size=8).hexdigest()
 

@@ -49,7 +49,6 @@ class Measured:
 
     @property
     def num_tokens(self) -> int:
-        """Places."""
         return sum(rates.num_tokens for rates in self.by_temperature)
 
     @property
@@ -110,14 +109,12 @@ class _Drafted:
     """and min(1, q(x) / p(x)) of the token x that stands there."""
 
     def between(self, start: int, end: int) -> _Drafted:
-        """Those at rows from `start` to before `end`."""
         first, last = np.searchsorted(self.rows, [start, end])
         part = slice(int(first), int(last))
         return _Drafted(self.rows[part], self.hits[part], self.overlaps[part], self.ratios[part])
 
 
 def _read(learner: Learner, batch: Batch, is_first_alone: bool) -> list[_Drafted]:
-    """What each draft token of the batch is worth."""
     found = []
     with torch.inference_mode():
         depths = learner.draft(batch)

@@ -49,7 +49,6 @@ class Recipe:
     """What learns, for a head of these tokens [N], ascending."""
 
     def long_enough(self, documents: Sequence[Document]) -> list[Document]:
-        """Of these, those that something can be learned from."""
         return [document for document in documents if document.num_learned >= self.num_learned_min]
 
 

@@ -78,13 +78,11 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """So far."""
         running = 0.0 if self._start is None else time.monotonic() - self._start
         return self._before + running
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Time within it counts."""
         self._start = time.monotonic()
         try:
             yield
@@ -102,7 +100,6 @@ class Spent(Stopwatch):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Time within it counts, and is kept."""
         try:
             with super().working():
                 yield
@@ -169,6 +166,5 @@ def filled(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A directory for work, on the same file system."""
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
         yield Path(work)

@@ -49,7 +49,6 @@ class Student(Learner):
     """A small model: it reads a text as the target does."""
 
     def __init__(self, module: Any) -> None:
-        """All of the module learns but what is the target's: embeddings and head."""
         shared = [module.get_input_embeddings().weight, module.get_output_embeddings().weight]
         shape = f"{module.config.get_text_config().num_hidden_layers} layers"
         super().__init__(module, module, shared, shape, save_drafter)
@@ -154,7 +153,6 @@ _TOLERANCE: Final = 0.05
 
 
 def use_dense_attention(module: Any) -> None:
-    """Lets a module on a CPU attend this way, unless that gives other logits than its own way."""
     embeddings = module.get_input_embeddings().weight
     if embeddings.device.type != "cpu":
         return

@@ -56,12 +56,10 @@ class Features:
 
     @classmethod
     def of(cls, module: Any, layer: int | None = None) -> Features:
-        """Of this target's module."""
         return cls(module.get_input_embeddings().weight.shape[1], layer)
 
     @property
     def key(self) -> list[object]:
-        """What tells a cache with these from others of the same documents."""
         return [_FEATURES] if self.layer is None else [_FEATURES, self.layer, "normed"]
 
 
@@ -96,35 +94,28 @@ class TeacherCache:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return self._directory.name
 
     @property
     def num_documents(self) -> int:
-        """The first so many documents are known."""
         return self._num_documents
 
     @property
     def known(self) -> Sequence[Document]:
-        """These."""
         return self.documents[: self._num_documents]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all are."""
         return self._num_documents == len(self.documents)
 
     def rows(self, index: int) -> slice:
-        """Where the learned tokens of a document stand in the arrays."""
         return slice(int(self._starts[index]), int(self._starts[index + 1]))
 
     def answer_rows(self, index: int) -> slice:
-        """Of these, those of the document's answer."""
         rows = self.rows(index)
         return slice(rows.start + self.documents[index].num_before_answer, rows.stop)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """By name, memory-mapped."""
         num = int(self._starts[self._num_documents])
         return {
             name: np.memmap(self._path(name), dtype=kind, mode="r", shape=(num, *shape))

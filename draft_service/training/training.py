@@ -113,7 +113,6 @@ class Trainer:
         budget: Budget,
         is_trained: bool,
     ) -> None:
-        """`is_trained`: the learner has learned before."""
         self.learner = learner
         self._is_trained = is_trained
         self._dataset = dataset
@@ -154,7 +153,6 @@ class Trainer:
 
     @property
     def part(self) -> float:
-        """Of the budget, that is over."""
         if self._budget.steps is not None:
             return min(1.0, self.num_steps / self._budget.steps)
         return min(1.0, self.spent.seconds / max(self._budget.seconds, 1e-9))
@@ -213,7 +211,6 @@ class Trainer:
         self._is_between_steps = True
 
     def _loss(self, batch: Batch, share: float) -> torch.Tensor:
-        """The mean of the draft tokens' losses, by their weights."""
         total, weights, weight = torch.zeros((), device=self._device), 0.0, 1.0
         for depth in self.learner.draft(batch):
             teacher = batch.teacher.at(depth.rows)
@@ -285,7 +282,6 @@ class Trainer:
 
 
 def _first_tokens(examples: list[Example], num_tokens: int) -> list[Example]:
-    """The first of these documents that have so many learned tokens together."""
     found: list[Example] = []
     for example in examples:
         found.append(example)

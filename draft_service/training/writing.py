@@ -80,11 +80,9 @@ class _Conversation:
 
     @property
     def drawing(self) -> tuple[float, float]:
-        """Temperature and min-p of the next token."""
         return (1.0, _TURN_MIN_P) if self.is_turn else (self.temperature, 0.0)
 
     def uniform(self) -> float:
-        """The number that draws the token at the place that comes next."""
         noise = RoundNoise(self.seed, Rule.TOKEN, self.length)
         return next(iter(noise.accept_uniforms(1)))
 
@@ -105,7 +103,6 @@ class _Conversation:
         return False
 
     def record(self) -> dict[str, Any]:
-        """As it is stored."""
         return {"index": self.index, "prompt": self.prompt, "answer": self.answer,
                 "temperature": self.temperature}  # fmt: skip
 
@@ -175,7 +172,6 @@ class WrittenCorpus:
         return found
 
     def is_enough(self, wanted: Wanted) -> bool:
-        """Whether writing can stop."""
         if wanted.prompts_alone:
             return len(self._records) == len(self._prompts)
         if wanted.tokens is None:
@@ -242,7 +238,6 @@ class WrittenCorpus:
             self._sums.append(self._sums[-1] + len(self._records[following]["answer"]))
 
     def _num_first(self, tokens: int) -> int:
-        """How many of the first conversations have so many tokens, or as many as there are."""
         return min(bisect_left(self._sums, tokens), len(self._sums) - 1)
 
     def _part(self, wanted: Wanted) -> float:

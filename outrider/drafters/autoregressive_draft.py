@@ -111,7 +111,7 @@ class AutoregressiveDraft:
         self.q.append(q)
 
     def stop(self) -> None:
-        """It is whole as it is."""
+        """Draws no more."""
         self.num_wanted = len(self.token_ids)
 
     def end(self, error: Exception) -> None:

@@ -65,7 +65,6 @@ class DraftDeadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has run out."""
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:

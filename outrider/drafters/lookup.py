@@ -53,7 +53,6 @@ class LookupDrafter(ABC):
     """A `Drafter` without a model; its proposals are one-hot."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """See `Drafter.propose`."""
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     @abstractmethod
@@ -129,7 +128,6 @@ class TextIndex:
 
     @property
     def end(self) -> int:
-        """The place after the last token."""
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
@@ -276,7 +274,6 @@ class NgramDrafter(LookupDrafter):
         )
 
     def guess(self, request: DraftRequest) -> Guess:
-        """See `LookupDrafter.guess`."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         return self._indices.of(request).continuation(request.num_draft_tokens)

@@ -115,7 +115,6 @@ class SuffixDrafter(LookupDrafter):
         """Tenant and seed, the oldest first -> its first session; None once that has ended."""
 
     def guess(self, request: DraftRequest) -> Guess:
-        """See `LookupDrafter.guess`."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         is_first = self._is_first(request)

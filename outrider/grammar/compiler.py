@@ -66,7 +66,6 @@ class Grammar:
 
     @property
     def key(self) -> _Key:
-        """What it is kept by."""
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
@@ -296,18 +295,15 @@ class Grammars:
                 self._held[key] = found
 
     def _known(self, key: _Key) -> Grammar | _Refusal | None:
-        """With the lock."""
         return self._found.get(key) or self._held.get(key)
 
     def _put(self, key: _Key, found: Grammar | _Refusal) -> None:
-        """With the lock."""
         self._found[key] = found
         self._found.move_to_end(key)
         if len(self._found) > self._grammars_max:
             self._found.popitem(last=False)
 
     def _drop(self, key: _Key) -> None:
-        """With the lock."""
         self._found.pop(key, None)
         self._held.pop(key, None)
 
@@ -407,7 +403,6 @@ class _Document:
         return own + sum(map(self.all_within, _inner(value)))
 
     def _listed_within(self, value: Any) -> float:
-        """The same, as if nothing was combined."""
         own = self._listed(value) if isinstance(value, dict) else 0.0
         return own + sum(map(self._listed_within, _inner(value)))
 
@@ -433,7 +428,6 @@ class _Document:
         return _several(map(self._weight, entries) if isinstance(entries, list) else ())
 
     def _weight(self, entry: Any) -> int:
-        """Of one alternative: nothing where it is neither a list nor an object."""
         for _ in range(_REFERENCES_MAX):
             if not isinstance(entry, dict) or "$ref" not in entry:
                 break

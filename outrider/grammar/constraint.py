@@ -108,7 +108,6 @@ class Constraint:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Of a choice."""
         if self.kind is not ConstraintKind.CHOICE:
             raise InvariantError(f"a {self.kind} has no choices")
         return tuple(json.loads(self.text))

@@ -190,7 +190,6 @@ class Followed:
         self._committed = committed
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        """See `Allowed.after`."""
         tokens = (*self._committed, *drafted)
         self._matcher.ask_ahead(len(drafted) > 0)
         if self._matcher.stand(self._length, tokens) < len(tokens):
@@ -198,7 +197,6 @@ class Followed:
         return self._matcher.mask()
 
     def num_legal(self, drafted: Sequence[int]) -> int:
-        """See `Allowed.num_legal`."""
         for index, token_id in enumerate(drafted):
             mask = self.after(drafted[:index])
             if mask is None or not mask.has(token_id):
@@ -206,7 +204,6 @@ class Followed:
         return len(drafted)
 
     def behind(self, committed: Sequence[int]) -> Followed:
-        """See `Allowed.behind`."""
         return Followed(self._matcher, self._length, (*self._committed, *committed))
 
 

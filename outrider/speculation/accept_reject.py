@@ -33,7 +33,6 @@ class Outcome:
 
     @property
     def num_accepted(self) -> int:
-        """How many these are."""
         return len(self.path)
 
     @property

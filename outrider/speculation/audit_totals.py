@@ -25,7 +25,6 @@ class AuditSums:
     """Sum of the variances of -log p(x) under p, nats squared."""
 
     def __add__(self, other: AuditSums) -> AuditSums:
-        """Of both."""
         return AuditSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 

@@ -358,7 +358,6 @@ class Drawing:
 
     @property
     def kind(self) -> int:
-        """Which token is drawn."""
         if self.sampling.greedy or self.rule is Rule.GREEDY:
             return _LIKELIEST
         return _COUPLED if self.rule is Rule.COUPLED else _QUANTISED
@@ -399,12 +398,12 @@ class DeviceDraws:
         )  # fmt: skip
 
     def words(self, num_rows: int) -> _Ints:
-        """See `Draws.words`."""
+        """Implements `Draws.words`."""
         rows = np.stack([_row(drawing, self._num_depths) for drawing in self._drawings])
         return np.pad(rows, ((0, num_rows - len(rows)), (0, 0)), mode="edge").reshape(-1)
 
     def draw(self, logits: torch.Tensor, words: torch.Tensor, depth: int) -> torch.Tensor:
-        """See `Draws.draw`."""
+        """Implements `Draws.draw`."""
         rows = words.view(len(logits), -1)
         kinds = rows[:, _REALS]
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -452,14 +451,12 @@ class DeviceDraws:
         return token_id, DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
 
     def _token_ids(self, columns: torch.Tensor) -> torch.Tensor:
-        """The tokens of columns of the logits."""
         if self._vocabulary is None:
             return columns
         return self._vocabulary.table(columns.device)[columns]
 
 
 def _row(drawing: Drawing, num_depths: int) -> _Ints:
-    """The words of one session."""
     sampling, noise = drawing.sampling, drawing.noise
     temperature = 1.0 if drawing.kind == _LIKELIEST else sampling.temperature
     reals = np.array([temperature, sampling.min_p, sampling.top_p]).view(np.int64)

@@ -61,7 +61,6 @@ class RoundGuesses:
 
     @property
     def num_drafted(self) -> int:
-        """K."""
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:

@@ -256,7 +256,6 @@ class DraftTree:
 
     @property
     def num_depths(self) -> int:
-        """Tokens of the longest path."""
         return max(self.depths, default=-1) + 1
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
