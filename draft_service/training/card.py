@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from outrider.models.drafter_checkpoint import TrainedKind
 
@@ -12,10 +11,7 @@ from .dataset import Start
 from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import draft_model
-from .storage import PLOT_FILE
 from .training import Point
-
-_WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,9 @@ stated; of texts by others everything.
 
 ## Training
 
-![Loss and acceptance over the steps]({PLOT_FILE})
+| step | tokens | loss | greedy | sampled |
+| --- | --- | --- | --- | --- |
+{_curve(facts.points)}
 """
 
 
@@ -161,45 +159,9 @@ Given that all draft tokens before it were accepted, at temperature 1:
 | accepted | {positions} |"""
 
 
-def render_plot(points: Sequence[Point], is_trained: bool) -> str:
-    """Loss (left) and running acceptance (right) over the steps, as an SVG. `is_trained`: of a
-    drafter that had learned before."""
-    loss = "loss (mostly likelihood)" if is_trained else "loss (cross-entropy, then likelihood)"
-    learned = points[1:]
-    steps = max(point.step for point in points) or 1
-    most = max((point.loss for point in learned), default=1.0) or 1.0
-
-    def line(pairs: Sequence[tuple[int, float]], colour: str) -> str:
-        places = " ".join(
-            f"{_MARGIN + step / steps * (_WIDTH - 2 * _MARGIN):.1f},"
-            f"{_HEIGHT - _MARGIN - value * (_HEIGHT - 2 * _MARGIN):.1f}"
-            for step, value in pairs
-        )
-        return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{places}"/>'
-
-    def text(x: float, y: float, words: str, anchor: str, colour: str = "#333") -> str:
-        return (
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
-        )
-
-    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<path d="M{_MARGIN},{_MARGIN} V{bottom} H{right} V{_MARGIN}" fill="none" stroke="#999"/>',
-        line([(point.step, point.loss / most) for point in learned], "#c0392b"),
-        line([(point.step, point.greedy) for point in points], "#2471a3"),
-        line([(point.step, point.sampled) for point in points], "#1e8449"),
-        text(_MARGIN - 4, _MARGIN + 4, f"{most:.2f}", "end"),
-        text(_MARGIN - 4, bottom, "0", "end"),
-        text(right + 4, _MARGIN + 4, "1", "start"),
-        text(right + 4, bottom, "0", "start"),
-        text(_MARGIN, bottom + 18, "0", "middle"),
-        text(right, bottom + 18, f"{steps:,} steps", "end"),
-        text(_MARGIN, _MARGIN - 16, loss, "start", "#c0392b"),
-        text(_WIDTH / 2 + 40, _MARGIN - 16, "greedy", "start", "#2471a3"),
-        text(_WIDTH / 2 + 100, _MARGIN - 16, "sampled acceptance, held out", "start", "#1e8449"),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+def _curve(points: Sequence[Point]) -> str:
+    """What was measured on the way; the loss is the mean since the row before."""
+    return "\n".join(
+        f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
+        for p in points
+    )

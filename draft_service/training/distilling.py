@@ -32,7 +32,7 @@ from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, as_st
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.module_replacement import speed_up
 
-from .card import CardFacts, SourceFacts, render_card, render_plot
+from .card import CardFacts, SourceFacts, render_card
 from .dataset import Dataset, Learner, Start
 from .documents import (
     DOCUMENT_TOKENS_MAX,
@@ -55,7 +55,6 @@ from .options import DRAFT_VOCAB, DistillOptions
 from .recipes import recipe_for
 from .storage import (
     CARD_FILE,
-    PLOT_FILE,
     Stopwatch,
     alone_in,
     check_out,
@@ -371,8 +370,6 @@ class _Run:
         with filled(self._options.out) as directory:
             learner.save(directory, token_ids, description)
             (directory / CARD_FILE).write_text(render_card(facts), encoding="utf-8")
-            plot = render_plot(facts.points, facts.start.is_trained)
-            (directory / PLOT_FILE).write_text(plot, encoding="utf-8")
 
 
 def _facts(cache: TeacherCache) -> SourceFacts:

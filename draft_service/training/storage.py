@@ -22,7 +22,6 @@ from outrider.models.drafter_checkpoint import (
 )
 
 CARD_FILE: Final = "README.md"
-PLOT_FILE: Final = "loss.svg"
 CACHE_VERSION: Final = 2
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
 _SPENT: Final = "spent.json"
@@ -111,7 +110,7 @@ class Spent(Stopwatch):
         write_whole(self._path, json.dumps(round(self.seconds, 3)).encode())
 
 
-_DRAFTER_FILES: Final = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, PLOT_FILE}
+_DRAFTER_FILES: Final = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
 
 
 def check_out(out: Path) -> Path:

@@ -28,6 +28,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, InvariantError, check
 from outrider.models.early_exit import watched_layer
 from outrider.models.loading import load_model
+from outrider.speculation.logits_processing import largest
 
 from .documents import Document, Encode, Template
 from .storage import Spent, read_json, write_whole
@@ -36,8 +37,6 @@ ENTRIES: Final = 64
 _TOKENS_OF_A_PASS: Final = {"cpu": 4096, "cuda": 65_536}
 _ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are made at once."""
-_GROUP: Final = 64
-"""Neighbours of which only the largest is looked at first."""
 _POOL: Final = 64
 """Documents that are asked about before anything is kept."""
 _PROGRESS: Final = "progress.json"
@@ -289,22 +288,6 @@ def check_head(module: Any) -> None:
             f"no drafter can be made of a {type(module).__name__} yet: its logits are not its "
             "head's product alone"
         )
-
-
-def largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices [R, count] of each row's largest, in order. The largest `count` lie in the
-    `count` groups of neighbours with the largest maxima: so most of a wide row is read once."""
-    num_rows, width = logits.shape
-    num_groups = width // _GROUP
-    if width % _GROUP or num_groups <= 2 * count:
-        top = logits.topk(count, dim=1)
-        return top.values, top.indices
-    grouped = logits.view(num_rows, num_groups, _GROUP)
-    groups = grouped.amax(dim=2).topk(count, dim=1, sorted=False).indices
-    members = grouped.gather(1, groups[..., None].expand(-1, -1, _GROUP)).view(num_rows, -1)
-    top = members.topk(count, dim=1)
-    found = groups.gather(1, top.indices // _GROUP) * _GROUP + top.indices % _GROUP
-    return top.values, found
 
 
 @dataclass(frozen=True, slots=True)

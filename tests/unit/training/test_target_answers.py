@@ -18,7 +18,6 @@ from draft_service.training.teacher import (
     TeacherCache,
     check_head,
     covered_share,
-    largest,
     likeliest_tokens,
 )
 from outrider.errors import ConfigError, SettingError
@@ -123,16 +122,6 @@ def test_time_that_is_over_ends_the_asking(
         cache.fill(module, 0.0, lambda part: None)
         assert cache.num_documents == 3
         assert cache.spent.seconds > 0
-
-
-@pytest.mark.parametrize("width", [640, 64 * 20, 1000])
-def test_the_largest_are_found_by_their_groups(width: int) -> None:
-    logits = torch.randn(30, width)
-    logits[3] = torch.arange(width).flip(0)
-    values, ids = largest(logits, 8)
-    expected = logits.topk(8)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(ids, expected.indices)
 
 
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(
