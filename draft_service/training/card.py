@@ -59,10 +59,6 @@ class CardFacts:
 
 def render_card(facts: CardFacts) -> str:
     start, learner, num_rows = facts.start, facts.start.learner, len(facts.start.token_ids)
-    data = "\n".join(
-        f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
-        for name, source in facts.sources.items()
-    )
     passes = facts.num_trained_tokens / sum(s.num_tokens for s in facts.sources.values())
     served = draft_model(facts.kind, "DIR")
     times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
@@ -102,7 +98,7 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model {served}
 
 | written by | documents to learn from | tokens of these | documents held out |
 | --- | --- | --- | --- |
-{data}
+{_data(facts)}
 
 About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, or by its first tokens
 where that says nothing, as a hash of these and nothing else says: so every run holds out the same
@@ -128,6 +124,13 @@ stated; of texts by others everything.
 | --- | --- | --- | --- | --- |
 {_curve(facts.points)}
 """
+
+
+def _data(facts: CardFacts) -> str:
+    return "\n".join(
+        f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
+        for name, source in facts.sources.items()
+    )
 
 
 def _unknown(facts: CardFacts) -> str:
