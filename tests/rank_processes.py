@@ -33,7 +33,7 @@ def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
             process.join(_END_S)
 
 
-def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
+def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
     """A follower that adds its rank to whatever is asked for, as often as a frame says, once
     all ranks have loaded; it ends with the leader. Its exit code is 0 unless it was left waiting in
     a step."""
@@ -41,7 +41,7 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) 
 
     from outrider.engine.tensor_parallel.group import join
 
-    group, frames = join(meeting, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
+    group, frames = join(rendezvous, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
     try:
         time.sleep(load_s)
         group.wait_for_all()
@@ -56,7 +56,7 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) 
         group.close()
 
 
-def follow_model(config: Any, meeting: Any, rank: int) -> None:
+def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
     """A follower of the model that `config` names: the whole of one but for Ray."""
     import asyncio
 
@@ -64,7 +64,7 @@ def follow_model(config: Any, meeting: Any, rank: int) -> None:
 
     async def follow() -> None:
         host = RankHost()
-        await host.start(config, "target", Seat(meeting, rank, 1), JOIN_S, "")
+        await host.start(config, "target", Seat(rendezvous, rank, 1), JOIN_S, "")
         await host.wait()
 
     asyncio.run(follow())

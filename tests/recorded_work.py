@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_acceleration
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
-from outrider.kv_cache.storage import KeysAndValues
 
 
 class CountingRecorder:
-    """Implements `Recorder`. As a graph does, a replay knows nothing but what the work was when it
+    """As a graph does, a replay knows nothing but what the work was when it
     was recorded, and leaves its result where the first one was."""
 
     def __init__(self) -> None:
@@ -32,15 +32,9 @@ class CountingRecorder:
         return 0
 
 
-def attend_by_tables(
-    query: torch.Tensor,
-    cache: KeysAndValues,
-    step: TableStep,
-    window: int | None,
-    scaling: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
     """Implements `TableAttention`, a row at a time; rows in no block get no number."""
+    cache, window, softcap = layer.cache, layer.window, layer.softcap
     shared = query.shape[1] // cache.keys.shape[0]
     output = query.new_full((query.shape[2], query.shape[1], cache.values.shape[2]), torch.nan)
     positions = step.position_ids[0].tolist()
@@ -58,7 +52,7 @@ def attend_by_tables(
                 seen[before:] = step.ancestors[row, : end - before] > 0
             if window is not None:
                 seen &= torch.tensor(seen_at) > positions[row] - window
-            scores = (keys @ query[0, :, row, :, None])[..., 0] * scaling
+            scores = (keys @ query[0, :, row, :, None])[..., 0] * layer.scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(~seen, -torch.inf)

@@ -41,8 +41,8 @@ class AttentionLayer:
     query_heads: int
     window: int | None
     """Tokens that a token sees, itself included; None = all before it."""
-    scaling: float | None
-    """What scores are multiplied by; None = 1 / sqrt(key width)."""
+    scaling: float
+    """What scores are multiplied by."""
     softcap: float | None
     """A bound on scores, s -> cap tanh(s / cap)."""
 
@@ -53,11 +53,13 @@ class LayerPages:
 
     cache: KeysAndValues
     window: int | None
+    scaling: float
+    softcap: float | None = None
 
 
-Attend = Callable[[torch.Tensor, LayerPages, float, float | None], torch.Tensor]
-"""(queries [1, query heads, T, key width], layer, scaling, softcap) -> output [1, T, query heads,
-value width]: how a step reads what is in its pages."""
+Attend = Callable[[torch.Tensor, LayerPages], torch.Tensor]
+"""(queries [1, query heads, T, key width], layer) -> output [1, T, query heads, value width]: how a
+step reads what is in its pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,6 @@ def _paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
@@ -141,8 +141,7 @@ def _paged_attention(
     if num_slots < keys.shape[1]:
         keys, values = keys[:, :num_slots], values[:, :num_slots]
     layer.cache.write(step.slots, keys, values)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.attend(query, layer, scaling, softcap), None
+    return step.attend(query, layer), None
 
 
 def _noted_attention(
@@ -170,6 +169,7 @@ def _noted_attention(
     check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
     window = _window(allows, found.max_model_len)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = AttentionLayer(block, shape, query.shape[1], window, scaling, softcap)
     found.layers.append(layer)
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None

@@ -143,6 +143,8 @@ class _View:
     window: int | None
     spare_row: int | None
     """In fixed shapes: the row of the step that padding is written to."""
+    device: torch.device
+    dtype: torch.dtype
 
     def first_seen(self, segment: _Segment) -> int:
         """The first slot that a token of the segment may look at."""
@@ -211,10 +213,8 @@ def plan_step(
         arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
     groups: dict[int | None, list[Group]] = {}
     for window in windows:
-        view = _View(window, row if fixed_shapes else None)
-        groups[window] = [
-            _group(members, view, device, dtype) for members in _alike(segments, view)
-        ]
+        view = _View(window, row if fixed_shapes else None, device, dtype)
+        groups[window] = [_group(members, view) for members in _alike(segments, view)]
     token_ids, position_ids, slots_, rows = _shipped(arrays, device)
     return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
 
@@ -301,9 +301,7 @@ def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
     return groups
 
 
-def _group(
-    members: Sequence[_Segment], view: _View, device: torch.device, dtype: torch.dtype
-) -> Group:
+def _group(members: Sequence[_Segment], view: _View) -> Group:
     num_tokens = view.num_tokens(members[0])
     begins = [view.begin(segment) for segment in members]
     width = max(view.num_slots(segment) for segment in members)
@@ -324,18 +322,15 @@ def _group(
         if view.spare_row is not None:
             is_padding = places < np.arange(num_tokens)
             arrays.append(np.where(is_padding, view.spare_row, rows).reshape(-1))
-    shipped = _shipped(arrays, device)
+    shipped = _shipped(arrays, view.device)
     run = slice(first_rows[0], first_rows[0] + len(members) * num_tokens)
-    bias = None
-    if not sees_all:
-        bias = _bias(members, begins, (num_tokens, width), view.window, device, dtype)
     return Group(
         num_segments=len(members),
         num_tokens=num_tokens,
         rows=run if is_run else shipped[1],
         targets=None if view.spare_row is None else shipped[2],
         slots=shipped[0],
-        bias=bias,
+        bias=None if sees_all else _bias(members, begins, num_tokens, width, view),
     )
 
 
@@ -348,14 +343,12 @@ def _places(members: Sequence[_Segment], num_tokens: int) -> _Ints:
 def _bias(
     members: Sequence[_Segment],
     begins: Sequence[int],
-    shape: tuple[int, int],
-    window: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    num_tokens: int,
+    width: int,
+    view: _View,
 ) -> torch.Tensor:
-    """[N, 1, T, L], of `shape` (T, L); a segment's column is slot `begin` + column of its
-    sequence."""
-    num_tokens, width = shape
+    """[N, 1, T, L]; a segment's column is slot `begin` + column of its sequence."""
+    window = view.window
     places = _places(members, num_tokens)
     firsts = np.array([segment.position for segment in members], dtype=np.int64)
     queries = (firsts[:, None] + places)[..., None]
@@ -366,9 +359,9 @@ def _bias(
     for row, segment, begin, place in zip(allowed, members, begins, places, strict=True):
         if segment.tree is not None:
             row[:] = _tree_mask(segment, segment.tree, begin, width, window)[place]
-    mask = torch.from_numpy(~allowed).to(device)
-    bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(mask, -torch.inf)
-    return bias[:, None]
+    mask = torch.from_numpy(~allowed).to(view.device)
+    bias = torch.zeros(mask.shape, dtype=view.dtype, device=view.device)
+    return bias.masked_fill_(mask, -torch.inf)[:, None]
 
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:

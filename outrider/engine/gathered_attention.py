@@ -29,30 +29,28 @@ from outrider.kv_cache.storage import KeysAndValues
 
 def attend(
     query: torch.Tensor,
-    cache: KeysAndValues,
+    layer: LayerPages,
     groups: Sequence[Group],
-    scaling: float,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
     whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq, and no key
     is repeated for that: the query heads that share one are rows of one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
-        return _attend_group(queries, cache, groups[0], scaling, softcap)[None]
+        return _attend_group(queries, layer, groups[0])[None]
     num_heads, num_tokens, _ = queries.shape
-    output = queries.new_empty((num_tokens, num_heads, cache.values.shape[2]))
+    output = queries.new_empty((num_tokens, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         rows = group.rows
         if isinstance(rows, slice):
-            output[rows] = _attend_group(queries[:, rows], cache, group, scaling, softcap)
+            output[rows] = _attend_group(queries[:, rows], layer, group)
         else:
             chosen = queries.index_select(1, rows)
-            output.index_copy_(0, rows, _attend_group(chosen, cache, group, scaling, softcap))
+            output.index_copy_(0, rows, _attend_group(chosen, layer, group))
     return output[None]
 
 
-def gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
     Several threads share the rows of a first dimension alone (for 16 sequences of 320 slots on two
@@ -63,55 +61,41 @@ def gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.Te
     return cache.gather_rows(group.rows_by_head(num_heads, num_slots))
 
 
-def _attend_group(
-    queries: torch.Tensor,
-    cache: KeysAndValues,
-    group: Group,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
+def _attend_group(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
     """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
-    key_heads, _, key_width = cache.keys.shape
+    key_heads, _, key_width = layer.cache.keys.shape
     # [key heads, heads that share one, N, T, width]
     split = queries.view(key_heads, -1, group.num_segments, group.num_tokens, key_width)
-    if queries.is_cpu and softcap is None and _fused_is_quicker(queries.dtype):
-        by_head = _attend_fused(split, cache, group, scaling)
+    if queries.is_cpu and layer.softcap is None and _fused_is_quicker(queries.dtype):
+        by_head = _attend_fused(split, layer, group)
     else:
-        by_head = _attend_in_products(split, cache, group, scaling, softcap)
+        by_head = _attend_in_products(split, layer, group)
     heads_last = by_head.permute(2, 3, 0, 1, 4)
-    return heads_last.reshape(queries.shape[1], queries.shape[0], cache.values.shape[2])
+    return heads_last.reshape(queries.shape[1], queries.shape[0], layer.cache.values.shape[2])
 
 
-def _attend_fused(
-    queries: torch.Tensor, cache: KeysAndValues, group: Group, scaling: float
-) -> torch.Tensor:
+def _attend_fused(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
     """[key heads, shared, N, T, value width] of queries [key heads, shared, N, T, key width]."""
     key_heads, shared, num, size, key_width = queries.shape
-    keys, values = gathered(cache, group)
+    keys, values = _gathered(layer.cache, group)
     output = functional.scaled_dot_product_attention(
         queries.permute(2, 0, 1, 3, 4).reshape(num, key_heads, shared * size, key_width),
         keys.view(key_heads, num, -1, key_width).transpose(0, 1),
         values.view(key_heads, num, -1, values.shape[2]).transpose(0, 1),
         attn_mask=group.bias_by_row(shared),
-        scale=scaling,
+        scale=layer.scaling,
     )
     return output.view(num, key_heads, shared, size, -1).permute(1, 2, 0, 3, 4)
 
 
-def _attend_in_products(
-    queries: torch.Tensor,
-    cache: KeysAndValues,
-    group: Group,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
+def _attend_in_products(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
     """As `_attend_fused`."""
     key_heads, shared, num, size, key_width = queries.shape
-    keys, values = gathered(cache, group)
+    keys, values = _gathered(layer.cache, group)
     keys = keys.view(key_heads * num, -1, key_width)
     values = values.view(key_heads * num, -1, values.shape[2])
     rows = queries.transpose(1, 2).reshape(key_heads * num, shared * size, key_width)
-    scores = torch.bmm(rows, keys.transpose(1, 2))
+    scores, scaling, softcap = torch.bmm(rows, keys.transpose(1, 2)), layer.scaling, layer.softcap
     by_token = scores.view(key_heads, num, shared, size, keys.shape[1])
     if softcap is not None:
         scores.mul_(scaling / softcap).tanh_().mul_(softcap)
@@ -134,40 +118,33 @@ def _fused_is_quicker(dtype: torch.dtype) -> bool:
 
 def attend_in_splits(
     query: torch.Tensor,
-    cache: KeysAndValues,
+    layer: LayerPages,
     groups: Sequence[Group],
-    scaling: float,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """`attend` of groups in fixed shapes; 0 for rows that are in no group."""
     queries = query[0]
     num_heads, num_rows, _ = queries.shape
-    output = queries.new_zeros((num_rows + 1, num_heads, cache.values.shape[2]))
+    output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         if group.targets is None or isinstance(group.rows, slice) or group.bias is None:
             raise InvariantError("a group is not in fixed shapes")
         chosen = queries.index_select(1, group.rows)
-        attended = _attend_group_in_splits(chosen, cache, group, group.bias, scaling, softcap)
+        attended = _attend_group_in_splits(chosen, layer, group, group.bias)
         output.index_copy_(0, group.targets, attended)
     return output[None, :num_rows]
 
 
 def _attend_group_in_splits(
-    queries: torch.Tensor,
-    cache: KeysAndValues,
-    group: Group,
-    bias: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
+    queries: torch.Tensor, layer: LayerPages, group: Group, bias: torch.Tensor
 ) -> torch.Tensor:
     """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
     num, size = group.num_segments, group.num_tokens
-    key_heads, _, key_width = cache.keys.shape
-    value_width = cache.values.shape[2]
+    key_heads, _, key_width = layer.cache.keys.shape
+    value_width = layer.cache.values.shape[2]
     shared = queries.shape[0] // key_heads
     splits = group.slots.numel() // (num * SPLIT_SLOTS)
     products = key_heads * num * splits
-    keys, values = gathered(cache, group)
+    keys, values = _gathered(layer.cache, group)
     keys = keys.view(products, SPLIT_SLOTS, key_width)
     values = values.view(products, SPLIT_SLOTS, value_width)
     rows = queries.view(key_heads, shared, num, size, key_width).transpose(1, 2)
@@ -175,10 +152,10 @@ def _attend_group_in_splits(
     rows = rows.expand(-1, -1, splits, -1, -1).reshape(products, shared * size, key_width)
     wide = torch.promote_types(queries.dtype, torch.float32)
     scores = torch.bmm(rows, keys.transpose(1, 2)).to(wide)
-    if softcap is None:
-        scores.mul_(scaling)
+    if layer.softcap is None:
+        scores.mul_(layer.scaling)
     else:
-        scores.mul_(scaling / softcap).tanh_().mul_(softcap)
+        scores.mul_(layer.scaling / layer.softcap).tanh_().mul_(layer.softcap)
     weights = scores.view(key_heads, num, splits, shared, size, SPLIT_SLOTS)
     weights.add_(bias.view(num, 1, size, splits, SPLIT_SLOTS).permute(0, 3, 1, 2, 4))
     weights.sub_(weights.amax((2, 5), keepdim=True)).exp_()
@@ -210,8 +187,8 @@ class Steps(Protocol):
         ...
 
 
-class GatheredSteps:
-    """Implements `Steps`."""
+class GatheredSteps(Steps):
+    """On any device, in any dtype."""
 
     def __init__(
         self,
@@ -231,16 +208,13 @@ class GatheredSteps:
         self._fixed_shapes = fixed_shapes
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
-        """See `Steps.run`."""
         plan = plan_step(
             sequences, self._windows, self._page_size, self._device, self._dtype, self._fixed_shapes
         )
         attention = attend_in_splits if self._fixed_shapes else attend
 
-        def attend_layer(
-            query: torch.Tensor, layer: LayerPages, scaling: float, softcap: float | None
-        ) -> torch.Tensor:
-            return attention(query, layer.cache, plan.groups[layer.window], scaling, softcap)
+        def attend_layer(query: torch.Tensor, layer: LayerPages) -> torch.Tensor:
+            return attention(query, layer, plan.groups[layer.window])
 
         with running(self._layers, plan.slots, attend_layer):
             return self._forward(plan.token_ids, plan.position_ids, plan.logit_rows)

@@ -32,11 +32,14 @@ from outrider.engine.cuda.cuda_runner import TabledSteps
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import (
     Chain,
+    ChainEngine,
     Draws,
+    FeatureEngine,
     FoundPrefix,
     ModelInfo,
     PageCounts,
     SequenceStep,
+    ShallowEngine,
     check_steps,
 )
 from outrider.engine.threads import ContendedThreads
@@ -66,9 +69,9 @@ cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)
 
 
-class PagedEngine:
-    """Implements `FeatureEngine`, `ShallowEngine` and `ChainEngine`. The module belongs to it from
-    now on: its attention is replaced, and it cannot be called from elsewhere."""
+class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
+    """The module belongs to it from now on: its attention is replaced, and it cannot be called from
+    elsewhere."""
 
     def __init__(
         self,
@@ -214,7 +217,6 @@ class PagedEngine:
         self.rows_are_equal = True
 
     def _numerics(self, layer: AttentionLayer) -> str:
-        """See `ModelInfo.numerics`."""
         return numerics_fingerprint(
             self._device, self._dtype, self.kernels_name, self._span_limits,
             sorted(self._thread_counts), layer.query_heads, self._page_size,
@@ -277,7 +279,7 @@ class PagedEngine:
                 self._shallow_steps = steps(num_layers=self.exit_head.num_layers)
             return
         pages = {
-            layer.block: LayerPages(cache, layer.window)
+            layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, self._cache.layers, strict=True)
         }
         self._steps = self._new_steps(self._call, layers, pages, self._acceleration)
@@ -347,7 +349,6 @@ class PagedEngine:
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        """See `ShallowEngine.forward_shallow`."""
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check_steps(steps, self._info, self._max_num_seqs, self.length)
@@ -360,11 +361,9 @@ class PagedEngine:
 
     @property
     def shows_features(self) -> bool:
-        """See `FeatureEngine.shows_features`."""
         return self._head is not None
 
     def features(self) -> list[torch.Tensor]:
-        """See `FeatureEngine.features`."""
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
 
@@ -405,29 +404,23 @@ class PagedEngine:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """See `Engine.can_hold`."""
         return self._pool.can_hold(steps, without, begun)
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """See `Engine.find`."""
         return self._pool.find(token_ids, salt)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """See `Engine.attach`."""
         return self._pool.attach(sequence_id, token_ids, salt)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
-        """See `Engine.fork`."""
         copies = self._pool.fork(sequence_id, branch_id)
         with self._forgetting(branch_id):
             self._cache.copy_pages(copies)
 
     def mark_idle(self, sequence_id: str) -> None:
-        """See `Engine.mark_idle`."""
         self._pool.mark_idle(sequence_id)
 
     def page_counts(self) -> PageCounts:
-        """See `Engine.page_counts`."""
         return self._pool.counts()
 
     def length(self, sequence_id: str) -> int:
@@ -442,7 +435,6 @@ class PagedEngine:
             self._cache.move_slots(moves)
 
     def release(self, sequence_id: str) -> None:
-        """See `Engine.release`."""
         self._pool.release(sequence_id)
 
     def take_step_seconds(self) -> float:
@@ -451,7 +443,6 @@ class PagedEngine:
 
     @property
     def stated_seconds(self) -> float:
-        """See `Engine.stated_seconds`."""
         return 0.0
 
     def check_integrity(self) -> None:
@@ -516,7 +507,6 @@ class PagedEngine:
     def _call(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """See `Forward`."""
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
             input_ids=token_ids,

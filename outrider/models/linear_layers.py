@@ -56,7 +56,6 @@ class PackedLinear(nn.Module):
         return self._bias
 
     def extra_repr(self) -> str:
-        """What `print` shows between the brackets."""
         return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}"
 
 
@@ -108,7 +107,6 @@ class WidenedLinear(nn.Module):
     __call__ = forward
 
     def extra_repr(self) -> str:
-        """What `print` shows between the brackets."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 

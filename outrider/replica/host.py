@@ -94,7 +94,7 @@ class ReplicaHost(Generic[Item, Answer]):
         """Where the other ranks of this replica's model join, while `start` loads it here. See
         `Leadership`."""
         self.leadership = Leadership(num_ranks, num_neighbours, timeout_s)
-        return self.leadership.meeting
+        return self.leadership.rendezvous
 
     def observe(
         self, config: ModelServerConfig, role: Literal["draft", "target"]

@@ -35,7 +35,7 @@ AT_ONCE_S = 5.0
 def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]]]:
     """The leader's engine, and the processes of the other ranks."""
     leadership = Leadership(size, size, JOIN_S)
-    arguments = [(config, leadership.meeting, rank) for rank in range(1, size)]
+    arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
     with processes(follow_model, arguments) as followers:
         engine: Any = leadership.engine(config, "target", 1)
         try:
@@ -154,7 +154,7 @@ def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
     ours = _config(save_tiny_model(tmp_path / "ours", seed=1), "float32")
     theirs = replace(ours, directory=str(save_tiny_model(tmp_path / "theirs", seed=2)))
     leadership = Leadership(2, 2, JOIN_S)
-    arguments = [(theirs, leadership.meeting, 1)]
+    arguments = [(theirs, leadership.rendezvous, 1)]
     with (
         processes(follow_model, arguments) as followers,
         pytest.raises(ConfigError, match="rank 1 has loaded another model"),

@@ -296,7 +296,7 @@ def _layer(block: Any, layer: AttentionLayer, rotation: int, kernels: PaceKernel
         second_norm=_norm(block.mlp_input_norm, kernels),
         mlp=_mlp(mlp, kernels),
         mlp_norm=_optional_norm(block.mlp_output_norm, kernels),
-        scaling=shape.key_width**-0.5 if layer.scaling is None else layer.scaling,
+        scaling=layer.scaling,
         softcap=layer.softcap,
         window=layer.window,
     )

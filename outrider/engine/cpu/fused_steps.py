@@ -24,6 +24,7 @@ import torch
 from outrider.engine.batch import HeldSequence, slots_of, tree_of
 from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer, Layers
 from outrider.engine.cpu.kernels import Spans
+from outrider.engine.gathered_attention import Steps
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 
@@ -92,8 +93,8 @@ class _Plan:
     """By key heads and width: the cache of the paths of one layer after another."""
 
 
-class FusedSteps:
-    """Implements `Steps`."""
+class FusedSteps(Steps):
+    """On a fused decoder."""
 
     def __init__(
         self,
@@ -117,7 +118,6 @@ class FusedSteps:
         self._at_once = None if num_layers else self._kernels.at_once(layers, caches, self._kind_of)
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
-        """See `Steps.run`."""
         plan = self._plan(sequences)
 
         given = (plan.token_ids, plan.positions, plan.wanted_rows, self._layers(plan))

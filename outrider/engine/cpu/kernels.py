@@ -354,7 +354,6 @@ class FusedLinear(nn.Module):
         return self.kernels.unpack(self.packed)
 
     def extra_repr(self) -> str:
-        """What `print` shows between the brackets."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 import torch
 
+from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.page_tables import TableStep, padded_power
-from outrider.kv_cache.storage import KeysAndValues
 
 KERNEL_DTYPES: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _BLOCK_ROWS_MIN: Final = 16
@@ -33,19 +33,13 @@ def has_kernel() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def attend_tables(
-    query: torch.Tensor,
-    cache: KeysAndValues,
-    step: TableStep,
-    window: int | None,
-    scaling: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def attend_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
     """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width],
     whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq. Rows that are
     in no block are undefined."""
     from outrider.engine.cuda.triton_kernels import attend_blocks, merge_splits
 
+    cache, softcap = layer.cache, layer.softcap
     queries = query[0] if query.stride(-1) == 1 else query[0].contiguous()
     num_heads, num_rows, key_width = queries.shape
     key_heads, num_slots, _ = cache.keys.shape
@@ -70,7 +64,7 @@ def attend_tables(
         cache.keys, cache.values, num_slots, step.position_ids, step.blocks, step.pages,
         step.blocks if ancestors is None else ancestors,
         0 if ancestors is None else ancestors.shape[1],
-        num_rows, scaling, softcap or 1.0, window or 0,
+        num_rows, layer.scaling, softcap or 1.0, layer.window or 0,
         PAGE_SIZE=step.page_size,
         KEY_HEADS=key_heads,
         SHARED=shared,
@@ -80,7 +74,7 @@ def attend_tables(
         KEY_WIDTH=key_width,
         KEY_PADDED=max(_WIDTH_MIN, padded_power(key_width)),
         HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=window is not None,
+        HAS_WINDOW=layer.window is not None,
         HAS_TREES=ancestors is not None,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=_WARPS,
@@ -123,7 +117,7 @@ class Recorder(Protocol):
         ...
 
 
-class GraphRecorder:
+class GraphRecorder(Recorder):
     """Captures CUDA graphs, all in one pool of memory: one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -170,7 +164,6 @@ class GraphRecorder:
         return Recording(output, graph.replay)
 
     def num_bytes(self) -> int:
-        """See `Recorder.num_bytes`."""
         return self._num_bytes
 
 
@@ -230,20 +223,8 @@ _PROGRAMS_EACH: Final = 2
 """Programs that a multiprocessor runs side by side; with fewer it waits for memory."""
 
 
-class TableAttention(Protocol):
-    """Attention that reads a step's tables; see `attend_tables`."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        cache: KeysAndValues,
-        step: TableStep,
-        window: int | None,
-        scaling: float,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """[1, R, query heads, value width] of queries [1, query heads, R, key width]."""
-        ...
+TableAttention = Callable[[torch.Tensor, LayerPages, TableStep], torch.Tensor]
+"""`attend_tables`, or what tests put in its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -31,7 +30,7 @@ from outrider.engine.cuda.page_tables import (
     sizes_of_one_row,
     table_words,
 )
-from outrider.engine.gathered_attention import Forward
+from outrider.engine.gathered_attention import Forward, Steps
 from outrider.engine.interface import Draws, SequenceStep
 
 RECORDED_ROWS_MAX: Final = 128
@@ -49,8 +48,8 @@ def recorded_rows(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
-class TabledSteps:
-    """Implements `Steps`. Not for more than one thread at a time."""
+class TabledSteps(Steps):
+    """Not for more than one thread at a time."""
 
     def __init__(
         self,
@@ -83,7 +82,6 @@ class TabledSteps:
         return self._recordings is not None and self._recordings.is_open
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
-        """See `Steps.run`."""
         recorded = self._replayed(sequences)
         if recorded is not None:
             return recorded
@@ -108,12 +106,10 @@ class TabledSteps:
                 steps += self._steps(given, [size], ancestors)
         failures: list[Exception] = []
 
-        def attend_layer(
-            query: torch.Tensor, layer: LayerPages, scaling: float, softcap: float | None
-        ) -> torch.Tensor:
+        def attend_layer(query: torch.Tensor, layer: LayerPages) -> torch.Tensor:
             try:
                 for step in steps:
-                    self._attend_step(step, query, layer, scaling, softcap)
+                    self._attend(query, layer, step)
             except Exception as error:  # noqa: BLE001 (raised below)
                 failures.append(error)
             return query.new_zeros((1, 1, query.shape[1], layer.cache.values.shape[2]))
@@ -200,15 +196,5 @@ class TabledSteps:
         ]
 
     def _logits(self, step: TableStep) -> torch.Tensor:
-        with running(self._layers, step.slots, partial(self._attend_step, step)):
+        with running(self._layers, step.slots, lambda q, layer: self._attend(q, layer, step)):
             return self._forward(step.token_ids, step.position_ids, step.logit_rows)
-
-    def _attend_step(
-        self,
-        step: TableStep,
-        query: torch.Tensor,
-        layer: LayerPages,
-        scaling: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        return self._attend(query, layer.cache, step, layer.window, scaling, softcap)

@@ -29,36 +29,42 @@ from outrider.engine.tensor_parallel.rank_rpc import (
     listen,
     tune,
 )
+from outrider.engine.tensor_parallel.sharding import Ranks
 from outrider.errors import Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
 
 LEADER: Final = 0
 
 
-class RankGroup:
-    """The ranks of one model; implements `Ranks`. One in a process at a time."""
+class RankGroup(Ranks):
+    """The ranks of one model. One in a process at a time."""
 
     def __init__(
         self,
         store: Any,
+        rendezvous: Rendezvous,
         rank: int,
-        size: int,
         device: torch.device,
         timeout_s: float,
         step_timeout_s: float,
-        mesh: SocketAllReduce | None = None,
-        in_order: bool = False,
+        in_order: bool,
     ) -> None:
         """Returns when every rank is there. They may take `timeout_s` to load, and
-        `step_timeout_s` for each sum. Small sums of what is not on a GPU go through `mesh`, where
-        there is one. `in_order`: whatever its size, a sum is made in the order of the ranks. Raises
+        `step_timeout_s` for each sum. On one machine small sums of what is not on a GPU go through
+        sockets. `in_order`: whatever its size, a sum is made in the order of the ranks. Raises
         `Unavailable` where a rank is not there in time."""
         self.rank = rank
-        self.size = size
+        self.size = size = rendezvous.num_ranks
         self._store = store
         self._timeout_s = timeout_s
-        self._mesh = mesh
+        self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # of two numbers the order does not matter
+        if rendezvous.host == LOOPBACK:
+            # The libraries would else listen on whatever address the machine's name has, or on what
+            # was set for ranks on several machines.
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ[name] = _loopback_interface()
+            self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
         try:
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
@@ -74,7 +80,6 @@ class RankGroup:
         self._through_cpu = backend == "gloo" and device.type != "cpu"
 
     def wait_for_all(self) -> None:
-        """See `Ranks.wait_for_all`. Raises `Unavailable` where a rank is not there in time."""
         names = [f"loaded/{rank}" for rank in range(self.size)]
         try:
             self._store.set(names[self.rank], "")
@@ -85,12 +90,11 @@ class RankGroup:
             ) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Ranks.all_reduce`. Raises `Unavailable` where a rank is gone."""
         if tensor.numel() == 0:
             return tensor
         mine = tensor.cpu() if self._through_cpu else tensor
-        if self._mesh is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
-            return self._mesh.all_reduce(mine).to(tensor.device)
+        if self._sockets is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
+            return self._sockets.all_reduce(mine).to(tensor.device)
         if self._in_order:
             return added_up(self._gathered(mine.contiguous())).to(tensor.device)
         try:
@@ -100,11 +104,9 @@ class RankGroup:
         return tensor.copy_(mine) if self._through_cpu else mine
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Ranks.all_gather`. Raises `Unavailable` where a rank is gone."""
         return torch.cat(self._gathered(self._outgoing(tensor)), dim=-1).to(tensor.device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Ranks.gather`. Raises `Unavailable` where a rank is gone."""
         mine = self._outgoing(tensor)
         leads = self.rank == LEADER
         parts = [torch.empty_like(mine) for _ in range(self.size)] if leads else None
@@ -118,8 +120,8 @@ class RankGroup:
     def close(self) -> None:
         """Leaves; the others' collectives fail from here on."""
         self._store = None
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._sockets is not None:
+            self._sockets.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -144,19 +146,19 @@ def lead(
     *,
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameSender]:
-    """Waits for the followers of an open meeting, once. `in_order` as in `RankGroup`. Raises
+    """Waits for the followers of an open rendezvous, once. `in_order` as in `RankGroup`. Raises
     `Unavailable` where one does not come within `timeout_s`; they may take as long again to
     load."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
-    store = _store(opened.meeting, timeout_s, opened.take_store_fd())
-    group = _join_group(store, opened.meeting, LEADER, device, timeout_s, step_timeout_s, in_order)
+    store = _store(opened.rendezvous, timeout_s, opened.take_store_fd())
+    group = RankGroup(store, opened.rendezvous, LEADER, device, timeout_s, step_timeout_s, in_order)
     return group, FrameSender(connections)
 
 
 def join(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     rank: int,
     device: torch.device,
     timeout_s: float,
@@ -164,64 +166,43 @@ def join(
     *,
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameReceiver]:
-    """Joins a meeting as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
+    """Joins a rendezvous as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
     where the leader does not answer within `timeout_s`."""
-    connection = connect(meeting, meeting.frames_port, rank, timeout_s)
+    connection = connect(rendezvous, rendezvous.frames_port, rank, timeout_s)
     try:
-        store = _store(meeting, timeout_s)
+        store = _store(rendezvous, timeout_s)
     except RuntimeError as error:
         raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
-    group = _join_group(store, meeting, rank, device, timeout_s, step_timeout_s, in_order)
+    group = RankGroup(store, rendezvous, rank, device, timeout_s, step_timeout_s, in_order)
     return group, FrameReceiver(tune(connection, None))
 
 
-def _store(meeting: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
+def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
     """The table through which ranks learn each other's addresses; the leader serves it. It lets
-    anybody in, so what the ranks of a meeting write is found by its token alone."""
+    anybody in, so what the ranks of a rendezvous write is found by its token alone."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
-        meeting.host,
-        meeting.store_port,
+        rendezvous.host,
+        rendezvous.store_port,
         is_master=listening_fd is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening_fd,
     )
-    return dist.PrefixStore(meeting.token.hex(), table)  # type: ignore[attr-defined]
+    return dist.PrefixStore(rendezvous.token.hex(), table)  # type: ignore[attr-defined]
 
 
-def _join_group(
-    store: Any,
-    meeting: Rendezvous,
-    rank: int,
-    device: torch.device,
-    timeout_s: float,
-    step_timeout_s: float,
-    in_order: bool,
-) -> RankGroup:
-    mesh = None
-    if meeting.host == LOOPBACK:
-        # The libraries would else listen on whatever address the machine's name has, or on what was
-        # set for ranks on several machines.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ[name] = _loopback_interface()
-        mesh = _mesh(store, meeting, rank, step_timeout_s)
-    return RankGroup(
-        store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh, in_order
-    )
-
-
-def _mesh(store: Any, meeting: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
+def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
     """A connection to every other rank: to those before this one, and from those after it."""
-    listening, port = listen(meeting.host)
+    listening, port = listen(rendezvous.host)
     with listening:
-        store.set(f"mesh/{rank}", str(port))
+        store.set(f"sockets/{rank}", str(port))
         found = {
-            other: connect(meeting, int(store.get(f"mesh/{other}")), rank, timeout_s)
+            other: connect(rendezvous, int(store.get(f"sockets/{other}")), rank, timeout_s)
             for other in range(rank)
         }
-        later = range(rank + 1, meeting.num_ranks)
+        later = range(rank + 1, rendezvous.num_ranks)
         return SocketAllReduce(
-            rank, found | accept(listening, meeting.token, later, timeout_s), timeout_s
+            rank, found | accept(listening, rendezvous.token, later, timeout_s), timeout_s
         )
 
 

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class Seat:
     """What a follower is told of its place among the ranks."""
 
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     rank: int
     num_neighbours: int
     """Ranks of the same model on the follower's machine, itself included."""
@@ -61,9 +61,9 @@ class Leadership:
         self._opened = OpenRendezvous(host, num_ranks)
 
     @property
-    def meeting(self) -> Rendezvous:
+    def rendezvous(self) -> Rendezvous:
         """Where followers join."""
-        return self._opened.meeting
+        return self._opened.rendezvous
 
     def engine(
         self, config: TargetConfig | DraftConfig, role: Literal["target", "draft"], num_threads: int
@@ -176,7 +176,7 @@ class RankHost:
 
         device = resolve_device(config.device)
         self._group, self._frames = join(
-            seat.meeting, seat.rank, device, timeout_s, in_order=config.deterministic
+            seat.rendezvous, seat.rank, device, timeout_s, in_order=config.deterministic
         )
         engine = build_engine(config, role, num_threads, self._group)
         self._frames.confirm(_digest(engine))

@@ -44,21 +44,21 @@ class Rendezvous:
 
 
 class OpenRendezvous:
-    """The leader's side of a meeting, from before its followers know of it."""
+    """The leader's side of a rendezvous, from before its followers know of it."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
         """Listens on `host` alone. Raises `ConfigError` where that is no address to listen on."""
-        check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a meeting of {num_ranks} ranks")
+        check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a rendezvous of {num_ranks} ranks")
         self._store_socket, store_port = listen(host)
         self._frames_socket, frames_port = listen(host)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self.meeting = Rendezvous(host, store_port, frames_port, num_ranks, token)
+        self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
         """The connections of all followers by rank, once. Raises as `accept`."""
-        followers = range(1, self.meeting.num_ranks)
+        followers = range(1, self.rendezvous.num_ranks)
         with self._frames_socket as listening:
-            return accept(listening, self.meeting.token, followers, timeout_s)
+            return accept(listening, self.rendezvous.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
         """The socket for the ranks' table of addresses, once; it is the caller's to close."""
@@ -80,12 +80,12 @@ def listen(host: str) -> tuple[socket.socket, int]:
     return listening, int(listening.getsockname()[1])
 
 
-def connect(meeting: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
+def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
     """A connection, without a timeout, to a rank that listens on `port`, which hears that it is
     `rank` that calls. Raises `Unavailable` where nobody answers within `timeout_s`."""
     try:
-        connection = socket.create_connection((meeting.host, port), timeout_s)
-        connection.sendall(_HELLO.pack(meeting.token, rank))
+        connection = socket.create_connection((rendezvous.host, port), timeout_s)
+        connection.sendall(_HELLO.pack(rendezvous.token, rank))
     except OSError as error:
         raise Unavailable(f"a rank of the model does not answer: {error}") from error
     connection.settimeout(None)

@@ -121,17 +121,10 @@ def sharded_linears(module: Any, plan: Plan) -> list[tuple[str, torch.nn.Linear]
 
 class Ranks(Protocol):
     """The ranks that run a model together; rank 0 is the leader. Every rank calls the same, in the
-    same order."""
+    same order. Calls raise `Unavailable` where a rank is gone or not there in time."""
 
-    @property
-    def rank(self) -> int:
-        """Which one this is."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
+    rank: int
+    size: int
 
     def wait_for_all(self) -> None:
         """Returns once every rank has called it. They load for as long as their machines take,

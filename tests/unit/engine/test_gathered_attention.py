@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.engine import batch as ragged
 from outrider.engine import gathered_attention
+from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, StepPlan, padded_rows, plan_step
 from outrider.engine.gathered_attention import attend, attend_in_splits
 from outrider.engine.interface import SequenceStep
@@ -98,7 +99,7 @@ def compare(
     num_tokens = plan.token_ids.shape[1]
     query = torch.randn((1, 4, num_tokens, 5), dtype=torch.float64, generator=generator)
     attention = attend_in_splits if fixed_shapes else attend
-    actual = attention(query, cache, plan.groups[window], 0.7, softcap)
+    actual = attention(query, LayerPages(cache, window, 0.7, softcap), plan.groups[window])
     expected = by_definition(query, cache, sequences, page_size, window, 0.7, softcap)
     assert actual.shape[1] == num_tokens
     actual, padding = actual.split_with_sizes(
@@ -163,7 +164,7 @@ def test_what_a_cpu_is_good_at_says_nothing_of_other_devices(
     held = [HeldSequence(SequenceStep("a", (1, 2), 1), 20, [0, 1])]
     plan = plan_step(held, (None,), 16, device, torch.bfloat16)
     query = torch.zeros((1, 4, 2, 5), dtype=torch.bfloat16, device=device)
-    assert attend(query, cache, plan.groups[None], 0.7).shape == (1, 2, 4, 3)
+    assert attend(query, LayerPages(cache, None, 0.7), plan.groups[None]).shape == (1, 2, 4, 3)
 
 
 @given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
@@ -255,7 +256,7 @@ def test_what_comes_later_does_not_change_a_tokens_sums(
             sequence = HeldSequence(SequenceStep("a", tuple(range(5)), 1), held, pages)
             (group,) = plan_step([sequence], (window,), 16, CPU, torch.bfloat16).groups[window]
             moved = query.roll(place, 2)  # The first of them stands there.
-            outputs.append(attend(moved, cache, [group], 0.25)[:, place])
+            outputs.append(attend(moved, LayerPages(cache, window, 0.25), [group])[:, place])
         assert torch.equal(*outputs), length
 
 

@@ -17,6 +17,7 @@ if not ON_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
 pytest.importorskip("triton", reason="the compiler of the attention kernel is not installed")
 
+from outrider.engine.attention import LayerPages  # noqa: E402
 from outrider.engine.batch import HeldSequence, plan_step  # noqa: E402
 from outrider.engine.cuda.backend import attend_tables  # noqa: E402
 from outrider.engine.cuda.page_tables import (  # noqa: E402
@@ -106,12 +107,12 @@ def difference(
     words = torch.from_numpy(table_words(held, places, size, PAGE_SIZE)).to(DEVICE)
     pages = torch.from_numpy(page_tables).to(DEVICE)
     step = TableStep.of(words, pages, size, PAGE_SIZE, ancestors_of(held, DEVICE))
-    actual = attend_tables(query, cache, step, window, 0.3, softcap)
+    actual = attend_tables(query, LayerPages(cache, window, 0.3, softcap), step)
 
     exact = KeysAndValues(LayerShape(key_heads, *widths, torch.float64, DEVICE), 0)
     exact.keys, exact.values = cache.keys.double(), cache.values.double()
     plan = plan_step(held, (window,), PAGE_SIZE, DEVICE, torch.float64)
-    expected = attend(query.double(), exact, plan.groups[window], 0.3, softcap)
+    expected = attend(query.double(), LayerPages(exact, window, 0.3, softcap), plan.groups[window])
     assert actual.shape == expected.shape
     assert actual.dtype == dtype
     return (actual.double() - expected).abs().max().item()

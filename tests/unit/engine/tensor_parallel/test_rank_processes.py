@@ -31,7 +31,7 @@ ONE_STEP = b"1"
 def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterator[Any]:
     """The leader's group and its frames, and the followers' processes."""
     opened = OpenRendezvous(LOOPBACK, num_followers + 1)
-    arguments = [(opened.meeting, rank + 1, step_timeout_s) for rank in range(num_followers)]
+    arguments = [(opened.rendezvous, rank + 1, step_timeout_s) for rank in range(num_followers)]
     with processes(add_up, arguments) as followers:
         group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
         try:
@@ -70,10 +70,10 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
     for name in INTERFACES:
         monkeypatch.setenv(name, "nowhere0")
     opened = OpenRendezvous(LOOPBACK, 3)
-    with socket.create_connection((LOOPBACK, opened.meeting.frames_port)) as stranger:
+    with socket.create_connection((LOOPBACK, opened.rendezvous.frames_port)) as stranger:
         stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
         arguments = [
-            (opened.meeting, rank, STEP_TIMEOUT_S, load_s)
+            (opened.rendezvous, rank, STEP_TIMEOUT_S, load_s)
             for rank, load_s in ((1, 0.0), (2, 1.2 * STEP_TIMEOUT_S))
         ]
         with processes(add_up, arguments) as followers:
@@ -94,14 +94,14 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
 
 
 def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
-    """Nor does one who has joined another meeting, at the same port."""
+    """Nor does one who has joined another rendezvous, at the same port."""
     opened = OpenRendezvous(LOOPBACK, 2)
-    ours = _store(opened.meeting, JOIN_S, opened.take_store_fd())
+    ours = _store(opened.rendezvous, JOIN_S, opened.take_store_fd())
     ours.set("loaded/0", "")
-    assert _store(opened.meeting, JOIN_S).check(["loaded/0"])
-    other = replace(opened.meeting, token=bytes(32))
+    assert _store(opened.rendezvous, JOIN_S).check(["loaded/0"])
+    other = replace(opened.rendezvous, token=bytes(32))
     assert not _store(other, JOIN_S).check(["loaded/0"])
-    stranger = dist.TCPStore(LOOPBACK, opened.meeting.store_port, wait_for_workers=False)
+    stranger = dist.TCPStore(LOOPBACK, opened.rendezvous.store_port, wait_for_workers=False)
     assert not stranger.check(["loaded/0"])
     opened.close()
 
@@ -146,6 +146,6 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
         lead(opened, CPU, 0.2)
     opened.close()
-    gone = opened.meeting
+    gone = opened.rendezvous
     with pytest.raises(Unavailable, match="does not answer"):
         join(Rendezvous(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)
