@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import nn
@@ -32,11 +32,11 @@ from outrider.limits import FEATURES_MAX
 from outrider.models.drafter_checkpoint import TrainedKind, put_weights, read_head
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import (
+    LoadOptions,
     describe,
     empty_model,
     refusing,
-    resolve_device,
-    set_threads,
+    use_device,
 )
 from outrider.models.student import target_weights
 
@@ -209,26 +209,16 @@ def make_eagle(
 
 
 def load_eagle(
-    path: Path,
-    target_directory: Path,
-    *,
-    name: str,
-    target: str,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    trust_remote_code: bool = False,
+    path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[LoadedEagle, ModelInfo]:
     """The head in `path`, with embeddings and head of the target in `target_directory`, and what
-    it is. `num_threads` is set for the whole process. Raises `ConfigError`, also for a target that
-    it was not made for."""
-    where = resolve_device(device)
-    set_threads(num_threads)
-    empty = empty_model(target_directory, target, dtype, trust_remote_code)
+    it is. Raises `ConfigError`, also for a target that it was not made for."""
+    name = options.get("name", str(path))
+    where = use_device(**options)
+    named: LoadOptions = {**options, "name": target}
+    empty = empty_model(target_directory, **named)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
-    info = describe(
-        empty, target_directory, name, max_model_len=None, trust_remote_code=trust_remote_code
-    )
+    info = describe(empty, target_directory, **options)
     with refusing(f"drafter {name}:"):
         embeddings, rows = (
             values.to(empty.dtype) for values in target_weights(empty, target_directory, name)

@@ -48,21 +48,19 @@ def file_fingerprint(path: Path) -> str:
     """Of a file's size and blocks spread evenly over it: quick for files of any size, and tells
     apart files that anyone would meet, but not ones made to deceive it."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    _add_blocks(digest, path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        _add_range(digest, file, 0, size, _BLOCKS_PER_FILE)
     return digest.hexdigest()
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """Of the configuration, and of every safetensors file its header, size and sampled blocks."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    """Of the configuration and of all tensors."""
     config = json.loads((directory / "config.json").read_text("utf-8"))
     essentials = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS}
-    digest.update(json.dumps(essentials, sort_keys=True).encode())
-    for file in sorted(directory.glob("*.safetensors")):
-        digest.update(file.name.encode())
-        _add_safetensors_header(digest, file)
-        _add_blocks(digest, file)
-    return digest.hexdigest()
+    text = json.dumps(essentials, sort_keys=True) + tensors_fingerprint(directory)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def tensors_fingerprint(directory: Path) -> str:
@@ -86,23 +84,11 @@ def tensors_fingerprint(directory: Path) -> str:
     return whole.hexdigest()
 
 
-def _add_safetensors_header(digest: hashlib.blake2b, path: Path) -> None:
-    with path.open("rb") as file:
-        digest.update(_safetensors_header(path, file))
-
-
 def _safetensors_header(path: Path, file: BinaryIO) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     if length > _HEADER_BYTES_MAX:
         raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
     return file.read(length)
-
-
-def _add_blocks(digest: hashlib.blake2b, path: Path) -> None:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
-        _add_range(digest, file, 0, size, _BLOCKS_PER_FILE)
 
 
 def _add_range(

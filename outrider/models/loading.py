@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from safetensors import SafetensorError
@@ -100,66 +100,63 @@ def refusing(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
-def load_model(
-    path: Path,
-    *,
-    name: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    max_model_len: int | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[torch.nn.Module, ModelInfo]:
-    """The model in `path`, in evaluation mode on its device, and what it is.
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded."""
 
-    `num_threads` is set for the whole process. `max_model_len` may shorten what the model states.
-    Raises `ConfigError` naming the setting that is wrong.
-    """
+    name: str
+    """What it is called in messages; its directory by default."""
+    dtype: str
+    """A key of `DTYPES`, or `auto`."""
+    device: str
+    num_threads: int | None
+    """Set for the whole process."""
+    max_model_len: int | None
+    """May shorten what the model states."""
+    trust_remote_code: bool
+
+
+def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[torch.nn.Module, ModelInfo]:
+    """The model in `path`, in evaluation mode on its device, and what it is. Raises `ConfigError`
+    naming the setting that is wrong."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    name = name or str(path)
+    name = options.get("name", str(path))
     check_weights(path, name)
-    where = resolve_device(device)
-    set_threads(num_threads)
+    where = use_device(**options)
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     module: Any
     with refusing(f"model {name}:"):
         module, loading = AutoModelForCausalLM.from_pretrained(
             str(path),
-            dtype=resolve_dtype(dtype),
+            dtype=resolve_dtype(options.get("dtype", "auto")),
             attn_implementation=_ATTENTION,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=options.get("trust_remote_code", False),
             output_loading_info=True,
         )
     if loading["missing_keys"]:  # the library would go on with random numbers
         first = min(loading["missing_keys"])
         raise ConfigError(f"model {name}: its files lack the weights {first}")
-    module.requires_grad_(False)
-    module = module.to(where).eval()
-    info = describe(
-        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
-    )
-    return module, info
+    module = module.requires_grad_(False).to(where).eval()
+    return module, describe(module, path, **options)
 
 
-def describe(
-    module: Any, path: Path, name: str, *, max_model_len: int | None, trust_remote_code: bool
-) -> ModelInfo:
+def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
     """What the model of `path` is, whether or not its parameters have values yet. Raises
     `ConfigError`."""
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    name = options.get("name", str(path))
+    tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     return ModelInfo(
         name=name,
         vocab_size=_logits_width(module),
-        max_model_len=_max_model_len(module.config, max_model_len, name),
+        max_model_len=_max_model_len(module.config, options.get("max_model_len"), name),
         dtype=str(module.dtype).removeprefix("torch."),
         eos_token_ids=_eos_token_ids(module, tokenizer),
         weights_fingerprint=weights_fingerprint(path),
-        tokenizer_fingerprint=_tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
 
 
@@ -190,7 +187,7 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
     text_config = _config(path, trust_remote_code).get_text_config()
     width = int(getattr(text_config, "vocab_size", None) or 0)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return width, _tokenizer_fingerprint(tokenizer)
+    return width, tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -215,13 +212,15 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
     compare_tokenizers(target, tables[0], draft, tables[1])
 
 
-def set_threads(num_threads: int | None) -> None:
-    """Operators of the whole process use so many threads; None leaves it. Raises `SettingError`."""
-    if num_threads is None:
-        return
-    if num_threads < 1:
-        raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
-    torch.set_num_threads(num_threads)
+def use_device(**options: Unpack[LoadOptions]) -> torch.device:
+    """Where the model goes; sets the threads. Raises `SettingError`."""
+    where = resolve_device(options.get("device", "auto"))
+    num_threads = options.get("num_threads")
+    if num_threads is not None:
+        if num_threads < 1:
+            raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
+        torch.set_num_threads(num_threads)
+    return where
 
 
 def resolve_device(device: str) -> torch.device:
@@ -258,7 +257,8 @@ def _config(path: Path, trust_remote_code: bool) -> Any:
         )
 
 
-def _tokenizer_fingerprint(tokenizer: Any | None) -> str:
+def tokenizer_fingerprint(tokenizer: Any | None) -> str:
+    """Of a loaded tokenizer; empty for a model without one."""
     return "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
 
 
@@ -303,19 +303,20 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted(i for i in found if i >= 0))
 
 
-def empty_model(path: Path, name: str, dtype: str, trust_remote_code: bool) -> Any:
+def empty_model(path: Path, **options: Unpack[LoadOptions]) -> Any:
     """A model whose parameters have no values yet, while its other tensors (rotations, scales),
     which are in no file, have."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
     with refusing(f"model {name}:"):
-        config = _config(path, trust_remote_code)
+        config = _config(path, remote)
         with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 config,
-                dtype=_resolve_stored_dtype(config, dtype, path),
+                dtype=_resolve_stored_dtype(config, options.get("dtype", "auto"), path),
                 attn_implementation=_ATTENTION,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=remote,
             )
         if (path / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(str(path))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -30,42 +30,31 @@ from outrider.models.drafter_checkpoint import (
     save_files,
     stored_weights,
 )
-from outrider.models.fingerprint import tokenizer_table
 from outrider.models.loading import (
+    LoadOptions,
     describe,
     empty_model,
     load_tokenizer,
     open_weights,
     read_weights,
     refusing,
-    resolve_device,
-    set_threads,
     stored_names,
+    tokenizer_fingerprint,
+    use_device,
 )
 
 
 def load_drafter(
-    path: Path,
-    target_directory: Path,
-    *,
-    name: str,
-    target: str,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    max_model_len: int | None = None,
-    trust_remote_code: bool = False,
+    path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """The drafter in `path` with embeddings and head of the target in `target_directory`; otherwise
     as `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
     `ConfigError`, also for a target that it was not made for."""
+    name = options.get("name", str(path))
     description = check_target(path, name, TrainedKind.STUDENT, target_directory, target)
-    where = resolve_device(device)
-    set_threads(num_threads)
-    module = empty_model(path, name, dtype, trust_remote_code)
-    info = describe(
-        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
-    )
+    where = use_device(**options)
+    module = empty_model(path, **options)
+    info = describe(module, path, **options)
     narrow_head(module, description.draft_vocab_size)
     with refusing(f"drafter {name}:"):
         if info.vocab_size != description.vocab_size:
@@ -79,8 +68,10 @@ def load_drafter(
         values = (embeddings, rows[token_ids])
         given = dict(zip(_shared_with_target(module), values, strict=True))
         put_weights(module, tensors, where, name, given)
-    tokenizer = load_tokenizer(target_directory, trust_remote_code=trust_remote_code)
-    fingerprint = "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
+    tokenizer = load_tokenizer(
+        target_directory, trust_remote_code=options.get("trust_remote_code", False)
+    )
+    fingerprint = tokenizer_fingerprint(tokenizer)
     logit_ids = tuple(token_ids.tolist())
     info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=logit_ids)
     return module.requires_grad_(False).to(where).eval(), info

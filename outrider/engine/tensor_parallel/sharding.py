@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Unpack
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ from torch import nn
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError, check
 from outrider.models.loading import (
+    LoadOptions,
     describe,
     empty_model,
     open_weights,
     refusing,
-    resolve_device,
-    set_threads,
     stored_names,
+    use_device,
 )
 from outrider.models.sources import check_weights
 
@@ -326,30 +326,18 @@ _log = logging.getLogger(__name__)
 
 
 def load_shard(
-    path: Path,
-    ranks: Ranks,
-    *,
-    key: str,
-    name: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    max_model_len: int | None = None,
-    trust_remote_code: bool = False,
+    path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """This rank's share of the model in `path`, in evaluation mode on its device, and what the
     whole model is; otherwise as `load_model`. `key` is the setting that the number of ranks comes
     from. Raises `ConfigError`."""
-    name = name or str(path)
+    name = options.get("name", str(path))
     check_weights(path, name)
-    where = resolve_device(device)
-    set_threads(num_threads)
-    module = empty_model(path, name, dtype, trust_remote_code)
+    where = use_device(**options)
+    module = empty_model(path, **options)
     plan = plan_of(module, name, key)
     check_size(module, plan, ranks.size, name, key)
-    info = describe(
-        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
-    )
+    info = describe(module, path, **options)
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
     slots = shard(module, plan, ranks)
     with refusing(f"model {name}:"):
@@ -362,7 +350,7 @@ def check_shares(
 ) -> None:
     """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
     `path`. Reads its configuration alone."""
-    module = empty_model(path, name, "float32", trust_remote_code)
+    module = empty_model(path, name=name, dtype="float32", trust_remote_code=trust_remote_code)
     check_size(module, plan_of(module, name, key), size, name, key)
 
 
