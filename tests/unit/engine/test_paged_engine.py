@@ -4,6 +4,7 @@ and eviction against never having happened."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -124,16 +125,6 @@ def test_rollback_leaves_no_trace(family: str, make_engine: EngineMaker) -> None
     assert torch.equal(run(engine, "a", after, 5), run(engine, "b", after, 5))
 
 
-def test_rollback_into_the_prompt(make_engine: EngineMaker) -> None:
-    """Cutting below any earlier cut loses nothing."""
-    module = llama()
-    engine = make_engine(module)
-    run(engine, "a", ids(120)[:70], 0)
-    engine.keep("a", 20)
-    run(engine, "a", ids(120)[20:90], 0)
-    assert gap(run(engine, "a", ids(120)[90:], 3), dense(twin(module), ids(120))[-3:]) <= EXACT
-
-
 TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
 """Two trunks; paths 0-1-3, 0-2-4-7 and 5-6."""
 PATHS = ((0, 1, 3), (0, 2, 4, 7), (5, 6))
@@ -159,15 +150,43 @@ def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMake
         assert gap(run(engine, name, after, 3), expected) <= exact(family)
 
 
-def test_trees_and_chains_share_a_step(make_engine: EngineMaker) -> None:
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_rows_are_those_of_the_tokens_held(page_size: int, make_engine: EngineMaker) -> None:
+    """Random sequences that share prefixes, branch, run chains and trees beside each other, are
+    cut anywhere and released: each row is that of a pass over what its sequence holds."""
     module = llama()
-    engine, alone = make_engine(module), make_engine(twin(module))
-    steps = [SequenceStep(str(i), ids(8, i), 8, TREE if i % 2 else ()) for i in range(6)]
-    for each in (engine, alone):
-        for i in range(6):
-            run(each, str(i), ids(9 + i, 50 + i), 0)
-    for step, rows in zip(steps, engine.forward(steps), strict=True):
-        assert gap(rows, alone.forward([step])[0]) <= EXACT
+    engine, library = make_engine(module, page_size=page_size), twin(module)
+    chance = random.Random(page_size)
+    held: dict[str, tuple[int, ...]] = {}
+    for number in range(20):
+        for name in list(held):
+            action = chance.randrange(8)
+            if action == 0 or len(held[name]) > 90:
+                engine.release(name)
+                del held[name]
+            elif action < 3:
+                held[name] = held[name][: chance.randrange(len(held[name]) + 1)]
+                engine.keep(name, len(held[name]))
+            elif action == 3 and len(held) < 6:
+                engine.fork(name, f"{number}'{name}")
+                held[f"{number}'{name}"] = held[name]
+        prompt = ids(40)[: chance.randrange(41)] + ids(chance.randrange(1, 9), number)
+        held[str(number)] = prompt[: engine.attach(str(number), prompt)]
+        steps = []
+        for name, before in held.items():
+            new = prompt[len(before) :] if name == str(number) else ids(8, chance.randrange(9))
+            is_tree = len(new) == len(TREE) and chance.random() < 0.5
+            steps.append(SequenceStep(name, new, len(new), TREE if is_tree else ()))
+        for step, rows in zip(steps, engine.forward(steps), strict=True):
+            name, num = step.sequence_id, len(held[step.sequence_id])
+            path = chance.choice(PATHS) if step.parents else tuple(range(len(step.token_ids)))
+            held[name] += tuple(step.token_ids[i] for i in path)
+            assert gap(rows[list(path)], dense(library, held[name])[num:]) <= EXACT
+            engine.keep(name, num, [num + i for i in path])
+    assert engine.page_counts().prefix_hits > 50
+    for name in held:
+        engine.release(name)
+        assert engine.length(name) == 0
 
 
 def test_a_long_context_is_read_by_its_own_sequence_alone(make_engine: EngineMaker) -> None:
@@ -180,59 +199,6 @@ def test_a_long_context_is_read_by_its_own_sequence_alone(make_engine: EngineMak
     rows = engine.forward([SequenceStep(name, (3,), 1) for name in contexts])
     for context, row in zip(contexts.values(), rows, strict=True):
         assert gap(row, dense(library, (*context, 3))[-1:]) <= EXACT
-
-
-def test_a_prefix_is_shared(make_engine: EngineMaker) -> None:
-    """What another sequence has run is not run again, goes on as if it had been, and is not there
-    under another salt."""
-    module = llama()
-    engine, library = make_engine(module), twin(module)
-    common = ids(40)
-    assert engine.attach("a", common, "tenant") == 0
-    run(engine, "a", common, 1)
-    run(engine, "a", ids(1), 1)  # now the prompt is vouched for
-    held = engine.attach("b", common + ids(9, 2), "tenant")
-    assert held == engine.length("b") == 32
-    rows = run(engine, "b", common[32:] + ids(9, 2), 9)
-    assert gap(rows, dense(library, common + ids(9, 2))[-9:]) <= EXACT
-    assert engine.attach("c", common, "another") == 0
-    assert (
-        gap(run(engine, "a", ids(2, 7), 2), dense(library, common + ids(1) + ids(2, 7))[-2:])
-        <= EXACT
-    )
-    counts = engine.page_counts()
-    assert (counts.prefix_hits, counts.prefix_queries) == (32, 40 + 49 + 40)
-
-
-def test_a_branch_goes_its_own_way(make_engine: EngineMaker) -> None:
-    """Both go on from the same slots, the last page half full, and neither sees the other."""
-    module = llama()
-    engine, library = make_engine(module), twin(module)
-    run(engine, "a", ids(22), 1)
-    engine.fork("a", "b")
-    for name, seed in (("b", 5), ("a", 6), ("b", 7)):
-        before = engine.length(name)
-        own = ids(3, 5) if name == "b" and before > 22 else ()
-        rows = run(engine, name, ids(3, seed), 3)
-        assert gap(rows, dense(library, ids(22) + own + ids(3, seed))[-3:]) <= EXACT
-    engine.release("b")
-    assert gap(run(engine, "a", (4,), 1), dense(library, ids(22) + ids(3, 6) + (4,))[-1:]) <= EXACT
-
-
-def test_a_cut_into_a_shared_page_leaves_it_to_others(make_engine: EngineMaker) -> None:
-    """A branch and a sequence that shares a prefix, both cut amid a page that the first one holds,
-    write to a copy that has what stands before the cut."""
-    module = llama()
-    engine, library = make_engine(module), twin(module)
-    run(engine, "a", ids(32), 1)
-    engine.fork("a", "b")
-    run(engine, "a", ids(1), 1)
-    assert engine.attach("c", ids(40)) == 32
-    for name in "bc":
-        engine.keep(name, 20)
-        rows = run(engine, name, ids(6, 9), 6)
-        assert gap(rows, dense(library, ids(20) + ids(6, 9))[-6:]) <= EXACT
-    assert gap(run(engine, "a", (5,), 1), dense(library, (*ids(32), *ids(1), 5))[-1:]) <= EXACT
 
 
 def test_idle_sequences_make_room(make_engine: EngineMaker) -> None:
@@ -276,14 +242,6 @@ def test_too_little_memory_is_refused() -> None:
         EngineMaker()(llama(), num_bytes=PAGE_BYTES - 1)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 64])
-def test_any_page_size(page_size: int, make_engine: EngineMaker) -> None:
-    module = llama()
-    engine = make_engine(module, page_size=page_size)
-    run(engine, "s", ids(40)[:33], 0)
-    assert gap(run(engine, "s", ids(40)[33:], 7), dense(twin(module), ids(40))[-7:]) <= EXACT
-
-
 def test_what_stood_in_a_page_before_does_not_matter(make_engine: EngineMaker) -> None:
     """Every slot holds NaN; a batch of different lengths, which is padded, reads none of it."""
     module = llama()
@@ -296,15 +254,6 @@ def test_what_stood_in_a_page_before_does_not_matter(make_engine: EngineMaker) -
     steps = [SequenceStep(str(i), (3,), 1) for i in range(8)]
     for i, rows in enumerate(engine.forward(steps)):
         assert gap(rows, dense(library, (*ids(10 + i, i), 3))[-1:]) <= EXACT
-
-
-def test_sequences_do_not_see_each_other(make_engine: EngineMaker) -> None:
-    """A step of several sequences gives what each gives alone."""
-    module = llama()
-    together, alone = make_engine(module), make_engine(twin(module))
-    steps = [SequenceStep(str(i), ids(5 + i, i), 1 + i % 3) for i in range(5)]
-    for step, logits in zip(steps, together.forward(steps), strict=True):
-        assert gap(logits, alone.forward([step])[0]) <= EXACT
 
 
 def test_no_logits_where_none_are_wanted(make_engine: EngineMaker) -> None:
@@ -345,14 +294,6 @@ def test_a_module_that_belongs_to_an_engine_cannot_be_called(make_engine: Engine
     make_engine(module)
     with pytest.raises(InvariantError, match="outside of it"):
         module(input_ids=torch.tensor([[1, 2]]))
-
-
-def test_release_forgets(make_engine: EngineMaker) -> None:
-    engine = make_engine(llama())
-    run(engine, "a", ids(4), 1)
-    engine.release("a")
-    engine.release("a")
-    assert engine.length("a") == 0
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -64,49 +63,6 @@ def test_a_released_sequence_is_remembered(pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_tenants_do_not_see_each_other(pool: BlockPool) -> None:
-    """A salt's prefixes are found under that salt alone; each salt has its own."""
-    for salt in ("", "x", "y"):
-        name = f"of {salt}"
-        assert pool.attach(name, PROMPT[: 2 * SIZE], salt) == 0
-        append(pool, [step(name, *PROMPT[: 2 * SIZE])])
-        pool.release(name)
-    assert pool.counts().num_evictable == 6
-    for salt, held in (("", 8), ("x", 8), ("y", 8), ("z", 0)):
-        assert pool.attach(f"again {salt}", PROMPT, salt) == held
-    pool.check_integrity()
-
-
-def test_what_is_found_is_what_was_asked() -> None:
-    """Prefixes of two tokens under two salts, most of them alike."""
-    pool = BlockPool(64, SIZE)
-    chance = random.Random(5)
-    found = 0
-    for number in range(200):
-        ids = [chance.choice((1, 2)) for _ in range(3 * SIZE)]
-        salt = chance.choice(("", "a"))
-        found += pool.attach(f"{number}", ids, salt)
-        held = tuple(ids[: pool.length(f"{number}")])
-        assert pool.token_ids(f"{number}") == held
-        for start in range(len(held) + 1):
-            assert pool.token_ids(f"{number}", start) == held[start:]
-        append(pool, [step(f"{number}", *ids[pool.length(f"{number}") :])])
-        pool.release(f"{number}")
-        pool.check_integrity()
-    assert found > 0
-
-
-def test_a_page_is_found_behind_its_own_prefix_alone() -> None:
-    """One page's ids are the same, but not what stands before it, or the salt."""
-    pool = BlockPool(16, 1)
-    append(pool, [step("a", 1, 5, 6)])
-    pool.release("a")
-    assert pool.attach("same", (1, 5, 6)) == 2
-    assert pool.attach("other beginning", (5, 6, 7)) == 0
-    assert pool.attach("other salt", (1, 5, 6), "x") == 0
-    pool.check_integrity()
-
-
 def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: BlockPool) -> None:
     """Its slots lie side by side, but do not follow each other."""
     run(pool, "a", 1, 2)
@@ -138,21 +94,6 @@ def test_what_ran_behind_a_tree_is_no_prefix(pool: BlockPool) -> None:
     assert pool.counts().num_free == 8
 
 
-def test_a_fork_copies_the_last_partial_page_alone(pool: BlockPool) -> None:
-    """And what either writes is its own."""
-    run(pool, "a", *PROMPT, 7)
-    last = pool.pages("a")[3]
-    copies = pool.fork("a", "b")
-    assert copies == [(last, pool.pages("b")[3])]
-    assert list(pool.pages("b"))[:3] == list(pool.pages("a"))[:3]
-    assert append(pool, [step("a", 1), step("b", 2)]) == []
-    assert pool.token_ids("b") == (*PROMPT, 7, 2)
-    pool.keep("a", 3 * SIZE)
-    assert pool.fork("a", "c") == []
-    assert pool.counts().num_free == 4
-    pool.check_integrity()
-
-
 def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: BlockPool) -> None:
     """The others keep theirs."""
     run(pool, "a", *PROMPT)
@@ -165,19 +106,6 @@ def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: BlockPool) 
     assert pool.token_ids("b") == (*PROMPT[: SIZE + 1], 9)
     assert pool.attach("c", (*PROMPT, 1)) == 3 * SIZE
     pool.check_integrity()
-
-
-def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: BlockPool) -> None:
-    """A branch of a tree goes its own way; the kept slots of the page go with it."""
-    append(pool, [step("a", 1, 2, 3, 4, parents=(-1, 0, 0, 2))])
-    assert pool.fork("a", "b") == []
-    (shared,) = pool.pages("a")
-    moves = pool.keep("b", 1, (2, 3))
-    (own,) = pool.pages("b")
-    assert moves == [(shared * 4, own * 4), (shared * 4 + 2, own * 4 + 1),
-                     (shared * 4 + 3, own * 4 + 2)]  # fmt: skip
-    assert pool.token_ids("a") == (1, 2, 3, 4)
-    assert pool.token_ids("b") == (1, 3, 4)
 
 
 def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
@@ -265,25 +193,6 @@ def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
 
 
-def test_out_of_pages_changes_nothing(pool: BlockPool) -> None:
-    """Neither the sequences of the call nor those that might have been evicted for it."""
-    run(pool, "a", *PROMPT)
-    run(pool, "b", 1)
-    run(pool, "gone", 1, 2, 3, 4, 5)
-    pool.release("gone")
-    pool.mark_idle("b")
-    held = [pool.token_ids(name) for name in "ab"], pool.counts()
-    steps = [step("b", 2), step("new", *range(4 * SIZE)), step("a", 1)]
-    assert not pool.can_hold(steps)
-    with pytest.raises(OutOfPages, match="1 pages too few"):
-        append(pool, steps)
-    assert ([pool.token_ids(name) for name in "ab"], pool.counts()) == held
-    assert pool.attach("gone", (1, 2, 3, 4, 5)) == SIZE
-    pool.release("gone")
-    assert append(pool, steps[:2]) == []
-    pool.check_integrity()
-
-
 def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
     """Where every page is in use it raises and changes nothing."""
     pool = BlockPool(2, SIZE)
@@ -314,42 +223,3 @@ def test_misuse_is_our_bug(pool: BlockPool) -> None:
     pool.mark_idle("unknown")
     pool.release("unknown")
     assert pool.keep("unknown", 0) == []
-
-
-def test_every_page_comes_back() -> None:
-    """1,000 random sessions, of which a third is cancelled amid a step or a tree, some after
-    having waited idle: then no page is held, and one sequence can have them all."""
-    pool = BlockPool(num_pages=40, page_size=SIZE)
-    chance = random.Random(20)
-    live: list[str] = []
-    for number in range(1000):
-        prompt = [chance.randrange(2)] * chance.randrange(1, 5 * SIZE)
-        pool.attach(f"{number}", prompt, chance.choice(("", "x")))
-        live.append(f"{number}")
-        steps = [step(live[-1], *prompt[pool.length(live[-1]) :])]
-        while not pool.can_hold(steps):
-            pool.release(live.pop(0))
-        append(pool, steps)
-        for name in list(live):
-            tree = (-1, -1, 0, 1, 1)
-            steps = [step(name, *(chance.randrange(2) for _ in tree), parents=tree)]
-            if pool.can_hold(steps):
-                length = pool.length(name)
-                append(pool, steps)
-                if chance.random() < 0.8:
-                    pool.keep(name, length, chance.choice(((), (length + 1, length + 4))))
-            if chance.random() < 0.3:
-                pool.mark_idle(name)
-            if chance.random() < 0.3:
-                live.remove(name)
-                pool.release(name)
-        pool.check_integrity()
-    for name in live:
-        pool.release(name)
-    counts = pool.counts()
-    assert counts.num_free + counts.num_evictable == 40
-    assert counts.num_evictable > 10
-    assert counts.prefix_hits > 1000
-    append(pool, [step("all", *range(40 * SIZE))])
-    assert pool.counts().num_free == 0
-    pool.check_integrity()
