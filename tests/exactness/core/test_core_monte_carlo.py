@@ -1,4 +1,4 @@
-"""Several rounds of every rule, 200,000 sequences each, against the target's own law.
+"""Several rounds of every rule, 90,000 sequences each, against the target's own law.
 
 Each test rejects an exact rule with probability <= 1e-6, and finds a total variation of 0.02 with
 probability > 0.99 (`test_power`)."""
@@ -27,7 +27,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("monte-carlo")
 
-NUM_SEQUENCES = 200_000
+NUM_SEQUENCES = 90_000
 NUM_CHOSEN = 20_000
 NUM_TOKENS = 4
 CONTROLLERS = {

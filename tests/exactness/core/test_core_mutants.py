@@ -31,7 +31,7 @@ from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.random_streams import RowKeys, Stream, WordArray
 from outrider.speculation.sampling_params import Rule
 
-NUM_SEQUENCES = 200_000
+NUM_SEQUENCES = 90_000
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 EXACT = Broken()
 THREE_DRAFTS = fixed(3)

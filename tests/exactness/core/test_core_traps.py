@@ -34,7 +34,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
-NUM_SEQUENCES = 200_000
+NUM_SEQUENCES = 90_000
 
 
 @pytest.fixture(autouse=True)

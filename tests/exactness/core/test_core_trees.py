@@ -41,7 +41,7 @@ SHAPES = {
     "three at once": (-1, -1, -1),
     "not by depth": (-1, 0, -1, 2, 0),
 }
-NUM_SEQUENCES = 4_000
+NUM_SEQUENCES = 2_500
 
 
 def entry(pair: ToyPair, state: int) -> DraftDistribution | None:
