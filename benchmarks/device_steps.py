@@ -13,7 +13,7 @@ import torch
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.cuda.backend import DeviceBackend, find_acceleration
+from outrider.engine.cuda.backend import DeviceBackend, find_backend
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
@@ -41,14 +41,14 @@ def run(options: DeviceOptions, progress: Progress) -> DeviceReport:
     room = info.max_model_len - options.num_draft_tokens - 1
     if options.context_tokens > room:
         raise SettingError("context_tokens", f"model {info.name} has room for {room}")
-    return measure(module, info, options, find_acceleration(device, module.dtype), progress)
+    return measure(module, info, options, find_backend(device, module.dtype), progress)
 
 
 def measure(
     module: Any,
     info: ModelInfo,
     options: DeviceOptions,
-    acceleration: DeviceBackend | None,
+    backend: DeviceBackend | None,
     progress: Progress,
 ) -> DeviceReport:
     """Measures a model, which belongs to the bench from now on."""
@@ -59,13 +59,13 @@ def measure(
     ideal_ms = weight_bytes / bytes_per_s * 1e3
     speed_up(module)
     graphs_on = None
-    if acceleration is not None and acceleration.new_recorder is not None:
+    if backend is not None and backend.new_recorder is not None:
         progress("steps that are recorded")
-        graphs_on = _figures(module, info, options, acceleration, ideal_ms)
+        graphs_on = _figures(module, info, options, backend, ideal_ms)
         if graphs_on.draft_replay_ms is None:
             progress("this model's steps cannot be recorded")
             graphs_on = None
-        acceleration = replace(acceleration, new_recorder=None)
+        backend = replace(backend, new_recorder=None)
     progress("steps that are not")
     return DeviceReport(
         model=info.name,
@@ -79,7 +79,7 @@ def measure(
         copy_gb_per_s=bytes_per_s / 1e9,
         ideal_step_ms=ideal_ms,
         graphs_on=graphs_on,
-        graphs_off=_figures(module, info, options, acceleration, ideal_ms),
+        graphs_off=_figures(module, info, options, backend, ideal_ms),
     )
 
 
@@ -138,12 +138,12 @@ def _figures(
     module: Any,
     info: ModelInfo,
     options: DeviceOptions,
-    acceleration: DeviceBackend | None,
+    backend: DeviceBackend | None,
     ideal_ms: float,
 ) -> StepFigures:
     engine = PagedEngine(
         module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES,
-        acceleration=acceleration,
+        backend=backend,
     )  # fmt: skip
     ids = [(7_919 * i + 1) % info.vocab_size for i in range(options.context_tokens)]
     engine.forward([SequenceStep(_NAME, tuple(ids), 0)])

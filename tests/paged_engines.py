@@ -134,7 +134,7 @@ class EngineMaker:
         max_model_len: int = MAX_MODEL_LEN,
         contended_threads: int | None = None,
         deterministic: bool = False,
-        acceleration: DeviceBackend | None = None,
+        backend: DeviceBackend | None = None,
         logit_token_ids: tuple[int, ...] = (),
     ) -> WatchedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
@@ -151,7 +151,7 @@ class EngineMaker:
             page_size=page_size,
             contended_threads=contended_threads,
             deterministic=deterministic,
-            acceleration=acceleration,
+            backend=backend,
             kernels=kernels,
         )
         self.made.append(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from outrider.engine.attention import LayerPages
-from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_acceleration
+from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest, find_backend
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
 
 
@@ -60,7 +60,7 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
     return output[None]
 
 
-def acceleration_on(device: str, dtype: torch.dtype) -> DeviceBackend:
+def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
     """The device's own; for a CPU its stand-in."""
-    found = find_acceleration(torch.device(device), dtype)
+    found = find_backend(torch.device(device), dtype)
     return found or DeviceBackend(attend_by_tables, 8, CountingRecorder)

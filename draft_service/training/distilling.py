@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.cuda.backend import find_acceleration
+from outrider.engine.cuda.backend import find_backend
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.kv_cache.storage import memory_budget
@@ -280,14 +280,14 @@ class _Run:
 
     def _engine(self) -> PagedEngine:
         module, info = self._target.load()
-        acceleration = find_acceleration(module.device, module.dtype)
+        backend = find_backend(module.device, module.dtype)
         speed_up(module)
         return PagedEngine(
             module,
             info,
             max_num_seqs=_TOGETHER[self._device],
             kv_cache_memory_bytes=memory_budget(module.device, _GPU_SHARE, None),
-            acceleration=acceleration,
+            backend=backend,
         )
 
     def _ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:

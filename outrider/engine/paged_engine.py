@@ -28,7 +28,7 @@ from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.backend import DeviceBackend
-from outrider.engine.cuda.cuda_runner import TabledSteps
+from outrider.engine.cuda.cuda_runner import CudaRunner
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import (
     Chain,
@@ -83,7 +83,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         page_size: int = PAGE_SIZE,
         contended_threads: int | None = None,
         deterministic: bool = False,
-        acceleration: DeviceBackend | None = None,
+        backend: DeviceBackend | None = None,
         all_agree: Callable[[bool], bool] = bool,
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
@@ -96,9 +96,9 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         `WIDE_STEP_ROWS` tokens have so many while other processes use the cores.
         `deterministic`: the logits of a chain's tokens are bit-equal however they come to be run,
         alone or beside others, at once or in parts, or after a prefix that others ran.
-        `acceleration` is what other steps are run with, unless the trial fails with it: of ranks
+        `backend` is what other steps are run with, unless the trial fails with it: of ranks
         that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
-        `shows_features`, it has `features`, and `acceleration` may record no steps: replays show
+        `shows_features`, it has `features`, and `backend` may record no steps: replays show
         none. With an `exit_head` it has `forward_shallow` for it, whose steps are never recorded.
         `kernels` are those that the modules were replaced for (`speed_up`): where they fit the
         whole model, and the trial passes with them, all steps run on them.
@@ -114,7 +114,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         self._contended: ContendedThreads | None = None  # Not in the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._deterministic = deterministic
-        self._acceleration = None if deterministic else acceleration
+        self._backend = None if deterministic else backend
         self._all_agree = all_agree
         self._kernels = kernels
         self._decoder: FusedDecoder | None = None
@@ -124,7 +124,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         self.exit_head = exit_head
         self._head = watch_head(module) if shows_features or draft_heads is not None else None
         check(
-            self._head is None or acceleration is None or acceleration.new_recorder is None,
+            self._head is None or backend is None or backend.new_recorder is None,
             "recorded steps show no features",
         )
         self.rows_are_equal = False
@@ -233,12 +233,12 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
                 return
             self._decoder, self.rows_are_equal = None, False
             self._use_pages(layers, num_pages)
-        if isinstance(self._steps, TabledSteps):
+        if isinstance(self._steps, CudaRunner):
             # Of the ranks that share a model, only the leader has logits to look at.
             trials = (self._steps.try_kernel, partial(self._check_trial, *expected))
             if all(self._all_agree(self._passes(trial)) for trial in trials):
                 return
-            self._acceleration = None
+            self._backend = None
             self._use_pages(layers, num_pages)
         self._check_trial(*expected)
 
@@ -259,7 +259,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
     @property
     def _num_spare_pages(self) -> int:
         """Pages beside those of the pool: one where steps are recorded."""
-        return int(self._acceleration is not None and self._acceleration.new_recorder is not None)
+        return int(self._backend is not None and self._backend.new_recorder is not None)
 
     def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Begins anew with so many empty pages."""
@@ -282,13 +282,13 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, self._cache.layers, strict=True)
         }
-        self._steps = self._new_steps(self._call, layers, pages, self._acceleration)
+        self._steps = self._new_steps(self._call, layers, pages, self._backend)
         if self.exit_head is not None:
             shallow = first_layers(self._module, self.exit_head.num_layers)
             blocks = set(shallow.modules())
             first = [layer for layer in layers if layer.block in blocks]
             own = {layer.block: pages[layer.block] for layer in first}
-            unrecorded = self._acceleration and replace(self._acceleration, new_recorder=None)
+            unrecorded = self._backend and replace(self._backend, new_recorder=None)
             call = partial(self._call_shallow, shallow)
             self._shallow_steps = self._new_steps(call, first, own, unrecorded)
 
@@ -297,10 +297,10 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         call: Forward,
         layers: Sequence[AttentionLayer],
         pages: dict[torch.nn.Module, LayerPages],
-        acceleration: DeviceBackend | None,
+        backend: DeviceBackend | None,
     ) -> Steps:
         """Steps of a module with these layers, on these pages of the pool."""
-        if acceleration is None:
+        if backend is None:
             return GatheredSteps(
                 call, pages, self._page_size, self._device, self._dtype,
                 fixed_shapes=self._deterministic,
@@ -310,7 +310,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
             key=lambda numbers: numbers[0] / numbers[1],
         )
         spare = self._pool.num_pages
-        return TabledSteps(acceleration, call, pages, heads, self._page_size, spare, self._device)
+        return CudaRunner(backend, call, pages, heads, self._page_size, spare, self._device)
 
     @property
     def info(self) -> ModelInfo:
@@ -330,7 +330,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
     @property
     def records_steps(self) -> bool:
         """Whether steps of usual shapes are recorded and replayed."""
-        return isinstance(self._steps, TabledSteps) and self._steps.records
+        return isinstance(self._steps, CudaRunner) and self._steps.records
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
@@ -369,7 +369,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
 
     def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
         """See `ChainEngine.draw_chains`. Done where steps are recorded, in one replay for all."""
-        if not isinstance(self._steps, TabledSteps):
+        if not isinstance(self._steps, CudaRunner):
             return None
         # What will be drawn is not known yet; any token keeps its slot.
         steps = [

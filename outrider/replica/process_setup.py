@@ -156,7 +156,7 @@ def build_engine(
         from outrider.engine.emulated_spec import EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.step_sessions)
-    from outrider.engine.cuda.backend import find_acceleration
+    from outrider.engine.cuda.backend import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
     from outrider.kv_cache.storage import memory_budget
@@ -166,10 +166,10 @@ def build_engine(
     weight = next(module.parameters())
     device = weight.device
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
-    acceleration = None
+    backend = None
     if not config.deterministic:
         records = ranks is None and not _shows_features(config)
-        acceleration = find_acceleration(device, weight.dtype, graphs=records)
+        backend = find_backend(device, weight.dtype, graphs=records)
     heads, exit_head = _heads(config, module), _exit_head(config, module)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
@@ -179,7 +179,7 @@ def build_engine(
             speed_up(own.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    num_recorded = 0 if acceleration is None else acceleration.recorded_bytes_max
+    num_recorded = 0 if backend is None else backend.recorded_bytes_max
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus, num_recorded
     )
@@ -197,7 +197,7 @@ def build_engine(
             kv_cache_memory_bytes=num_bytes,
             contended_threads=_contended_threads(config, role, device, num_threads, ranks),
             deterministic=config.deterministic,
-            acceleration=acceleration,
+            backend=backend,
             all_agree=all_agree,
             draft_heads=heads,
             shows_features=_shows_features(config),

@@ -244,7 +244,7 @@ class DeviceBackend:
         return 0 if self.new_recorder is None else RECORDED_BYTES_MAX
 
 
-def find_acceleration(
+def find_backend(
     device: torch.device, dtype: torch.dtype, graphs: bool = True
 ) -> DeviceBackend | None:
     """What the device offers to a model of this dtype; None for nothing. `graphs`: whether steps

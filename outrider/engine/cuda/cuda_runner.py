@@ -48,12 +48,12 @@ def recorded_rows(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
-class TabledSteps(Steps):
+class CudaRunner(Steps):
     """Not for more than one thread at a time."""
 
     def __init__(
         self,
-        acceleration: DeviceBackend,
+        backend: DeviceBackend,
         forward: Forward,
         layers: dict[torch.nn.Module, LayerPages],
         heads: tuple[int, int],
@@ -63,8 +63,8 @@ class TabledSteps(Steps):
     ) -> None:
         """`heads`: of queries and of keys, in a layer where the most share one. `spare_page` is
         a page that no sequence has; read only where steps are recorded."""
-        self._attend = acceleration.attend
-        self._num_programs = acceleration.num_programs
+        self._attend = backend.attend
+        self._num_programs = backend.num_programs
         self._forward = forward
         self._layers = layers
         self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
@@ -72,8 +72,8 @@ class TabledSteps(Steps):
         self._spare_page = spare_page
         self._device = device
         self._recordings: Recordings | None = None
-        if acceleration.new_recorder is not None:
-            self._recordings = Recordings(acceleration.new_recorder())
+        if backend.new_recorder is not None:
+            self._recordings = Recordings(backend.new_recorder())
             self._words = torch.zeros(_WORDS_MAX, dtype=torch.int64, device=device)
 
     @property

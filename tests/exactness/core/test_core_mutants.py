@@ -103,9 +103,9 @@ def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses(monkeyp
     """The real choice of lengths follows thrown-away slots closely enough to show it, if it is made
     when a round begins: settled a round earlier, it can hardly read a slot that is drawn again."""
     monkeypatch.setattr("coordinator.draft_length.controller.LengthControl", ChosenLate)
-    seeds = seeds_of(16_000, 7)
     rejected = []
-    for broken in (Broken(noise=AbsolutePlaces), EXACT):
+    for broken, num in ((Broken(noise=AbsolutePlaces), 16_000), (EXACT, 4_000)):
+        seeds = seeds_of(num, 7)
         lengths = ChosenLengths(Rule.TOKEN, seeds, TELLING, together=False)
         tokens = generate(WEAK_SLOT_PAIR, Rule.TOKEN, lengths, seeds, 4, broken)
         rejected.append(chi_square(cells_of(tokens, 3), WEAK_SLOT_PAIR.law(4)).rejects)

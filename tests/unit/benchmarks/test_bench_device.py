@@ -24,9 +24,9 @@ OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3, repetitions=2)
 CPU = torch.device("cpu")
 
 
-def report_of(acceleration: DeviceBackend | None) -> DeviceReport:
+def report_of(backend: DeviceBackend | None) -> DeviceReport:
     module, info = random_llama(CPU, torch.float32, **SIZES)
-    return measure(module, info, OPTIONS, acceleration, lambda _: None)
+    return measure(module, info, OPTIONS, backend, lambda _: None)
 
 
 def test_without_graphs() -> None:

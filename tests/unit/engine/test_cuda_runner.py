@@ -11,11 +11,15 @@ import pytest
 import torch
 from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
-from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
+from recorded_work import CountingRecorder, attend_by_tables, backend_on
 
-from outrider.engine.cuda import backend as recordings
-from outrider.engine.cuda import cuda_runner as tabled_steps
-from outrider.engine.cuda.backend import DeviceBackend, Recording, StepRequest
+from outrider.engine.cuda import backend, cuda_runner
+from outrider.engine.cuda.backend import (
+    RECORDED_BYTES_MAX,
+    DeviceBackend,
+    Recording,
+    StepRequest,
+)
 from outrider.engine.cuda.cuda_runner import recorded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -48,9 +52,9 @@ def tiny(family: str, device: str, max_model_len: int = 128) -> Any:
 
 def engine_on(device: str, make_engine: EngineMaker, module: Any, **options: Any) -> PagedEngine:
     """An engine whose trial has shown that its steps are accelerated."""
-    acceleration = acceleration_on(device, torch.float32)
-    engine = make_engine(module, acceleration=acceleration, **options)
-    assert engine._acceleration is acceleration
+    backend = backend_on(device, torch.float32)
+    engine = make_engine(module, backend=backend, **options)
+    assert engine._backend is backend
     return engine
 
 
@@ -59,8 +63,8 @@ def on_cpu(
 ) -> tuple[PagedEngine, Any]:
     """An engine with this recorder, and the library's own."""
     library = twin(module)
-    acceleration = DeviceBackend(attend_by_tables, 8, lambda: recorder)
-    return make_engine(module, acceleration=acceleration, **options), library
+    backend = DeviceBackend(attend_by_tables, 8, lambda: recorder)
+    return make_engine(module, backend=backend, **options), library
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -163,7 +167,7 @@ def test_like_steps_share_a_recording(make_engine: EngineMaker) -> None:
     assert recorder.num_recorded - before == 2
     replayed = recorder.num_replayed
     run(engine, "tree", ids(8), 8, TREE)
-    run(engine, "long", ids(tabled_steps.RECORDED_ROWS_MAX + 1), 1)
+    run(engine, "long", ids(cuda_runner.RECORDED_ROWS_MAX + 1), 1)
     assert (recorder.num_recorded - before, recorder.num_replayed) == (2, replayed)
 
 
@@ -244,7 +248,7 @@ def test_the_recording_that_is_out_of_use_is_dropped(
 ) -> None:
     recorder = CountingRecorder()
     engine, _ = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
-    monkeypatch.setattr(recordings, "RECORDINGS_MAX", 2)
+    monkeypatch.setattr(backend, "RECORDINGS_MAX", 2)
     recorded = []
     for index, num in enumerate((2, 4, 2, 8, 2, 4)):
         before = recorder.num_recorded
@@ -261,7 +265,7 @@ def test_recordings_are_bounded_in_memory(
     engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
     run(engine, "a", ids(2), 2)
     before = recorder.num_recorded
-    monkeypatch.setattr(recorder, "num_bytes", lambda: recordings.RECORDED_BYTES_MAX)
+    monkeypatch.setattr(recorder, "num_bytes", lambda: RECORDED_BYTES_MAX)
     for num in (2, 5):
         rows = run(engine, f"of {num}", ids(num), num)
         assert gap(rows, dense(library, ids(num))) <= CLOSE
@@ -272,7 +276,7 @@ class _Costly(CountingRecorder):
     """Whose recordings take all memory that they may."""
 
     def num_bytes(self) -> int:
-        return recordings.RECORDED_BYTES_MAX * self.num_recorded
+        return RECORDED_BYTES_MAX * self.num_recorded
 
 
 def test_the_trial_takes_no_memory_of_recordings(make_engine: EngineMaker) -> None:
@@ -283,8 +287,8 @@ def test_the_trial_takes_no_memory_of_recordings(make_engine: EngineMaker) -> No
         made.append(_Costly())
         return made[-1]
 
-    acceleration = DeviceBackend(attend_by_tables, 8, new_recorder)
-    engine = make_engine(tiny("llama", "cpu"), acceleration=acceleration)
+    backend = DeviceBackend(attend_by_tables, 8, new_recorder)
+    engine = make_engine(tiny("llama", "cpu"), backend=backend)
     run(engine, "a", ids(2), 2)
     assert [recorder.num_recorded for recorder in made] == [1, 1]
 
@@ -314,8 +318,8 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
         caplog.clear()
         module = tiny("llama", "cpu")
         library = twin(module)
-        acceleration = DeviceBackend(attention, 8, CountingRecorder)
-        engine = make_engine(module, acceleration=acceleration)
+        backend = DeviceBackend(attention, 8, CountingRecorder)
+        engine = make_engine(module, backend=backend)
         assert "its steps are not accelerated" in caplog.text
         assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
 
@@ -339,14 +343,14 @@ def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
 
     module = tiny("gpt2", "cpu")
     library = twin(module)
-    engine = make_engine(module, acceleration=DeviceBackend(attend, 8, CountingRecorder))
+    engine = make_engine(module, backend=DeviceBackend(attend, 8, CountingRecorder))
     assert "its steps are not accelerated" in caplog.text
     assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
 
 
 def test_rows_are_padded_to_few_counts() -> None:
     """Never less, at most twice as many, and not many different ones."""
-    counts = [recorded_rows(num) for num in range(1, tabled_steps.RECORDED_ROWS_MAX + 1)]
+    counts = [recorded_rows(num) for num in range(1, cuda_runner.RECORDED_ROWS_MAX + 1)]
     assert all(num <= count < 2 * num for num, count in enumerate(counts, start=1))
     assert len(set(counts)) == 12
     assert counts == sorted(counts)

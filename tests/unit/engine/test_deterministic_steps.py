@@ -15,7 +15,7 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
-from outrider.engine import batch as ragged
+from outrider.engine import batch
 from outrider.engine.batch import padded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -167,7 +167,7 @@ def test_without_it_logits_depend_on_the_step(
 ) -> None:
     """What the tests here look for is found in an engine that is not deterministic, and gathers
     just the slots that there are."""
-    monkeypatch.setattr(ragged, "_SLOTS_UNIT", 1)
+    monkeypatch.setattr(batch, "_SLOTS_UNIT", 1)
     engine = make_engine(tiny("llama", dtype), max_model_len=MAX_MODEL_LEN)
     with pytest.raises(SettingError, match="how many others are in a step"):
         check_independent(engine, 16)

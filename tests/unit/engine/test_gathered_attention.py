@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine import batch as ragged
-from outrider.engine import gathered_attention
+from outrider.engine import batch, gathered_attention
 from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, StepPlan, padded_rows, plan_step
 from outrider.engine.gathered_attention import attend, attend_in_splits
@@ -177,7 +176,7 @@ def test_so_it_does_in_fixed_shapes(
     if not sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "SPLIT_SLOTS", 4)
+        patch.setattr(batch, "SPLIT_SLOTS", 4)
         patch.setattr(gathered_attention, "SPLIT_SLOTS", 4)
         plan = compare(sequences, page_size, window, softcap, fixed_shapes=True)
     num_tokens = sum(len(held.step.token_ids) for held in sequences)
@@ -194,8 +193,8 @@ def test_so_it_does_in_fixed_shapes(
 @pytest.mark.parametrize("window", [None, 10])
 def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its segments see what they should, and none has more scores than allowed."""
-    monkeypatch.setattr(ragged, "_SEGMENT_TOKENS_MIN", 4)
-    monkeypatch.setattr(ragged, "_SCORES_MAX", 400)
+    monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
+    monkeypatch.setattr(batch, "_SCORES_MAX", 400)
     step = SequenceStep("a", tuple(range(50)), 1)
     other = SequenceStep("b", (1, 2), 1)
     sequences = [HeldSequence(step, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]

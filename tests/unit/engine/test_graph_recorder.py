@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.cuda import backend as recordings
+from outrider.engine.cuda import backend
 from outrider.engine.cuda.backend import GraphRecorder
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ class _Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
     found = _Cuda()
-    monkeypatch.setattr(recordings.torch, "cuda", found)
+    monkeypatch.setattr(backend.torch, "cuda", found)
     return found
 
 

@@ -184,8 +184,8 @@ def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> N
     module = tiny_module(tiny_config("llama", VOCAB))
     original, made = twin(module), tiny_exit(module, HEAD_IDS)
     recorder = CountingRecorder()
-    acceleration = DeviceBackend(attend_by_tables, 8, lambda: recorder)
-    engine = PagedEngine(module, INFO, exit_head=made, acceleration=acceleration)
+    backend = DeviceBackend(attend_by_tables, 8, lambda: recorder)
+    engine = PagedEngine(module, INFO, exit_head=made, backend=backend)
     assert engine.records_steps
     text, drafted = TEXT, (8, 2, 11)
     engine.forward([SequenceStep("a", text, 1)])

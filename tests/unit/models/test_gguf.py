@@ -10,7 +10,7 @@ from tiny_gguf import save_tiny_gguf
 from transformers.utils import logging as transformers_logging
 
 from outrider.errors import ConfigError
-from outrider.models import sources as gguf_conversion
+from outrider.models import sources
 from outrider.models.sources import converted, resolve_model
 
 
@@ -44,8 +44,8 @@ def _fake_write(gguf: Path, directory: Path) -> None:
 
 def test_changed_files_are_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory's name holds the content's fingerprint."""
-    monkeypatch.setattr(gguf_conversion, "_write_model", _fake_write)
-    monkeypatch.setattr(gguf_conversion, "_write_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sources, "_write_model", _fake_write)
+    monkeypatch.setattr(sources, "_write_tokenizer", lambda *_: None)
     gguf = tmp_path / "model.Q4_1.gguf"
     gguf.write_bytes(b"one")
     first = converted(gguf, tmp_path)
@@ -67,8 +67,8 @@ def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         others.wait(20)
         _fake_write(gguf, directory)
 
-    monkeypatch.setattr(gguf_conversion, "_write_model", write)
-    monkeypatch.setattr(gguf_conversion, "_write_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sources, "_write_model", write)
+    monkeypatch.setattr(sources, "_write_tokenizer", lambda *_: None)
     gguf = tmp_path / "m.gguf"
     gguf.write_bytes(b"data")
     results: list[Path] = []

@@ -115,6 +115,6 @@ def test_steps_that_are_replayed_show_nothing() -> None:
     heads = tiny_heads(module, HEAD_IDS)
     recording = DeviceBackend(attend=None, num_programs=1, new_recorder=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvariantError, match="show no features"):
-        PagedEngine(module, INFO, draft_heads=heads, acceleration=recording)
+        PagedEngine(module, INFO, draft_heads=heads, backend=recording)
     with pytest.raises(InvariantError, match="keeps none"):
         PagedEngine(twin(module), replace(INFO, name="other")).features()

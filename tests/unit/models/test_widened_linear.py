@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.models import linear_layers
-from outrider.models import module_replacement as swaps
+from outrider.models import linear_layers, module_replacement
 from outrider.models.linear_layers import WidenedLinear, must_widen
 
 ROW_COUNTS = (0, 1, 3, 4, 5, 64)
@@ -64,5 +63,5 @@ def test_where_weights_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not must_widen(torch.empty(3, 4))
     assert not must_widen(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
     model = nn.Sequential(random_layer(bias=True), nn.Linear(97, 4)).eval()
-    swaps.speed_up(model)
+    module_replacement.speed_up(model)
     assert [type(layer) for layer in model] == [WidenedLinear, nn.Linear]

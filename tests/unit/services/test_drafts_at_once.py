@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_drafter, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
-from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
+from recorded_work import CountingRecorder, attend_by_tables, backend_on
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
@@ -87,7 +87,7 @@ def pair(
     at_once, by_step = (
         make_engine(
             each,
-            acceleration=acceleration_on(device, torch.float32),
+            backend=backend_on(device, torch.float32),
             logit_token_ids=token_ids,
         )
         for each in (module, twin(module))
@@ -232,7 +232,7 @@ def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> N
     recorder = Refusing()
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
     plain = make_engine(twin(module))
-    engine = make_engine(module, acceleration=DeviceBackend(attend_by_tables, 8, lambda: recorder))
+    engine = make_engine(module, backend=DeviceBackend(attend_by_tables, 8, lambda: recorder))
     recorder.num_bytes_now = 2**40
     found, expected = (ModelDrafter(e, ENTRIES).propose(requests()) for e in (engine, plain))
     assert found == expected
@@ -297,7 +297,7 @@ def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
     """Other sessions, seeds, parameters and prefixes replay it; another K is another one."""
     recorder = CountingRecorder()
     module = tiny_module(tiny_config("llama", VOCAB))
-    engine = make_engine(module, acceleration=DeviceBackend(attend_by_tables, 8, lambda: recorder))
+    engine = make_engine(module, backend=DeviceBackend(attend_by_tables, 8, lambda: recorder))
     drafter = ModelDrafter(engine, ENTRIES)
     before = recorder.num_recorded
     for index, count in enumerate((4, 4, 4, 3)):

@@ -14,7 +14,7 @@ from models import save_tiny_model
 from recorded_work import attend_by_tables
 
 from outrider.config import TargetConfig
-from outrider.engine.cuda import backend as acceleration
+from outrider.engine.cuda import backend
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import SequenceStep
 from outrider.engine.tensor_parallel import sharding
@@ -47,7 +47,7 @@ def _built(
         return DeviceBackend(kernel_of(_HERE.rank), 8, None)
 
     monkeypatch.setattr(thread_ranks, "_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(acceleration, "find_acceleration", found)
+    monkeypatch.setattr(backend, "find_backend", found)
     path = save_tiny_model(directory, dtype=torch.float64)
     config = TargetConfig(directory=str(path), device="cpu", num_threads=1)
     ranks = thread_ranks.thread_ranks(2)
@@ -74,14 +74,14 @@ def test_a_kernel_that_is_wrong_is_left_by_all(
 ) -> None:
     """Only the leader has logits to find it out by."""
     engines = _built(tmp_path, lambda _: _wrong, monkeypatch)
-    assert [engine._acceleration for engine in engines] == [None, None]
+    assert [engine._backend for engine in engines] == [None, None]
 
 
 def test_a_kernel_that_is_right_is_kept_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = _built(tmp_path, lambda _: attend_by_tables, monkeypatch)
-    assert all(engine._acceleration is not None for engine in engines)
+    assert all(engine._backend is not None for engine in engines)
 
 
 def test_a_kernel_that_does_not_run_on_one_rank_is_left_by_all(
@@ -93,4 +93,4 @@ def test_a_kernel_that_does_not_run_on_one_rank_is_left_by_all(
         raise RuntimeError("out of resource: shared memory")
 
     engines = _built(tmp_path, lambda rank: broken if rank else attend_by_tables, monkeypatch)
-    assert [engine._acceleration for engine in engines] == [None, None]
+    assert [engine._backend for engine in engines] == [None, None]
