@@ -12,7 +12,7 @@ from models import save_tiny_model
 from recorded_work import CountingRecorder, attend_by_tables
 
 from outrider.config import TargetConfig
-from outrider.engine.cuda import backend as acceleration
+from outrider.engine.cuda import backend
 from outrider.engine.cuda.backend import RECORDED_BYTES_MAX, DeviceBackend
 from outrider.engine.step_costs import StepCosts
 from outrider.kv_cache import storage as kv_cache
@@ -200,7 +200,7 @@ def test_memory_for_recordings_is_left_where_steps_are_recorded(
         return 2**22
 
     found = DeviceBackend(attend_by_tables, 8, CountingRecorder)
-    monkeypatch.setattr(acceleration, "find_acceleration", lambda *_, **__: found)
+    monkeypatch.setattr(backend, "find_backend", lambda *_, **__: found)
     monkeypatch.setattr(kv_cache, "memory_budget", budget)
     directory = str(save_tiny_model(tmp_path))
     config = TargetConfig(
