@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
-from outrider.errors import EngineLost, OutriderError
+from outrider.errors import OutriderError
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -23,9 +23,9 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.registry.registry import Figures
-from outrider.replica.host import HostedService
 from outrider.replica.scheduler import ThreadExecutor
+from outrider.replica.service import SteppedService
+from outrider.replica.step_request import AnswerSender
 from outrider.sessions.store import (
     Append,
     Finish,
@@ -33,7 +33,7 @@ from outrider.sessions.store import (
     SessionStore,
 )
 from outrider.transport.codec import Answer, Codec, Item
-from outrider.transport.link import Connection, Link, LinkBytes, Traffic
+from outrider.transport.link import Link, LinkBytes
 
 now_ns: Final = time.monotonic_ns
 T = TypeVar("T")
@@ -251,69 +251,17 @@ class ClockedStore:
         await self._store.close()
 
 
-class ClockedService(Generic[ClockedItem, ClockedAnswer]):
-    """A replica service that notes when each item stands in its queue."""
+def clock_queue(service: SteppedService[Any, Any]) -> dict[ReplyKey, int]:
+    """When each item from now on stands in the service's queue, ns."""
+    queued: dict[ReplyKey, int] = {}
+    take = service.take
 
-    def __init__(self, service: HostedService[ClockedItem, ClockedAnswer]) -> None:
-        self._service = service
-        self.queued: dict[ReplyKey, int] = {}
-        """Item -> ns."""
+    def timed(item: Any, sender: AnswerSender[Any]) -> None:
+        take(item, sender)
+        queued[item.head.key] = now_ns()
 
-    def connect(
-        self, send: Callable[[Sequence[ClockedAnswer]], None]
-    ) -> _ClockedConnection[ClockedItem]:
-        """See `ReplicaService.connect`."""
-        return _ClockedConnection(self._service.connect(send), self.queued)
-
-    def describe(self) -> ReplicaDescription:
-        """See `ReplicaService.describe`."""
-        return self._service.describe()
-
-    def release(self, session_id: str, epoch: int) -> None:
-        """See `ReplicaService.release`."""
-        self._service.release(session_id, epoch)
-
-    @property
-    def lost(self) -> EngineLost | None:
-        """See `HostedService.lost`."""
-        return self._service.lost
-
-    @property
-    def figures(self) -> Figures:
-        """See `HostedService.figures`."""
-        return self._service.figures
-
-    @property
-    def traffic(self) -> Traffic:
-        """See `HostedService.traffic`."""
-        return self._service.traffic
-
-    def watch(self, on_health: Callable[[bool], None]) -> None:
-        """See `HostedService.watch`."""
-        self._service.watch(on_health)
-
-    async def drain(self) -> None:
-        """See `HostedService.drain`."""
-        await self._service.drain()
-
-    async def close(self) -> None:
-        """See `HostedService.close`."""
-        await self._service.close()
-
-
-class _ClockedConnection(Generic[ClockedItem]):
-    def __init__(self, connection: Connection[ClockedItem], queued: dict[ReplyKey, int]) -> None:
-        self._connection = connection
-        self._queued = queued
-
-    def receive(self, items: Sequence[ClockedItem]) -> None:
-        self._connection.receive(items)
-        stamp = now_ns()
-        for item in items:
-            self._queued[item.head.key] = stamp
-
-    def close(self) -> None:
-        self._connection.close()
+    service.take = timed  # type: ignore[method-assign]
+    return queued
 
 
 class ClockedExecutor(ThreadExecutor):

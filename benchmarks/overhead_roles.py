@@ -177,18 +177,19 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     from outrider.transport.codec import VERIFY
     from target_service.service import TargetService
 
-    from .overhead_clocks import ClockedExecutor, ClockedService
+    from .overhead_clocks import ClockedExecutor, clock_queue
 
     engine = await on_passing_thread(build_engine, config, "target", num_threads)
     executor = ClockedExecutor("target-step", engine.take_step_seconds, start_workers)
-    service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
+    service = TargetService(engine, executor, max_num_seqs=config.max_num_seqs)
+    queued = clock_queue(service)
     host: ReplicaHost[Any, Any] = ReplicaHost()
     address = await host.serve(service, VERIFY, config)
     try:
         yield Role(
             {"address": address},
             lambda _: {
-                "queued_ns": _by_round(service.queued),
+                "queued_ns": _by_round(queued),
                 "judged_ns": _by_round(executor.judged),
             },
         )

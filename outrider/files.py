@@ -1,4 +1,4 @@
-"""A lock between processes that falls with its holder, so that nobody waits for a dead one."""
+"""File locks, which end with their process, and files that are read again when they change."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FileWatch:
 
     def news(self, read: Callable[[], Found]) -> Found | None:
         """What `read` returns, once for each change of the files; else None. Where it raises, which
-        the log says once, they are read again at the next look: who cannot read a file may be able
-        to later, without a change of it. One that is gone is not read: it is about to be
+        the log says once, they are read again at the next look: a file may become readable
+        without a change. One that is gone is not read: it is about to be
         written."""
         now = self._clock()
         if now - self._looked_at < self._period_s:

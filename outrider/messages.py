@@ -26,7 +26,7 @@ TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RoundHead:
-    """Which session, which round, which prefix: what a draft and a target are both told."""
+    """Which session, which round, which prefix: what drafts and targets both get."""
 
     session_id: str
     """32 hexadecimal digits."""
@@ -196,7 +196,7 @@ class VerdictReply:
 
 @dataclass(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer; or, where it assumes something, one that nobody has asked for yet."""
+    """A draft's answer; or, where it assumes tokens, one of a round that has not come yet."""
 
     key: ReplyKey
     proposal: SealedProposal
@@ -285,7 +285,7 @@ class ReplicaDescription:
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """How long its steps take; None where nobody knows."""
+    """How long its steps take; None where they were not measured."""
     drafts_itself: bool = False
     """Whether a target proposes the next round's tokens with its verdicts."""
     shows_features: bool = False

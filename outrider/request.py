@@ -1,4 +1,4 @@
-"""What users ask for and what they are told, as values: the client's and the coordinator's view.
+"""Requests of users and the events that answer them: the client's and the coordinator's view.
 
 `outrider.transport.request_codec` puts them on gRPC.
 """
@@ -61,7 +61,7 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Of the completion that have come; they are not told again."""
+    """Of the completion that have come; they are not sent again."""
     num_characters: int | None = None
     """Of its text that have come, in code points; None = what goes with those tokens."""
     deadline_ms: int | None = None

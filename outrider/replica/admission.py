@@ -67,7 +67,7 @@ class Admissions:
         budget: TokenBudget,
         give_way: Callable[[], None] = lambda: None,
     ) -> None:
-        """`give_way` frees what a service keeps pages for that nobody waits for."""
+        """`give_way` frees pages of work that no item waits for."""
         self._engine = engine
         self._give_way = give_way
         self._table = table
@@ -155,7 +155,7 @@ class Admissions:
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Whether there are pages for these steps, perhaps now that the youngest have lost theirs,
-        as `lost` then says; nobody loses any in vain."""
+        as `lost` then says; no pages are taken in vain."""
         if self._engine.can_hold(steps, begun=begun):
             return True
         if not self._engine.can_hold(steps, younger, begun):
@@ -171,7 +171,7 @@ class Admissions:
     def _grant(
         self, asks: Sequence[Ask], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Gives out the step's tokens; who gets some and holds nothing begins."""
+        """Gives out the step's tokens; a session that gets some and holds nothing begins."""
         wishes = {
             index: self._wish(asks[index], entry, begun)
             for index, entry in enumerate(found)

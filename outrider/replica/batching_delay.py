@@ -1,8 +1,8 @@
 """Whether a step should wait for sessions that will soon want one too. Pure.
 
-Sessions that reach a replica at different moments would else take turns for ever: whoever comes
+Without a batching delay, sessions that arrive out of phase never share a step: an item that comes
 while a step runs waits for its end, and then the others wait for the next one. Where one step of
-all takes less time than two steps of some, it is quicker for all of them to go together:
+all takes less time than two steps of some, it is quicker for all of them to share one:
 
     together    wait + step(all)              a cycle in which each session has one round
     in turns    step(waiting) + step(others)
@@ -25,7 +25,7 @@ SPREAD: Final = 2.5
 SPREAD_S: Final = 0.0005
 """And that much more: loops and networks are no exact clocks."""
 FORGIVEN: Final = 0.03
-"""By so much a step that nobody waits for lessens the doubt that came of waiting in vain."""
+"""By so much a step without a delay restores the trust that delays in vain have cost."""
 
 
 class _Rhythm:
@@ -119,8 +119,8 @@ class BatchingDelay:
             self._scale += MEMORY * (seconds / told - self._scale)
 
     def hold(self, now: float, waiting: Sequence[int]) -> Hold | None:
-        """Whether the step should wait whose items have so many rows; `arrived` tells who is not
-        awaited any more, and `began` is to be called when the step begins."""
+        """Whether the step should wait whose items have so many rows; `arrived` removes sessions
+        from those awaited, and `began` is to be called when the step begins."""
         self._hold = self._best(now, waiting)
         return self._hold
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import Leadership
-from outrider.errors import EngineLost
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import RoundItem
-from outrider.registry.registry import Engagement, Figures, ReplicaRecord, Role
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import Place, advertised
 from outrider.settings import blaming
-from outrider.transport.link import ReplicaService, Traffic
+from outrider.transport.link import Traffic
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.registry import Lease
+    from outrider.replica.service import SteppedService
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.certificates import InternalRole
@@ -36,46 +35,13 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer", bound="Keyed")
-Item_contra = TypeVar("Item_contra", contravariant=True)
-Answer_co = TypeVar("Answer_co", covariant=True)
-
-
-class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra, Answer_co]):
-    """A replica service with an end and a health."""
-
-    @property
-    def lost(self) -> EngineLost | None:
-        """Why no step can follow any more; None while one can."""
-        ...
-
-    @property
-    def figures(self) -> Figures:
-        """What it has lately had to do."""
-        ...
-
-    @property
-    def traffic(self) -> Traffic:
-        """What has crossed its streams."""
-        ...
-
-    def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Names who hears, on the loop's thread, whenever the health changes."""
-        ...
-
-    async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs."""
-        ...
-
-    async def close(self) -> None:
-        """Waits for the running step; whatever waits is dropped."""
-        ...
 
 
 class ReplicaHost(Generic[Item, Answer]):
     """Serves one replica service over gRPC; the base of the actors."""
 
     def __init__(self) -> None:
-        self._service: HostedService[Item, Answer] | None = None
+        self._service: SteppedService[Item, Answer] | None = None
         self._servicer: ReplicaServicer[Item, Answer] | None = None
         self._server: RpcServer | None = None
         self._healthy: bool | None = None
@@ -134,8 +100,8 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls and no more items; lets queued steps end and their answers be sent
-        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step. Who
-        asks again waits for the same end."""
+        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step.
+        Idempotent: concurrent callers await the same shutdown."""
         if self._stopping is None:
             if self._health_task is not None:
                 self._health_task.cancel()
@@ -145,7 +111,7 @@ class ReplicaHost(Generic[Item, Answer]):
     async def _end(self, grace_s: float) -> None:
         announcer, self._announcer = self._announcer, None
         if announcer is not None:
-            # First, so that nobody comes who would have to be sent away.
+            # First, so that no new sessions are sent here.
             await announcer.close()
         if self._servicer is not None and self._service is not None:
             self._servicer.finish(self._service.drain())
@@ -159,7 +125,7 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def serve(
         self,
-        service: HostedService[Item, Answer],
+        service: SteppedService[Item, Answer],
         codec: Codec[Item, Answer],
         config: TargetConfig | DraftConfig,
     ) -> str:
@@ -229,7 +195,9 @@ class ReplicaHost(Generic[Item, Answer]):
         self._healthy = healthy
         self._health_changed.set()
 
-    async def _follow_health(self, service: HostedService[Item, Answer], server: RpcServer) -> None:
+    async def _follow_health(
+        self, service: SteppedService[Item, Answer], server: RpcServer
+    ) -> None:
         while service.lost is None:
             await self._health_changed.wait()
             self._health_changed.clear()

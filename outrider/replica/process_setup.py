@@ -281,13 +281,12 @@ def _load(
 
 
 def _drafts_with(config: TargetConfig | DraftConfig) -> str:
-    """The kind of what a target drafts with for itself; empty for whoever does not."""
+    """What a target drafts with for itself; empty where it does not."""
     return config.heads_kind if isinstance(config, TargetConfig) else ""
 
 
 def _shows_features(config: TargetConfig | DraftConfig) -> bool:
-    """Whether somebody drafts from what the model's head reads, and a replayed step does not
-    show."""
+    """Whether drafting needs the head's inputs, which a replayed step does not show."""
     return _drafts_with(config) == "medusa" or (
         isinstance(config, TargetConfig) and config.shows_features
     )
@@ -396,7 +395,7 @@ def step_costs(
     engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
 ) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
-    that nobody uses yet. Blocks for some seconds."""
+    that is not in use yet. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(

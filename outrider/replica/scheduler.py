@@ -4,7 +4,7 @@
     submit, release, take a batch, send answers         the worker's step, release, recover
 
 A worker's state belongs to the executor's side and is touched nowhere else. While a step runs, what
-arrives gathers for the next one, so batches grow with load and nobody waits for a timer.
+arrives is queued for the next one, so batches grow with load and no item waits for a timer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 STARVED_REST_S: Final = 0.1
 """After a step in which nothing found pages, the next one follows when something has changed, but
-no later than this: a deadline may have passed, or somebody fallen silent. While only some items of
-the steps find none, whoever knows of the silent is asked as often."""
+no later than this: a deadline may have passed, or a session fallen silent. While only some items
+of the steps find none, `on_starved` is called as often."""
 _INTERNAL_CODE = 13
 
 
@@ -65,7 +65,7 @@ class StepScheduler(Generic[Item, Answer]):
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """`note_seconds` hears, between steps, how long the last one took that ran items. With
+        """`note_seconds` gets, between steps, how long the last one took that ran items. With
         `batching_delay` a step may wait for sessions that will soon want it too."""
         self._executor = executor
         self._worker = worker
@@ -80,7 +80,7 @@ class StepScheduler(Generic[Item, Answer]):
         self._releases: dict[str, int] = {}
         """session -> the newest epoch of it that is to be forgotten before the next step."""
         self._parked: dict[str, None] = {}
-        """Sessions that nobody waits for, as the worker is to hear before the next step."""
+        """Sessions without a waiting connection, for `StepWorker.park` before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -118,12 +118,12 @@ class StepScheduler(Generic[Item, Answer]):
         return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Names who hears, on the loop's thread, whenever `healthy` changes."""
+        """Registers a callback, on the loop's thread, for changes of `healthy`."""
         self._on_health = on_health
 
     def watch_pages(self, on_starved: Callable[[Collection[str]], None]) -> None:
-        """Names who hears that items have found no pages, and which sessions wait: it may `park`
-        others. While that lasts it hears so again after `STARVED_REST_S`."""
+        """Registers a callback for items that find no pages, which gets the waiting sessions and
+        may `park` others. While that lasts it is called again after `STARVED_REST_S`."""
         self._on_starved = on_starved
 
     def submit(self, work: StepRequest[Item, Answer]) -> None:
@@ -145,7 +145,7 @@ class StepScheduler(Generic[Item, Answer]):
         `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the oldest of more is left to be
         evicted."""
         if epoch <= self._releases.get(session_id, 0):
-            return  # It was told before, and so were those who waited.
+            return  # Nothing has come since the last one.
         for work in self._queue.of_session(session_id, epoch):
             self._cancel(work)
         self._releases[session_id] = epoch
@@ -156,8 +156,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """Nobody waits for these sessions any more: before the next step their pages are there for
-        whoever needs some."""
+        """No connection waits for these sessions any more: from the next step on their pages may be
+        taken."""
         if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()

@@ -52,7 +52,7 @@ class SteppedService(Generic[Item, Answer]):
         batching_delay: BatchingDelay | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
+        """`description.max_num_seqs` sessions share a step at most. `note_seconds` gets, between
         steps, how long the last one took; by `batching_delay` steps wait for sessions. An item
         whose constraint is new waits until it is among the `grammars`; it then has the grammar
         with it, so that no step compiles one."""
@@ -97,7 +97,7 @@ class SteppedService(Generic[Item, Answer]):
         return Traffic(self._num_items, self._num_answers)
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Names who hears, on the loop's thread, whenever `healthy` changes."""
+        """Registers a callback, on the loop's thread, for changes of `healthy`."""
         self._scheduler.watch(on_health)
 
     def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
@@ -124,7 +124,7 @@ class SteppedService(Generic[Item, Answer]):
             self._scheduler.release(session_id, epoch)
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs: before a stop that loses nobody's answer."""
+        """Returns when nothing waits and nothing runs: before a stop that loses no answer."""
         while self._compiling:
             await asyncio.wait(self._compiling)
         await self._scheduler.drain()

@@ -1,4 +1,4 @@
-"""What waits for a replica's steps: items, who wants their answers, and who computes them."""
+"""What waits for a replica's steps: items, where their answers go, and the worker interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 CANCELLED_CODE = 1
-"""google.rpc.Code of work that nobody needs any more."""
+"""google.rpc.Code of work that is not needed any more."""
 
 
 Item = TypeVar("Item", bound=RoundItem)
@@ -49,7 +49,7 @@ class Answers(Generic[Answer]):
     more: bool
     """Whether the item stays in the queue for more of them ..."""
     waited_for: bool = False
-    """... and whether somebody waits for these; else they are worth something until the session's
+    """... and whether the caller waits for these; else they are worth something until the session's
     next item comes."""
 
 
@@ -85,8 +85,8 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         ...
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """Nobody waits for these sessions any more: their pages may be taken. What they hold is
-        kept as long as it is not."""
+        """No connection waits for these sessions any more: their pages may be taken, but are kept
+        as long as they are not needed."""
         ...
 
     def release(self, session_id: str) -> None:
@@ -177,7 +177,7 @@ class StepRequest(Generic[Item, Answer]):
         self.unfinished: Unfinished | None = None
         """How its last step left it; None before the first one."""
         self.answered = False
-        """Whether it stays for answers alone that nobody waits for."""
+        """Whether it stays only for answers that are not waited for."""
         self.deadline: DraftDeadline | None = None
         """Until when something has to be drawn for it; else those who wait are told so."""
         self.timer: TimerHandle | None = None
@@ -202,8 +202,7 @@ class StepObserver(Protocol):
     """Hears what a replica does, on the loop's thread."""
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
-        """Names who knows, on any thread, how many items wait for a step, and what the steps have
-        come to."""
+        """Gives two functions, for any thread: how many items wait for a step, and the figures."""
         ...
 
     def stale(self) -> None:
@@ -287,7 +286,7 @@ class RequestQueue(Generic[Item, Answer]):
 
     def add(self, work: StepRequest[Item, Answer]) -> bool:
         """Queues work. The very item that already waits is not queued twice: it is answered to
-        both (unless somebody is to be told when it is done), and this returns False. Raises
+        both (unless it has `on_done`), and this returns False. Raises
         `Overloaded` when full."""
         key = work.item.head.key
         waiting = self._newest.get(key)

@@ -36,7 +36,7 @@ CORRECTION_WEIGHT: Final = 0.2
 CORRECTION_MAX: Final = 4.0
 """What a single step may say, up or down: the machine may have done something else meanwhile."""
 ROUND_REST_STEPS: Final = 4
-"""Steps without a round after which nobody seems to play any more."""
+"""Steps without a round after which rounds are thought to have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class TokenBudget:
         self._max_steps = max_steps
         self._costs = costs
         self._played: _Load | None = None
-        """The last rounds, as long as somebody seems to play."""
+        """The last rounds, as long as more of them are expected."""
         self._rest_steps = 0
         """Steps without a round since then ..."""
         self._rest_s = 0.0
-        """... and their time. Whoever plays may have waited for them ..."""
+        """... and their time. Sessions in rounds may have waited for them ..."""
         self._step_s = 0.0
         """... after the time of the step of those rounds."""
         self._last = _Load()
@@ -178,7 +178,7 @@ class TokenBudget:
             self._played = None
 
     def _seconds(self, load: _Load) -> float:
-        """The time of a step with this load, as its kind has lasted; 0 where nobody knows."""
+        """The time of a step with this load, as its kind has lasted; 0 without costs."""
         return self._corrections[load.has_prefix] * self._cost_seconds(load)
 
     def _cost_seconds(self, load: _Load) -> float:

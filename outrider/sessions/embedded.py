@@ -147,8 +147,8 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Puts its log aside where that has become large. For somebody who calls it every now and
-        then: the server never does, and its log lies beside its data."""
+        """Puts its log aside where that has become large. To be called regularly: the server
+        never does it, and its log lies beside its data."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:

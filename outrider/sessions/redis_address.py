@@ -1,4 +1,4 @@
-"""Which Redis server, and who we are to it."""
+"""The address of a Redis server and its credentials."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RedisAddress:
     key_prefix: str
     """Begins every key."""
     password_file: str = ""
-    """Holds the password on the machine of whoever connects; empty = there is no such file."""
+    """Holds the password on the connecting machine; empty = there is no such file."""
     sentinel_password_file: str = ""
     """Likewise, of the Sentinels."""
     asks_for_password: bool = False

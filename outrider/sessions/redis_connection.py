@@ -82,7 +82,7 @@ def masked_url(url: str) -> str:
 @asynccontextmanager
 async def answering() -> AsyncIterator[None]:
     """Raises `TimeoutError` inside once Redis has had `REDIS_TIMEOUT_MS`: a dead server is noticed
-    within a second, and who calls decides what to do.
+    within a second, and the caller decides what to do.
 
     The time is counted in slices. A pause of this process (a burst of work, a garbage collection)
     would else look as if Redis were slow: the answer has come, and so has the time-out."""

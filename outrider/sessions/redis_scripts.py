@@ -124,7 +124,7 @@ class ScriptRunner:
 
     async def _send_waiting(self, script: Script) -> None:
         """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that nobody waits for longer than one time-out; and so does a bug, which ends this task."""
+        that no caller waits for longer than one time-out; so does a bug, which ends this task."""
         waiting = self._waiting[script]
         batch: list[tuple[Call, asyncio.Future[Any]]] = []
         try:
@@ -166,7 +166,7 @@ class ScriptRunner:
                 await connection.send_packed_command(connection.pack_commands(commands))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # Answers that nobody has read must not meet the next question.
+                # Unread answers must not be taken for those of the next command.
                 await connection.disconnect(nowait=True)
                 raise
             finally:

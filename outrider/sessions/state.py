@@ -36,7 +36,7 @@ class OwnedState(StrEnum):
     FINISHED = "finished"
     """No more tokens will be decided; the last ones may not be stored yet."""
     LOST = "lost"
-    """Somebody else's, or gone: nothing is sent to the store any more."""
+    """Another owner's, or gone: nothing is sent to the store any more."""
 
 
 class Session:

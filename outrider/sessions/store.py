@@ -243,14 +243,14 @@ def missing(session_id: str) -> DataLoss:
 
 
 def stale(session_id: str, epoch: int, stored_epoch: int) -> StaleEpoch:
-    """Somebody else owns the session."""
+    """Another coordinator owns the session."""
     return StaleEpoch(
         f"session {session_id} has a new owner: it is at epoch {stored_epoch}, this was {epoch}"
     )
 
 
 def not_found(session_id: str) -> NotFound:
-    """Nobody knows the session: it never was, or its time to live is over."""
+    """The session never was, or its time to live is over."""
     return NotFound(f"there is no session {session_id}")
 
 

@@ -1,11 +1,11 @@
-"""Certificates of a deployment's own services, and who each says that its holder is.
+"""Certificates of a deployment's own services, which name the role of their holder.
 
     DIR/ca.pem, ca-key.pem              the authority that all of them trust; its key makes others
     DIR/<role>.pem, <role>-key.pem      a role's certificate and key, for all replicas of it
 
 A replica's address is not known when its certificate is made, so none is in it: a role is, as the
-DNS name `<role>.outrider.internal`, which whoever calls asks for in place of the address, and which
-whoever is called looks for in the caller's.
+DNS name `<role>.outrider.internal`. A caller checks it in place of the address, and a server looks
+for it in the caller's certificate.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 def _write(
     directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Both in one step each, the key first: who sees the new certificate finds its key."""
+    """Both in one step each, the key first, so that a new certificate always has its key."""
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

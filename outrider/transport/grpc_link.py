@@ -185,7 +185,7 @@ class GrpcLink(Generic[Item, Answer]):
         try:
             await self._release(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # Best effort by contract: the replica evicts what nobody uses.
+            # Best effort by contract: the replica evicts unused sessions.
             logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
         finally:
             self._num_releases -= 1
@@ -309,6 +309,6 @@ class _Stream(Generic[Item, Answer]):
         except DecodeError:
             return "the replica sent bytes that are no frame of answers"
         except BadRequest as error:
-            # Whoever waits for it must hear something, and this peer cannot be believed.
+            # Its waiters must get an answer, and this peer cannot be trusted.
             return f"the replica sent an answer that does not fit: {error}"
         return "the replica closed it"

@@ -48,7 +48,7 @@ class Link(Protocol, Generic[Item_contra, Answer_co]):
     def listen(
         self, on_answer: Callable[[Answer_co], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Names who hears answers, and who hears that the stream broke: every item without an
+        """Registers callbacks for answers, and for a broken stream: every item without an
         answer is then unanswered for good. Call it once, before the first `send`."""
         ...
 

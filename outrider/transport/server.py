@@ -8,7 +8,7 @@ snake case (`GetSession` -> `get_session`):
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
     stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply]
 
-It raises errors of `outrider.errors`; nobody else calls `context.abort`.
+It raises errors of `outrider.errors`, and only this module calls `context.abort`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ServerOptions:
     port: int = 0
     """0 = any free port."""
     reflection: bool = True
-    """Whether the server describes its services to whoever asks."""
+    """Whether the server describes its services by reflection."""
     max_concurrent_calls: int = 2 * SESSIONS_PER_COORDINATOR_MAX
     """Calls beyond it are refused with RESOURCE_EXHAUSTED."""
     credentials: grpc.ServerCredentials | None = None

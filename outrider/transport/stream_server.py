@@ -167,7 +167,7 @@ class _Stream(Generic[Item, Answer]):
             return
         self.failure = error
         self.outbox.wake()
-        if self.writing:  # Who does read is told why; the others would keep this waiting.
+        if self.writing:  # A caller that reads gets the reason; another would block this task.
             asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:

@@ -1,9 +1,9 @@
 """TLS for both ends of gRPC: for users, and between services that know each other by their roles.
 
-Servers read their files again when these change, and show what they then hold to whoever connects
+Servers read their files again when these change, and use the new contents for connections made
 from then on. A channel has what its files held when it was opened.
 
-What reads certificates takes long to import: only those who have some do.
+Reading certificates takes a slow import, made only where there are any.
 """
 
 from __future__ import annotations
