@@ -381,12 +381,6 @@ class Rounds:
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
         )
 
-    def rates(self) -> tuple[float | None, float]:
-        """Accepted tokens over proposed ones, None without any; and proposed ones a round."""
-        proposed = sum(kind.num_proposed * number for kind, number in self.kinds.items())
-        share = sum(self.accepted) / proposed if proposed else None
-        return share, self.proposed_per_round
-
     @property
     def proposed_per_round(self) -> float:
         """Draft tokens, over all rounds but the first ones; 0 without any."""

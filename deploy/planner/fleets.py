@@ -206,26 +206,21 @@ def _stairs(seconds: float, each: int) -> StepCosts:
     return StepCosts(tuple(points), tuple(points.values()))
 
 
-def _whole(key: str, values: Mapping[str, str], lowest: int, highest: int) -> int:
+def _number(
+    key: str, text: str, highest: float, *, lowest: float = 0, whole: bool = False
+) -> float:
     try:
-        value = int(values[key])
+        value = float(int(text) if whole else float(text))
     except ValueError:
-        value = lowest - 1
+        value = math.nan
     if not lowest <= value <= highest:
-        _refuse(
-            f"{key}={values[key]!r} is wrong; it must be a whole number from {lowest} to {highest}"
-        )
+        what = "whole number" if whole else "number"
+        _refuse(f"{key}={text!r} is wrong; it must be a {what} from {lowest:g} to {highest:g}")
     return value
 
 
-def _number(key: str, text: str, highest: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= highest:
-        _refuse(f"{key}={text!r} is wrong; it must be a number from 0 to {highest:g}")
-    return value
+def _whole(key: str, values: Mapping[str, str], lowest: int, highest: int) -> int:
+    return int(_number(key, values[key], highest, lowest=lowest, whole=True))
 
 
 def _refuse(reason: str) -> None:

@@ -67,20 +67,20 @@ class PlayedSession:
 async def play(
     client: Client,
     text: Answer,
-    *,
-    temperature: float,
-    rule: Rule,
+    sampling: tuple[float, Rule],
     num_draft_tokens: int,
     max_tokens: int,
-    seed: int,
+    seed: int | None = None,
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text`. Raises what they refuse it with, and
-    `Unavailable` where the answer was cut short."""
+    """Lets the services answer the prompt of `text` at a temperature, under a rule; with its seed
+    where no other is given. Raises what they refuse it with, and `Unavailable` where the answer was
+    cut short."""
+    temperature, rule = sampling
     request = GenerateRequest(
         prompt=text.prompt_ids,
         sampling=SamplingParams(temperature=temperature),
-        max_tokens=max_tokens,
-        seed=seed,
+        max_tokens=min(max_tokens, text.max_tokens),
+        seed=text.seed if seed is None else seed,
         rule=rule,
         num_draft_tokens=num_draft_tokens,
         deadline_ms=DEADLINE_MS_MAX,
@@ -88,7 +88,6 @@ async def play(
     )
     rounds: list[PlayedRound] = []
     report: RoundReport | None = None
-    num_tokens = 0
     sent_s = time.perf_counter()
     async with aclosing(client.generate(request)) as events:
         async for event in events:
@@ -96,26 +95,19 @@ async def play(
                 report = event
             elif isinstance(event, Tokens) and report is not None and event.token_ids:
                 arrived_s = time.perf_counter() - sent_s
-                rounds.append(_round(num_tokens, event, report, arrived_s))
-                num_tokens += len(event.token_ids)
+                rounds.append(
+                    PlayedRound(
+                        event.first_index, event.token_ids, len(report.proposed_token_ids),
+                        report.num_accepted, report.draft_ms / 1e3,
+                        (report.queue_ms + report.verify_ms) / 1e3, arrived_s,
+                    )
+                )  # fmt: skip
             elif isinstance(event, Finished):
                 reason = event.finish_reason
     seconds = time.perf_counter() - sent_s
     if not rounds or reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise Unavailable(f"a measured request ended early: {reason.value}")
     return PlayedSession(num_draft_tokens, tuple(rounds), seconds)
-
-
-def _round(start: int, event: Tokens, report: RoundReport, arrived_s: float) -> PlayedRound:
-    return PlayedRound(
-        start=start,
-        token_ids=event.token_ids,
-        num_proposed=len(report.proposed_token_ids),
-        num_accepted=report.num_accepted,
-        wait_s=report.draft_ms / 1e3,
-        target_s=(report.queue_ms + report.verify_ms) / 1e3,
-        arrived_s=arrived_s,
-    )
 
 
 REHEARSED_K: Final = (0, 1, 8, 2, 4, 16)
@@ -190,11 +182,11 @@ async def _play_all(
     client: Client, sample: Sample, progress: Progress, *, is_first: bool
 ) -> list[Rehearsed]:
     """`is_first`: the replicas have not read the prompts of the sample yet."""
-    rule = rehearsed_rule(sample.temperature)
+    sampling = sample.temperature, rehearsed_rule(sample.temperature)
     texts = rehearsed_texts(sample)
     for warm_up in (0, REHEARSED_K[-1]):
         seed = (texts[0].seed - 1) & SEED_MAX
-        await _play(client, texts[-1], sample.temperature, rule, warm_up, seed)
+        await play(client, texts[-1], sampling, warm_up, TOKENS_MAX, seed)
     played = []
     for index, text in enumerate(texts):
         progress(
@@ -203,24 +195,10 @@ async def _play_all(
         )
         first = index % len(REHEARSED_K)
         for place, k in enumerate((*REHEARSED_K[first:], *REHEARSED_K[:first])):
-            session = await _play(client, text, sample.temperature, rule, k, text.seed)
+            session = await play(client, text, sampling, k, TOKENS_MAX)
             fresh = is_first and place == 0 and text is not texts[-1]
             played.append(Rehearsed(text, session, is_cached=not fresh))
     return played
-
-
-async def _play(
-    client: Client, text: Answer, temperature: float, rule: Rule, k: int, seed: int
-) -> PlayedSession:
-    return await play(
-        client,
-        text,
-        temperature=temperature,
-        rule=rule,
-        num_draft_tokens=k,
-        max_tokens=min(TOKENS_MAX, text.max_tokens),
-        seed=seed,
-    )
 
 
 def rehearsed_rule(temperature: float) -> Rule:
@@ -366,6 +344,19 @@ class ValidatedK:
         """Of the tokens a second, as a share of those measured."""
         return self.predicted_tokens_per_second / self.measured_tokens_per_second - 1.0
 
+    @property
+    def positions(self) -> list[tuple[float, float] | None]:
+        """Acceptance by depth, predicted and measured; None where too few rounds came."""
+        found = zip(
+            self.predicted_by_position, self.measured_by_position, self.reached, strict=True
+        )
+        return [
+            (ours, theirs)
+            if number >= REACHED_MIN and ours is not None and theirs is not None
+            else None
+            for ours, theirs, number in found
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
@@ -387,20 +378,8 @@ class Validation:
     @property
     def worst_position(self) -> float | None:
         """The largest difference in acceptance at a depth that enough rounds came to."""
-        return max(
-            (
-                abs(ours - theirs)
-                for entry in self.by_k
-                for ours, theirs, number in zip(
-                    entry.predicted_by_position,
-                    entry.measured_by_position,
-                    entry.reached,
-                    strict=True,
-                )
-                if number >= REACHED_MIN and ours is not None and theirs is not None
-            ),
-            default=None,
-        )
+        found = [pair for entry in self.by_k for pair in entry.positions if pair is not None]
+        return max((abs(ours - theirs) for ours, theirs in found), default=None)
 
     @property
     def best(self) -> ValidatedK:
@@ -455,20 +434,11 @@ class Validation:
         for depth in range(1, NUM_DEPTHS + 1):
             table.add_column(str(depth), justify="right")
         for entry in self.by_k:
-            if entry.num_draft_tokens == 0:
-                continue
             cells = [
-                f"{ours:.2f}/{theirs:.2f}"
-                if number >= REACHED_MIN and ours is not None and theirs is not None
-                else "-"
-                for ours, theirs, number in zip(
-                    entry.predicted_by_position[:NUM_DEPTHS],
-                    entry.measured_by_position[:NUM_DEPTHS],
-                    entry.reached[:NUM_DEPTHS],
-                    strict=True,
-                )
+                "-" if pair is None else "{:.2f}/{:.2f}".format(*pair) for pair in entry.positions
             ]
-            table.add_row(str(entry.num_draft_tokens), *cells)
+            if entry.num_draft_tokens > 0:
+                table.add_row(str(entry.num_draft_tokens), *cells[:NUM_DEPTHS])
         return table
 
 
@@ -493,24 +463,15 @@ class Trial:
         for index, text in enumerate(texts):
             self._progress(f"prompt {index + 1} of {len(texts)}: {text.category}")
             for k in counts if index % 2 == 0 else reversed(counts):
-                self.note(await self._play(client, index, k, text.max_tokens, text.seed))
+                self.note(await self._play(client, index, k, text.max_tokens))
 
     def note(self, session: PlayedSession) -> None:
         """The next text's session of its K has been played."""
         self._sessions.setdefault(session.num_draft_tokens, []).append(session)
 
-    async def _play(
-        self, client: Client, index: int, k: int, max_tokens: int, seed: int
-    ) -> PlayedSession:
-        return await play(
-            client,
-            self._sample.texts[index],
-            temperature=self._sample.temperature,
-            rule=self._rule,
-            num_draft_tokens=k,
-            max_tokens=min(max_tokens, self._sample.texts[index].max_tokens),
-            seed=seed,
-        )
+    async def _play(self, client: Client, index: int, k: int, *others: int) -> PlayedSession:
+        sampling = self._sample.temperature, self._rule
+        return await play(client, self._sample.texts[index], sampling, k, *others)
 
     def compared(
         self, predicted: dict[int, tuple[Rounds, ...]], times: ServiceTimes, chosen: int

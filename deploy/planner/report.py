@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Final
 
 from rich.console import Group
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.engine.step_costs import StepCosts
+from outrider.errors import ConfigError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 from .choosing import Option, TemperaturePlan
@@ -21,10 +22,6 @@ from .rehearsal import Validation
 
 SIGNIFICANT: Final = 6
 """Digits of a number in JSON: seconds and shares of very different sizes."""
-_BAR: Final = 40
-"""Characters of the longest bar."""
-_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
-_COLOURS: Final = ("#2471a3", "#c0392b", "#1e8449", "#b7950b", "#6c3483", "#117a65")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,7 @@ def render(
     """The report for people; `fleets` are tables of those that were simulated."""
     parts: list[Table | Text] = []
     for plan in report.plans:
-        parts += [_acceptance(report, plan), _options(report, plan), *_bars(plan)]
+        parts += [_acceptance(report, plan), _options(report, plan)]
         parts.append(Text(_sentence(report, plan.choice.chosen), style="bold"))
         parts.append(Text(_certainty(plan)))
     if validation is not None:
@@ -120,17 +117,6 @@ def _options(report: PlanReport, plan: TemperaturePlan) -> Table:
             style="bold" if option == plan.choice.chosen else "",
         )  # fmt: skip
     return table
-
-
-def _bars(plan: TemperaturePlan) -> Iterator[Text]:
-    """The speed-up over K, a line each."""
-    best = max((option.speedup for option in plan.choice.options), default=1.0)
-    most = max(1.0, best)
-    for rule, options in _by_rule(plan.choice.options).items():
-        yield Text(f"speed-up over K, {rule}")
-        for option in options:
-            bar = "█" * max(1, round(option.speedup / most * _BAR))
-            yield Text(f"{option.num_draft_tokens:>4} {bar} {option.speedup:.2f}")
 
 
 def _by_rule(options: Sequence[Option]) -> dict[str, list[Option]]:
@@ -194,48 +180,30 @@ def _certainty(plan: TemperaturePlan) -> str:
 
 
 def render_plot(report: PlanReport) -> str:
-    """The speed-up over K for every temperature and rule, as an SVG."""
-    lines = [
-        (f"temperature {plan.temperature:g}, {rule}", options)
-        for plan in report.plans
-        for rule, options in _by_rule(plan.choice.options).items()
-    ]
-    most_k = max(option.num_draft_tokens for _, options in lines for option in options)
-    speedups = [option.speedup for _, options in lines for option in options]
-    most = max(1.0, *speedups) * 1.05
-
-    def x(k: float) -> float:
-        return _MARGIN + k / most_k * (_WIDTH - 2 * _MARGIN)
-
-    def y(speedup: float) -> float:
-        return _HEIGHT - _MARGIN - speedup / most * (_HEIGHT - 2 * _MARGIN)
-
-    def text(left: float, top: float, words: str, colour: str = "#333") -> str:
-        return f'<text x="{left:.1f}" y="{top:.1f}" fill="{colour}">{escape(words)}</text>'
-
-    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<path d="M{_MARGIN},{_MARGIN} V{bottom} H{right}" fill="none" stroke="#999"/>',
-        f'<path d="M{_MARGIN},{y(1.0):.1f} H{right}" stroke="#999" stroke-dasharray="4"/>',
-        text(4, y(1.0) + 4, "1.0"),
-        text(4, _MARGIN - 16, f"speed-up of {report.draft_model} for {report.model}, over K"),
-        text(4, _MARGIN + 4, f"{most:.2f}"),
-        *(text(x(k) - 4, bottom + 18, str(k)) for k in sorted({o.num_draft_tokens for o in
-          (option for _, options in lines for option in options)})),
-    ]  # fmt: skip
-    for index, (name, options) in enumerate(lines):
-        colour = _COLOURS[index % len(_COLOURS)]
-        places = f"{x(0):.1f},{y(1.0):.1f} " + " ".join(
-            f"{x(option.num_draft_tokens):.1f},{y(option.speedup):.1f}" for option in options
-        )
-        parts.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{places}"/>'
-        )
-        parts.append(text(right - 150, _MARGIN + 16 * index, name, colour))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    """The speed-up over K for every temperature and rule, as an SVG. Raises `ConfigError` without
+    matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from error
+    axes = (figure := Figure(figsize=(8, 4), layout="constrained")).subplots()
+    for plan in report.plans:
+        for rule, options in _by_rule(plan.choice.options).items():
+            points = [(0, 1.0), *((one.num_draft_tokens, one.speedup) for one in options)]
+            axes.plot(*zip(*points, strict=True), label=f"temperature {plan.temperature:g}, {rule}")
+    axes.axhline(1.0, color="0.6", linestyle="dashed")
+    axes.set(
+        title=f"{report.draft_model} for {report.model}",
+        xlabel="K",
+        ylabel="speed-up",
+        ylim=(0, None),
+    )
+    axes.legend()
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(text, format="svg")
+    return text.getvalue()
 
 
 def _rounded(value: object) -> object:

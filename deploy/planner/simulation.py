@@ -11,8 +11,7 @@ import asyncio
 import logging
 import math
 import random
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -72,7 +71,7 @@ class FleetSize:
 
     def of(self, role: Role) -> int:
         """How many of one role."""
-        return {"target": self.targets, "draft": self.drafts}.get(role, self.coordinators)
+        return int(getattr(self, f"{role}s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +85,6 @@ class Demand:
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
     """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
-
-    def __post_init__(self) -> None:
-        check((self.sessions is None) != (self.rate is None), "sessions or a rate")
-        check((self.sessions or 0) >= 0 and (self.rate or 0) >= 0, "a load is never negative")
-        check(self.prompt_tokens > 0 and self.answer_tokens >= 1, "lengths are at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +107,6 @@ class Drafting:
         check(all(a >= b - 1e-12 for a, b in falling), "a survival starts from 1 and never grows")
         check(0 <= self.num_proposed <= len(self.survival), "at most K are proposed")
         check(0 <= self.hit_rate <= 1, "a hit rate is a share")
-
-    @classmethod
-    def of(cls, survival: tuple[float, ...]) -> Drafting:
-        """A model that draws all K tokens in every round."""
-        num = float(len(survival))
-        return cls(survival=survival, num_proposed=num, num_steps=num)
 
     @property
     def is_plain(self) -> bool:
@@ -156,14 +144,6 @@ class Scenario:
     """... for so long."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        fleet = self.fleet
-        check(fleet.targets > 0 and fleet.coordinators > 0, "a fleet has targets and coordinators")
-        check(fleet.drafts > 0 or not self.has_drafts, "a model that drafts has replicas")
-        check(self.seconds > 0 and self.warm_up_s >= 0, "times are positive")
-        check(self.round_trip_s >= 0 and self.coordinator_s >= 0, "times are never negative")
-        check(all(0 <= loss.at_s < loss.back_s for loss in self.losses), "back comes after lost")
-
     @property
     def has_drafts(self) -> bool:
         """Whether there are draft replicas: neither for plain decoding nor for a look-up."""
@@ -198,38 +178,30 @@ def _scaled(costs: StepCosts, factor: float, base_s: float = 0.0) -> StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFigures:
-    """The replicas of one role."""
+    """The replicas of one role: the share of the time that they were in a step (mean, and of the
+    busiest), sessions of a step (mean), and how many sessions each had in the end."""
 
     replicas: int
     busy: float
-    """Share of the time that they were in a step, mean ..."""
     busiest: float
-    """... and of the one that most was."""
     sessions_per_step: float
-    """Mean; 0 without a step."""
     sessions_least: int
-    """That one of them had in the end ..."""
     sessions_most: int
-    """... and that another had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFigures:
-    """What the loss of a replica cost."""
+    """What the loss of a replica cost: rates before it and, while it is away, behind the last
+    pause (None where that is no whole second); and the pauses of the sessions that it had."""
 
     role: Role
     at_s: float
     back_s: float | None
-    """None = it stays away."""
     tokens_per_second_before: float | None
-    """None where that is no whole second ..."""
     tokens_per_second_after: float | None
-    """... and from the end of the pause on, while it is away."""
     tokens_in_worst_second: float
     num_paused: int
-    """Sessions that the replica had, and that had a token afterwards ..."""
     pause_ms_p50: float
-    """... and what lay between their tokens before and after the loss."""
     pause_ms_max: float
 
 
@@ -243,19 +215,16 @@ class FleetFigures:
     sessions: float
     """At a time, mean."""
     num_requests: int
-    """That ended."""
+    """That ended; refused are those that no coordinator took, or that failed."""
     num_refused: int
-    """Requests that no coordinator took, or that failed."""
     tpot_ms_p50: float | None
-    """Time per token: half of the tokens are of requests that took no longer for one ..."""
+    """Time per token: half of the tokens are of requests that took no longer for one."""
     tpot_ms_p99: float | None
     ttft_ms_p50: float | None
-    """Time to the first token."""
     ttft_ms_p99: float | None
     draft_ms: float
-    """What a round with a draft waited for its proposal, mean ..."""
+    """What a round with a draft waited for its proposal, mean; and as a share of all time."""
     draft_share: float
-    """... as a share of the time of all sessions."""
     rounds_queued: float
     """Share of these rounds whose draft had others to serve when they came, lately."""
     hit_rate: float
@@ -385,13 +354,6 @@ class _Replica:
             else DraftService.with_model(self.engine, executor, **bounds)
         )
 
-    @property
-    def record(self) -> ReplicaRecord:
-        """What it announces."""
-        return ReplicaRecord(
-            role=self.role, name=self.name, address=self.name, host="simulated", pid=1
-        )
-
 
 class _Link(MemoryLink[Any, Any]):
     """Takes the time that messages were measured to take, and at the coordinator's end that of its
@@ -463,7 +425,7 @@ class _Coordinator:
     """One coordinator, its thread, and the clients' way to it."""
 
     def __init__(self, fleet: _Fleet, name: str) -> None:
-        self.address = self.name = name
+        self.name = name
         self.is_lost = False
         self.busy_s = 0.0
         self.tasks: dict[asyncio.Task[Any], None] = {}
@@ -532,17 +494,8 @@ class _Coordinator:
         for task in list(self.tasks):
             task.cancel()
 
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport`."""
-        async for event in self._events(self.service.generate(request)):
-            yield event
-
-    async def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport`."""
-        async for event in self._events(self.service.resume(request)):
-            yield event
-
-    async def _events(self, events: AsyncGenerator[Event]) -> AsyncIterator[Event]:
+    async def told(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+        """A client's stream, which breaks when this is lost."""
         task = asyncio.current_task()
         check(task is not None, "clients are tasks")
         if self.is_lost:
@@ -561,19 +514,41 @@ class _Coordinator:
             del self.tasks[task]  # type: ignore[arg-type]
 
 
+class _Transport:
+    """The clients' way to whichever coordinator is at a place."""
+
+    def __init__(self, fleet: _Fleet, place: int) -> None:
+        self.address = f"coordinator-{place}"
+        self._fleet = fleet
+        self._place = place
+
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        coordinator = self._fleet.coordinators[self._place]
+        return coordinator.told(coordinator.service.generate(request))
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        coordinator = self._fleet.coordinators[self._place]
+        return coordinator.told(coordinator.service.resume(request))
+
+
 class _Request:
-    """What its client has seen of one request."""
+    """What its client has seen of one request. Times are seconds of the loop's clock."""
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
-        self.last_at = -1.0
-        """When it had its newest tokens; negative before the first ..."""
-        self.marked_at = -1.0
-        """... when counting them began ..."""
-        self.num_tokens = 0
-        """... and how many came since."""
-        self.since_loss: int | None = None
-        """Number of the loss that it has had no token since."""
+        self.ended_at = math.inf
+        self.failed = False
+        self.tokens: list[tuple[float, int]] = []
+        """When how many came."""
+        self.rounds: list[tuple[float, RoundReport]] = []
+        self.losses: set[int] = set()
+        """Numbers of the losses of a replica that had it."""
+
+    def pace(self, begin: float) -> tuple[float, int] | None:
+        """Seconds a token from then on, or from its first tokens on, and of how many tokens."""
+        start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
+        num = sum(n for _, n in self.tokens[start + 1 :])
+        return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
 
 
 class _Fleet:
@@ -587,9 +562,10 @@ class _Fleet:
         self.coordinators: list[_Coordinator] = []
         self._drawn = np.random.default_rng(scenario.seed)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._requests: dict[asyncio.Task[Any], _Request] = {}
+        self._failure: BaseException | None = None
+        self._requests: list[_Request] = []
+        self._running: dict[asyncio.Task[Any], _Request] = {}
         self._by_session: dict[str, _Request] = {}
-        self._figures = _Recording(scenario)
 
     async def run(self) -> FleetFigures:
         """The whole scenario."""
@@ -601,7 +577,9 @@ class _Fleet:
             self._add("draft")
         for number in range(scenario.fleet.coordinators):
             await self._add_coordinator(number)
-        transports: list[Any] = list(self.coordinators)
+        transports: list[Any] = [
+            _Transport(self, place) for place in range(scenario.fleet.coordinators)
+        ]
         self._client = Client(ResumingTransport(transports, random=self.rng.random))
         demand = scenario.demand
         for index in range(demand.sessions or 0):
@@ -612,21 +590,21 @@ class _Fleet:
             self.begin(self._lose(number, loss))
         await asyncio.sleep(scenario.warm_up_s)
         before = self._work()
-        self._figures.begin(loop.time(), self._requests.values())
         await asyncio.sleep(scenario.seconds)
+        if self._failure is not None:
+            raise self._failure
         return self._came_to(before)
 
-    def begin(self, work: Any) -> asyncio.Task[Any]:
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs to the end of the simulation."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            raise task.exception()  # type: ignore[misc]
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
 
     def present(self, role: Role) -> list[_Replica]:
         """The replicas of a role that are there."""
@@ -636,7 +614,7 @@ class _Fleet:
         """As a `Registry` has them: a lease longer than they are there."""
         ends_at = asyncio.get_running_loop().time() - LEASE_S
         return [
-            one.record
+            ReplicaRecord(role=role, name=one.name, address=one.name, host="simulated", pid=1)
             for one in self.replicas.values()
             if one.role == role and (one.lost_at is None or one.lost_at > ends_at)
         ]
@@ -668,7 +646,7 @@ class _Fleet:
 
     async def _request(self, prompt_tokens: int | None = None) -> bool:
         """Whether it was served; None = as long a prompt as the demand says."""
-        scenario, figures, loop = self.scenario, self._figures, asyncio.get_running_loop()
+        scenario, loop = self.scenario, asyncio.get_running_loop()
         demand, k = scenario.demand, len(scenario.drafting.survival)
         answer = ANSWER_TOKENS_MAX
         if demand.answer_tokens < math.inf:
@@ -681,49 +659,48 @@ class _Fleet:
             deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
         )  # fmt: skip
         request, session_id, task = _Request(loop.time()), "", asyncio.current_task()
-        self._requests[task] = request  # type: ignore[index]
+        self._running[task] = request  # type: ignore[index]
+        self._requests.append(request)
         try:
             async with aclosing(self._client.generate(asked)) as events:
                 async for event in events:
                     if isinstance(event, Tokens):
-                        figures.arrived(request, loop.time(), len(event.token_ids))
+                        request.tokens.append((loop.time(), len(event.token_ids)))
                     elif isinstance(event, RoundReport):
-                        figures.played(event)
+                        request.rounds.append((loop.time(), event))
                     elif isinstance(event, Started):
                         session_id = event.session_id
                         self._by_session[session_id] = request
         except OutriderError:
-            figures.num_refused += figures.is_on
-            return False
-        else:
-            figures.num_requests += figures.is_on
-            return True
+            request.failed = True
         finally:
-            figures.ended(request, loop.time())
+            request.ended_at = loop.time()
             self._by_session.pop(session_id, None)
-            del self._requests[task]  # type: ignore[arg-type]
+            del self._running[task]  # type: ignore[arg-type]
+        return not request.failed
 
     async def _lose(self, number: int, loss: Loss) -> None:
-        """The first replica of the role that is there."""
-        await asyncio.sleep(self.scenario.warm_up_s + loss.at_s)
+        """The first replica of the role that is there, if there is one."""
+        scenario, hit = self.scenario, list[_Request]()
+        await asyncio.sleep(scenario.warm_up_s + loss.at_s)
         if loss.role == "coordinator":
-            place = next(i for i, one in enumerate(self.coordinators) if not one.is_lost)
-            lost = self.coordinators[place]
-            hit = [self._requests[task] for task in lost.tasks]
-            lost.lose()
+            places = [i for i, one in enumerate(self.coordinators) if not one.is_lost]
+            for lost in [self.coordinators[place] for place in places[:1]]:
+                hit = [self._running[task] for task in lost.tasks]
+                lost.lose()
         else:
-            replica = self.present(loss.role)[0]
-            hit = [self._by_session[one] for one in self._sessions_of(replica.name)]
-            replica.lost_at = asyncio.get_running_loop().time()
+            for replica in self.present(loss.role)[:1]:
+                hit = [self._by_session[one] for one in self._sessions_of(replica.name)]
+                replica.lost_at = asyncio.get_running_loop().time()
         for request in hit:
-            request.since_loss = number
-        if loss.back_s >= self.scenario.seconds:
+            request.losses.add(number)
+        if loss.back_s >= scenario.seconds:
             return
         await asyncio.sleep(loss.back_s - loss.at_s)
-        if loss.role == "coordinator":
-            await self._add_coordinator(place)
-        else:
+        if loss.role != "coordinator":
             self._add(loss.role)
+        elif places:
+            await self._add_coordinator(places[0])
 
     def _sessions_of(self, name: str) -> list[str]:
         pools: list[Any] = []
@@ -742,9 +719,7 @@ class _Fleet:
         return found | {one.name: (one.busy_s, 0, 0) for one in self.coordinators}
 
     def _came_to(self, before: Mapping[str, tuple[float, int, int]]) -> FleetFigures:
-        figures, seconds = self._figures, self.scenario.seconds
-        for request in self._requests.values():
-            figures.ended(request, asyncio.get_running_loop().time())
+        seconds = self.scenario.seconds
         work = {
             name: tuple(a - b for a, b in zip(now, before.get(name, (0.0, 0, 0)), strict=True))
             for name, now in self._work().items()
@@ -768,7 +743,9 @@ class _Fleet:
             side: {one.name: len(self._sessions_of(one.name)) for one in self.present(side)}
             for side in ("target", "draft")
         }
-        return figures.figures(
+        return _measured(
+            self._requests,
+            self.scenario,
             rounds_queued=sum(waits) / len(waits),
             targets=role("target", loads["target"]),
             drafts=role("draft", loads["draft"]),
@@ -779,119 +756,80 @@ class _Fleet:
         )
 
 
-class _Recording:
-    """What is measured, as clients see it."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        self.is_on = False
-        self._begins_at = 0.0
-        self.num_requests = 0
-        self.num_refused = 0
-        self._num_tokens = 0
-        self._num_rounds = 0
-        self._num_drafted = 0
-        """Rounds that had a proposal."""
-        self._num_hits = 0
-        self._draft_s = 0.0
-        self._session_s = 0.0
-        self._by_second = [0] * max(1, int(scenario.seconds))
-        self._pace: list[tuple[float, int]] = []
-        """Of each request: seconds per token, and tokens."""
-        self._first: list[float] = []
-        self._pauses: defaultdict[int, list[float]] = defaultdict(list)
-
-    def begin(self, now: float, running: Any) -> None:
-        """Measuring begins."""
-        self.is_on, self._begins_at = True, now
-        for request in running:
-            request.marked_at, request.num_tokens = request.last_at, 0
-
-    def arrived(self, request: _Request, now: float, num: int) -> None:
-        """Tokens have come."""
-        if request.since_loss is not None and request.last_at >= 0:
-            self._pauses[request.since_loss].append(now - request.last_at)
-        request.since_loss = None
-        if request.marked_at < 0:
-            if self.is_on and request.last_at < 0:
-                self._first.append(now - request.began_at)
-            request.marked_at = now
-        else:
-            request.num_tokens += num
-        request.last_at = now
-        if self.is_on:
-            self._num_tokens += num
-            second = int(now - self._begins_at)
-            if second < len(self._by_second):
-                self._by_second[second] += num
-
-    def played(self, report: RoundReport) -> None:
-        """A round is over."""
-        if not self.is_on:
-            return
-        self._num_rounds += 1
-        if report.proposed_token_ids:
-            self._num_drafted += 1
-            self._num_hits += report.look_ahead_hit
-            self._draft_s += report.draft_ms / 1e3
-
-    def ended(self, request: _Request, now: float) -> None:
-        """A request is over, or measuring is."""
-        if not self.is_on:
-            return
-        self._session_s += now - max(request.began_at, self._begins_at)
-        if request.num_tokens:
-            took_s = request.last_at - request.marked_at
-            self._pace.append((took_s / request.num_tokens, request.num_tokens))
-
-    def figures(self, **others: Any) -> FleetFigures:
-        """In the end."""
-        seconds, drafted = self._scenario.seconds, max(1, self._num_drafted)
-        pace, tokens = [one for one, _ in self._pace], [num for _, num in self._pace]
-        return FleetFigures(
-            tokens_per_second=self._num_tokens / seconds,
-            rounds_per_second=self._num_rounds / seconds,
-            tokens_per_round=self._num_tokens / max(1, self._num_rounds),
-            sessions=self._session_s / seconds,
-            num_requests=self.num_requests,
-            num_refused=self.num_refused,
-            tpot_ms_p50=_percentile_ms(pace, 0.5, tokens),
-            tpot_ms_p99=_percentile_ms(pace, 0.99, tokens),
-            ttft_ms_p50=_percentile_ms(self._first, 0.5),
-            ttft_ms_p99=_percentile_ms(self._first, 0.99),
-            draft_ms=1e3 * self._draft_s / drafted,
-            draft_share=min(1.0, self._draft_s / max(1e-9, self._session_s)),
-            hit_rate=self._num_hits / drafted,
-            tokens_by_second=tuple(self._by_second),
-            losses=tuple(self._loss(n, loss) for n, loss in enumerate(self._scenario.losses)),
-            **others,
-        )
-
-    def _loss(self, number: int, loss: Loss) -> LossFigures:
-        pauses = sorted(self._pauses[number]) or [0.0]
-        end_s = min(loss.back_s, self._scenario.seconds)
-        worst = self._by_second[int(loss.at_s) : max(int(loss.at_s) + 1, int(end_s))]
-        return LossFigures(
-            role=loss.role,
-            at_s=loss.at_s,
-            back_s=None if loss.back_s > self._scenario.seconds else loss.back_s,
-            tokens_per_second_before=self._rate(0.0, loss.at_s),
-            tokens_per_second_after=self._rate(loss.at_s + pauses[-1], end_s),
-            tokens_in_worst_second=min(worst, default=0),
-            num_paused=len(self._pauses[number]),
-            pause_ms_p50=pauses[len(pauses) // 2] * 1e3,
-            pause_ms_max=pauses[-1] * 1e3,
-        )
-
-    def _rate(self, start_s: float, end_s: float) -> float | None:
-        """Tokens a second over the whole seconds between these times; None where there is none."""
-        first, last = math.ceil(start_s), math.floor(min(end_s, len(self._by_second)))
-        return sum(self._by_second[first:last]) / (last - first) if last > first else None
+def _measured(requests: Sequence[_Request], scenario: Scenario, **others: Any) -> FleetFigures:
+    """From the warm-up's end on."""
+    begin, seconds = scenario.warm_up_s, scenario.seconds
+    end = begin + seconds
+    tokens = [(at, n) for one in requests for at, n in one.tokens if at >= begin]
+    rounds = [report for one in requests for at, report in one.rounds if at >= begin]
+    drafted = [report for report in rounds if report.proposed_token_ids]
+    ended = [one for one in requests if begin <= one.ended_at <= end]
+    total, draft_s = sum(n for _, n in tokens), sum(one.draft_ms for one in drafted) / 1e3
+    session_s = sum(max(0.0, min(one.ended_at, end) - max(one.began_at, begin)) for one in requests)
+    by_second = [0] * max(1, int(seconds))
+    for at, n in tokens:
+        if at - begin < len(by_second):
+            by_second[int(at - begin)] += n
+    pace = [found for one in requests if (found := one.pace(begin)) is not None]
+    first = [
+        (one.tokens[0][0] - one.began_at, 1)
+        for one in requests
+        if one.tokens and one.tokens[0][0] >= begin
+    ]
+    return FleetFigures(
+        tokens_per_second=total / seconds,
+        rounds_per_second=len(rounds) / seconds,
+        tokens_per_round=total / max(1, len(rounds)),
+        sessions=session_s / seconds,
+        num_requests=sum(not one.failed for one in ended),
+        num_refused=sum(one.failed for one in ended),
+        tpot_ms_p50=_percentile_ms(pace, 0.5),
+        tpot_ms_p99=_percentile_ms(pace, 0.99),
+        ttft_ms_p50=_percentile_ms(first, 0.5),
+        ttft_ms_p99=_percentile_ms(first, 0.99),
+        draft_ms=1e3 * draft_s / max(1, len(drafted)),
+        draft_share=min(1.0, draft_s / max(1e-9, session_s)),
+        hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
+        tokens_by_second=tuple(by_second),
+        losses=tuple(
+            _loss(loss, [one for one in requests if number in one.losses], by_second, scenario)
+            for number, loss in enumerate(scenario.losses)
+        ),
+        **others,
+    )
 
 
-def _percentile_ms(
-    seconds: Sequence[float], share: float, weights: Sequence[int] | None = None
-) -> float | None:
-    if not seconds:
+def _loss(
+    loss: Loss, requests: Sequence[_Request], by_second: Sequence[int], scenario: Scenario
+) -> LossFigures:
+    at, pauses = scenario.warm_up_s + loss.at_s, [0.0]
+    for one in requests:
+        around = [[t for t, _ in one.tokens if t <= at], [t for t, _ in one.tokens if t > at]]
+        if all(around):
+            pauses.append(around[1][0] - around[0][-1])
+    end_s = min(loss.back_s, scenario.seconds)
+
+    def rate(start_s: float, until_s: float) -> float | None:
+        first, last = math.ceil(start_s), math.floor(min(until_s, len(by_second)))
+        return sum(by_second[first:last]) / (last - first) if last > first else None
+
+    return LossFigures(
+        role=loss.role,
+        at_s=loss.at_s,
+        back_s=None if loss.back_s > scenario.seconds else loss.back_s,
+        tokens_per_second_before=rate(0.0, loss.at_s),
+        tokens_per_second_after=rate(loss.at_s + max(pauses), end_s),
+        tokens_in_worst_second=min(
+            by_second[int(loss.at_s) : max(int(loss.at_s) + 1, int(end_s))], default=0
+        ),
+        num_paused=len(pauses) - 1,
+        pause_ms_p50=1e3 * float(np.median(pauses[1:] or pauses)),
+        pause_ms_max=1e3 * max(pauses),
+    )
+
+
+def _percentile_ms(weighted: Sequence[tuple[float, int]], share: float) -> float | None:
+    if not weighted:
         return None
+    seconds, weights = zip(*weighted, strict=True)
     return 1e3 * float(np.quantile(seconds, share, weights=weights, method="inverted_cdf"))

@@ -113,7 +113,7 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     assert plan["times"]["wait"]["base_s"] + plan["times"]["rest_s"] > 0
     assert plan["acceptance"]["chat"]["num_tokens"] <= 12
     assert plan["acceptance"]["all"]["by_position"]["token"][0] is not None
-    assert plot.read_text().startswith("<svg")
+    assert "<svg" in plot.read_text()
 
 
 def test_what_is_validated_has_rounds_of_one_length_that_wait_for_their_drafts() -> None:

@@ -214,8 +214,8 @@ def test_the_services_are_started_once_for_all_temperatures(
     async def tables(_: object) -> tuple[StepCosts, StepCosts]:
         return TARGET, DRAFT
 
-    async def played(*_: object, num_draft_tokens: int, **others: Any) -> Any:
-        return _session(num_draft_tokens, 0.01, 0.02, 0.002, 12)
+    async def played(client: Any, text: Any, sampling: Any, k: int, *others: Any) -> Any:
+        return _session(k, 0.01, 0.02, 0.002, 12)
 
     def fit(_: object, kind: object, temperature: float, played: Any, **__: Any) -> ServiceTimes:
         cached[temperature] = [entry.is_cached for entry in played]
@@ -266,7 +266,6 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     assert value["validation"] is None
     text = io.StringIO()
     Console(file=text, width=120).print(render(found, None))
-    assert "speed-up over K, token" in text.getvalue()
     sure = plan["spread"]
     assert sure["num_texts"] == len(sample.texts)
     low, high = sure["speedup"]
@@ -274,8 +273,8 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     words = " ".join(text.getvalue().split())
     assert f"90% have a speed-up of {low:.2f} to {high:.2f} this way" in words
     plot = render_plot(found)
-    assert plot.startswith("<svg")
-    assert plot.count("<polyline") == 3
+    assert "<svg" in plot
+    assert all(f"temperature 1, {rule}" in plot for rule in ("token", "block", "coupled"))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_greedy_rounds_are_the_ones_that_are_played() -> None:
     assert found.contexts == (10 + 1) + (10 + 4) + (10 + 7)
     assert found.by_position()[:3] == (2 / 3, 1.0, None)
     assert found.tokens_per_round == 2.0
-    assert found.rates() == (4 / 6, 2.0)
+    assert found.proposed_per_round == 2.0
 
 
 def test_a_text_that_ends_within_a_proposal_bounds_it() -> None:
