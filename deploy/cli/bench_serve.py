@@ -100,9 +100,9 @@ def run(arguments: Arguments) -> int:
         asyncio.run(_run(arguments, options, server, loads))
     except KeyboardInterrupt:
         if loads:
-            _tell(arguments, loads[0].report(is_over=False))
+            _announce(arguments, loads[0].report(is_over=False))
         raise
-    return _tell(arguments, loads[0].report(is_over=True))
+    return _announce(arguments, loads[0].report(is_over=True))
 
 
 def _http_server(arguments: Arguments, options: serving.ServingOptions) -> HttpServer | None:
@@ -232,7 +232,7 @@ async def _bar(run: ServingRun, options: serving.ServingOptions) -> AsyncIterato
             progress.rest()
 
 
-def _tell(arguments: Arguments, report: ServingReport) -> int:
+def _announce(arguments: Arguments, report: ServingReport) -> int:
     """Writes what was asked for; the exit code."""
     from benchmarks.serving_report import failures, render, warnings
 

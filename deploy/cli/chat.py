@@ -23,7 +23,7 @@ from outrider.request import ChatMessage, Prompt
 from .command import Arguments, command, option
 from .connection import Connection, connected, connection_options
 from .generate import printer
-from .options import REQUEST_KEYS, request_fields, request_options, spoken
+from .options import REQUEST_KEYS, error_line, request_fields, request_options
 from .output import progress
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ async def _run(arguments: Arguments, fields: dict[str, Any]) -> int:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, talk.interrupt)
             try:
-                while (line := await talk.unless_interrupted(lines.read())) is not None:
-                    if not await talk.hear(line):
+                while (line := await talk.line_or_interrupt(lines.read())) is not None:
+                    if not await talk.handle(line):
                         break
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
@@ -108,7 +108,7 @@ class Chat:
         if self._answering is None or not self._one_answer:
             self.interrupted.set()
 
-    async def unless_interrupted(self, reading: Any) -> str | None:
+    async def line_or_interrupt(self, reading: Any) -> str | None:
         """The line that is read; None as at the end of input if an interrupt comes instead."""
         line = asyncio.ensure_future(reading)
         ended = asyncio.ensure_future(self.interrupted.wait())
@@ -120,13 +120,13 @@ class Chat:
             line.cancel()
             ended.cancel()
 
-    async def hear(self, line: str) -> bool:
+    async def handle(self, line: str) -> bool:
         """Takes a command or a message; False = the chat is over."""
         words = line.strip()
         if not words:
             return True
         if words.startswith("/") and not words.startswith(ESCAPE):
-            return self._obey(words)
+            return self._run_command(words)
         question = words[1:] if words.startswith(ESCAPE) else line
         self._answering = asyncio.create_task(self._answer(question))
         try:
@@ -137,14 +137,14 @@ class Chat:
             if not self._one_answer:
                 raise
             print(flush=True)
-            why = spoken(error, self._arguments)
+            why = error_line(error, self._arguments)
             _say(f"error: {why} (the message is not part of the conversation)")
         finally:
             self._answering.cancel()  # It still runs where this task was cancelled itself.
             self._answering = None
         return True
 
-    def _obey(self, command: str) -> bool:
+    def _run_command(self, command: str) -> bool:
         if command == "/exit":
             return False
         if command == "/reset":

@@ -25,7 +25,7 @@ _ALL: Final = "outrider.all"
 
 class Arguments(argparse.Namespace):
     """What a command line says: an attribute for each option of the command's own, and
-    `settings`, those of a deployment by key. `given` names the options that were typed."""
+    `settings`, those of a deployment by key. `given` names the options on the command line."""
 
     command: str
     action: str
@@ -140,14 +140,14 @@ class Command(click.Command):
         for one in chain:
             for param in one.command.get_params(one):
                 name = str(param.name)
-                typed = one.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                is_given = one.get_parameter_source(name) is ParameterSource.COMMANDLINE
                 setting = getattr(param, "setting", None)
                 value = one.params.get(name)
-                if typed:
+                if is_given:
                     given.add(name if setting is None else setting.key)
-                if setting is None and (typed or name not in values):
+                if setting is None and (is_given or name not in values):
                     values[name] = value
-                elif setting is not None and typed:
+                elif setting is not None and is_given:
                     settings[setting.key] = ",".join(value) if isinstance(value, tuple) else value
         names = [str(one.info_name) for one in chain[1:]] or [str(self.name)]
         return Arguments(
@@ -185,14 +185,14 @@ class Group(click.Group):
     def __init__(self, *words: Any, params: Iterable[click.Parameter] = (), **attributes: Any):
         super().__init__(
             *words, params=[*params, *common_options()], add_help_option=False,
-            **{"no_args_is_help": False, **attributes},
+            callback=self._require_command, **attributes,
         )  # fmt: skip
+        self.invoke_without_command, self.no_args_is_help = True, False
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """What its command comes to. Raises `UsageError` where none is named."""
-        if not ctx._protected_args and not ctx.args:
+    def _require_command(self, **_: Any) -> None:
+        ctx = click.get_current_context()
+        if ctx.invoked_subcommand is None:
             ctx.fail(f"{self.subcommand_metavar.partition(' ')[0]} is missing")
-        return super().invoke(ctx)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """As click does, with a suggestion where there is no such command."""

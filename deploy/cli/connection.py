@@ -67,7 +67,7 @@ class Connection:
     deployment: str = ""
     """Names the deployment that runs on this machine; empty for others."""
     is_own: bool = False
-    """Whether the command started it, so that it has answered nobody else."""
+    """Whether the command started it, and no other client has called it."""
     api_key: str = field(default="", repr=False)
     """What it is shown; empty where none is known."""
 
@@ -123,7 +123,7 @@ def trust_options() -> list[Option]:
     return found
 
 
-def trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
+def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
     """How the coordinators of a deployment with these settings are known: as flags or variables
     say, or by the certificate that they show, where this machine has it. None where they have no
     TLS. Raises `ConfigError`."""
@@ -151,7 +151,9 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         if given:
             raise SettingError(min(given), "cannot be set for a server that runs already")
         address = checked_address(arguments.server)
-        yield Connection(address, api_key=shown_key(arguments), trust=trust_of(arguments, {}))
+        yield Connection(
+            address, api_key=caller_key(arguments), trust=caller_trust_of(arguments, {})
+        )
         return
     state = state_directory(os.environ)
     record = running_deployment(state)
@@ -164,8 +166,8 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
             record.settings,
             deployment=f"{record.deployment} {record.started_at}",
             http_address=record.http_address.partition(",")[0],
-            api_key=shown_key(arguments) or local_key(state),
-            trust=trust_of(arguments, record.settings),
+            api_key=caller_key(arguments) or local_key(state),
+            trust=caller_trust_of(arguments, record.settings),
             find=partial(recorded_address, state),
         )
         return
@@ -198,7 +200,7 @@ def recorded_address(state: Path) -> str:
     return "" if record is None else record.grpc_address
 
 
-def shown_key(arguments: Arguments) -> str:
+def caller_key(arguments: Arguments) -> str:
     """The key that flag or variable names; the first of several. Raises `ConfigError` for a hash,
     which is none."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
@@ -268,7 +270,7 @@ async def _own_deployment(
                     is_own=True,
                     http_address=deployment.endpoints.http[0] if found.coordinator.http else "",
                     api_key=deployment.api_key,
-                    trust=trust_of(arguments, public_settings(found)),
+                    trust=caller_trust_of(arguments, public_settings(found)),
                     find=lambda: deployment.endpoints.coordinator,
                 )
             finally:

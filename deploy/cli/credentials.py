@@ -136,7 +136,7 @@ def _checked(option: str, text: str) -> str:
     ),
     option(
         "--force", is_flag=True,
-        help="make all anew, also the authority: nobody then trusts those from before",
+        help="make all anew, also the authority: certificates from before are trusted no longer",
     ),
     option("--check", is_flag=True, help="only say how long they last"),
     json_option(),
@@ -180,7 +180,7 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
     for role in INTERNAL_ROLES:
         make_role(directory, role, now, arguments.days)
     print(
-        f"outrider: keep {directory / f'{AUTHORITY}-key.pem'} where nobody reads it: whoever has "
-        "it can make certificates of any role",
+        f"outrider: keep {directory / f'{AUTHORITY}-key.pem'} secret: it makes certificates of any "
+        "role",
         file=sys.stderr,
     )

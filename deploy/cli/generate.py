@@ -61,7 +61,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
     json_option(),
     *request_options(max_tokens=128),
     option(
-        "--logprobs", type=int, metavar="N", group="Request",
+        "--logprobs", type=int, metavar="N", group="Request", rare=True,
         help="add a table of the tokens' log-probabilities and of those of the N likeliest",
     ),
     *connection_options(without=REQUEST_KEYS),
@@ -113,8 +113,8 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
 
 
 def _silent(completion: Completion, arguments: Arguments) -> str:
-    """What is printed for an answer without text: its token ids for whoever asked by token ids,
-    who may have no tokenizer."""
+    """What is printed for an answer without text: its token ids where token ids were given, as the
+    model may have no tokenizer."""
     return "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
 
 

@@ -118,14 +118,14 @@ def _run(arguments: Arguments) -> int:
         sys.stdout.flush()
         return code
     except OutriderError as error:
-        from .options import spoken
+        from .options import error_line
 
-        _complain(spoken(error, arguments))
+        _complain(error_line(error, arguments))
         return EXIT_BAD_ARGUMENTS if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter must not try to flush it again.
+        # The reader of our output has gone; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

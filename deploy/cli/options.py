@@ -99,19 +99,19 @@ def key_option() -> Option:
 def request_options(max_tokens: int) -> list[Option]:
     """One for every field of a request but the prompt. `max_tokens` is the default."""
     return grouped("Request", [
-        option("--max-tokens", type=int, default=max_tokens, help="at most so many"),
+        option("--max-tokens", type=int, default=max_tokens, help="tokens at most"),
         option("--temperature", type=float, default=0.0, help="0..2; 0 is greedy"),
         option("--top-p", type=float, default=1.0, help="(0, 1]"),
         option("--top-k", type=int, default=0, help="0 or -1 = off"),
-        option("--min-p", type=float, default=0.0, help="0..1"),
-        option("--presence-penalty", type=float, default=0.0, help="-2..2"),
-        option("--frequency-penalty", type=float, default=0.0, help="-2..2"),
-        option("--repetition-penalty", type=float, default=1.0, help="(0, 10]"),
+        option("--min-p", type=float, default=0.0, rare=True, help="0..1"),
+        option("--presence-penalty", type=float, default=0.0, rare=True, help="-2..2"),
+        option("--frequency-penalty", type=float, default=0.0, rare=True, help="-2..2"),
+        option("--repetition-penalty", type=float, default=1.0, rare=True, help="(0, 10]"),
         option(
             "--stop", multiple=True, metavar="TEXT",
             help=f"end before this text; up to {limits.STOP_STRINGS_MAX} times",
         ),
-        option("--ignore-eos", is_flag=True, help="go on past the model's own end"),
+        option("--ignore-eos", is_flag=True, rare=True, help="go on past the model's own end"),
         option("--seed", type=int, help="repeat this request's randomness"),
         option(
             "--rule", choices=[rule.value for rule in Rule], help="acceptance rule; by default "
@@ -121,10 +121,10 @@ def request_options(max_tokens: int) -> list[Option]:
             "--num-draft-tokens", type=int, metavar="K",
             help="draft tokens a round; 0 = plain decoding",
         ),
-        option("--deadline-ms", type=int, help="end after so long, ms"),
+        option("--deadline-ms", type=int, help="end after this time, ms"),
         option(
-            "--draft-deadline-ms", type=int, help="time that a round gives its draft, ms; by "
-            "default --draft-timeout-ms of the deployment",
+            "--draft-deadline-ms", type=int, rare=True, help="time that a round gives its draft, "
+            "ms; by default --draft-timeout-ms of the deployment",
         ),
     ])  # fmt: skip
 
@@ -204,7 +204,7 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
             )
 
 
-def spoken(error: OutriderError, arguments: Arguments) -> str:
+def error_line(error: OutriderError, arguments: Arguments) -> str:
     """The error's line: flag, variable, or file and key where it is about a setting; the flag or
     PROMPT where it is about a request that the command made of them. Where nothing set it, its name
     is followed by where the value is from: the default, or the deployment that runs."""
@@ -215,10 +215,10 @@ def spoken(error: OutriderError, arguments: Arguments) -> str:
         if reason == NO_TOKENIZER:
             reason = "the model has no tokenizer; give token ids by `outrider generate --token-ids`"
         return f"{_field_name(error.field, arguments)}: {reason}"
-    return told(error)
+    return error_message(error)
 
 
-def told(error: OutriderError) -> str:
+def error_message(error: OutriderError) -> str:
     """The error's message, with what gives a caller's key on the command line where that is wrong
     or missing."""
     if isinstance(error, Unauthenticated):
@@ -235,7 +235,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
         return f"{key} (default)"  # An option of the command's own.
     try:
         found = set_by(arguments).get(key)
-    except ConfigError:  # Another setting is wrong, too; this error is told first.
+    except ConfigError:  # Another setting is wrong, too; this error comes first.
         found = None
     unset = "of the deployment that runs" if arguments.command in CHANGING else "default"
     return found or f"{key} ({unset})"

@@ -128,7 +128,7 @@ def program(name: str = "outrider") -> str:
     return found or ("" if name != "outrider" else name)
 
 
-def typed() -> str:
+def shell_command() -> str:
     """What to type before a command's name, quoted for a shell, so that it finds the deployments
     that this process finds: this program, behind OUTRIDER_STATE_DIR where that is set."""
     ours = shlex.quote(program())

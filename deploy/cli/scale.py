@@ -36,7 +36,11 @@ _POLL_S: Final = 0.2
 def wait_option(until: str) -> Option:
     """`--wait S`."""
     return option(
-        "--wait", type=float, default=0.0, metavar="S", help=f"wait so long until {until}, s"
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help=f"wait at most this long until {until}, s",
     )
 
 
@@ -218,7 +222,7 @@ class _Upgrade:
 
 
 async def _upgrade(where: DeploymentLocation, values: dict[str, Value], wait_s: float) -> _Upgrade:
-    """Asks for what changes, and waits at most so long until all replicas are replaced; where
+    """Asks for what changes, and waits at most `wait_s` until all replicas are replaced; where
     nothing changes, for an upgrade that runs already. Raises `ConfigError` where the changes are
     refused."""
     progress("asking the deployment", at_once=False)

@@ -41,7 +41,7 @@ from outrider.telemetry.logs import LogFile
 from . import masking
 from .command import Arguments, argument, command, json_option, option
 from .options import COMMON, deployment_config, public_settings, setting_options
-from .output import program, progress, typed
+from .output import program, progress, shell_command
 
 if TYPE_CHECKING:
     from deploy.fleet.launcher import Deployment
@@ -67,7 +67,7 @@ _POLL_S: Final = 0.05
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
-    """Serves until it is told to stop; detached: until it is ready."""
+    """Serves until a signal; detached: returns once the deployment is ready."""
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
@@ -113,8 +113,8 @@ async def _serve(
         loop.add_signal_handler(number, end, number)
     starting = asyncio.create_task(deployment.start())
     stopping = asyncio.create_task(stop.wait())
-    dying: asyncio.Task[Role] | None = None
-    telling: asyncio.Task[None] | None = None
+    waiting: asyncio.Task[Role] | None = None
+    recording: asyncio.Task[None] | None = None
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
@@ -124,17 +124,17 @@ async def _serve(
         record = record_of(deployment)
         publish_key(state, deployment.api_key)
         publish(state, record)
-        _tell(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
-        dying = asyncio.create_task(deployment.wait())
-        telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
-        await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+        _announce(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
+        waiting = asyncio.create_task(deployment.wait())
+        recording = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
+        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return 0
         raise Unavailable(
-            f"there is no {dying.result()}, and none can be started; logs are in {state / 'logs'}"
+            f"there is no {waiting.result()}, and none can be started; logs are in {state / 'logs'}"
         )
     finally:
-        for task in (starting, stopping, dying, telling):
+        for task in (starting, stopping, waiting, recording):
             if task is not None:
                 task.cancel()
         withdraw(state)
@@ -143,7 +143,7 @@ async def _serve(
         await deployment.stop()
 
 
-async def _keep_told(
+async def _keep_record_current(
     deployment: Deployment, state: Path, record: DeploymentRecord, changed: asyncio.Event
 ) -> None:
     """Keeps the record true while replicas come and go."""
@@ -182,7 +182,7 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
     )
 
 
-def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> None:
+def _announce(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> None:
     if ready_fd is not None:
         os.write(ready_fd, _READY)
         os.close(ready_fd)
@@ -199,8 +199,8 @@ def endpoints_text(record: DeploymentRecord) -> str:
     words, field = '"The capital of France is"', '"text": "The capital of France is"'
     if not record.tokenizer_directory:
         words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
-    tries = [f"{typed()} generate {words}"]
-    needed = _needed(record)
+    tries = [f"{shell_command()} generate {words}"]
+    needed = _caller_needs(record)
     if not needed and (buf := program("buf")):
         tries.append(
             f"{shlex.quote(buf)} curl --protocol grpc --http2-prior-knowledge "
@@ -214,7 +214,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
         "window": [f"{one}/" for one in by_http],
         "others": [f"need {' and '.join(needed)}"] if needed else [],
         "try": tries,
-        "stop": [f"{typed()} stop"],
+        "stop": [f"{shell_command()} stop"],
     }
     lines = [f"serving {record.served_model_name}, drafted by {record.draft_model}"]
     for name, values in sections.items():
@@ -223,12 +223,12 @@ def endpoints_text(record: DeploymentRecord) -> str:
     return "\n".join(lines)
 
 
-def _needed(record: DeploymentRecord) -> list[str]:
+def _caller_needs(record: DeploymentRecord) -> list[str]:
     """What callers other than this user need."""
     needed = []
     if record.asks_for_keys:
         file = record.settings.get("api_key_file")
-        keys = f"{typed()} keys --api-key-file {shlex.quote(str(file))} new NAME"
+        keys = f"{shell_command()} keys --api-key-file {shlex.quote(str(file))} new NAME"
         needed.append(f"an API key ({keys})" if file else "an API key")
     if certificate := record.settings.get("ssl_certfile"):
         needed.append(f"TLS, by {certificate}")
@@ -264,11 +264,11 @@ def _serve_detached(state: Path, arguments: Arguments) -> int:
             process.wait()
             raise
     if answer != _READY:
-        return _explain(process.wait(), state)
+        return _raise_failure(process.wait(), state)
     record = running_deployment(state)
     if record is None:
         raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
-    _tell(record, as_json=arguments.json, ready_fd=None)
+    _announce(record, as_json=arguments.json, ready_fd=None)
     return 0
 
 
@@ -294,7 +294,7 @@ def _detached(arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     return [word for word in words if word not in own], masking.environment_with(secret)
 
 
-def _explain(code: int, state: Path) -> int:
+def _raise_failure(code: int, state: Path) -> int:
     """Says why the detached process ended, in its own words where it had any."""
     log_path, error = state / LOG_NAME, logged_error(state)
     if code == 2 and error is not None:
@@ -308,12 +308,12 @@ def _explain(code: int, state: Path) -> int:
     "stop",
     option(
         "--timeout", type=float, default=STOP_TIMEOUT_S, metavar="S",
-        help="wait so long for it to end, s",
+        help="wait at most this long for it to end, s",
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
     """Asks the deployment's process to stop, and waits until it is gone. Nothing to stop is no
-    error; what is left of a deployment that ended by itself is told, and its record removed."""
+    error; a deployment that ended by itself is reported, and its record removed."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -324,7 +324,7 @@ def stop(arguments: Arguments) -> int:
         _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
     else:
-        found = _left(directory, record)
+        found = _nothing_to_stop(directory, record)
     if not arguments.quiet:
         print(found, file=sys.stderr)
     return 0
@@ -346,7 +346,7 @@ def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
     progress.rest()
 
 
-def _left(directory: Path, record: DeploymentRecord | None) -> str:
+def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
     """What is left where nothing runs; removes the record of a process that is gone."""
     error = logged_error(directory)
     if record is not None:

@@ -29,9 +29,9 @@ from outrider.registry.registry import LEASE_S, ROLES
 from outrider.sessions.redis_address import RedisAddress, with_password
 
 from .command import Arguments, command, json_option, option
-from .connection import Connection, caller_options, checked_address, shown_key, trust_of
+from .connection import Connection, caller_key, caller_options, caller_trust_of, checked_address
 from .masking import masked_settings
-from .options import told
+from .options import error_message
 from .output import show
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _COLUMNS: Final = ("replica", "address", "health", "runs, on, does")
     ),
     option(
         "--timeout", type=float, default=TIMEOUT_S, metavar="S",
-        help="wait so long for each answer, s",
+        help="wait at most this long for each answer, s",
     ),
     option(
         "--watch", type=float, is_flag=False, flag_value=WATCH_S, metavar="[S]",
@@ -103,7 +103,7 @@ async def _status(arguments: Arguments) -> Facts:
         "coordinators": [], "targets": [], "drafts": [],
     }  # fmt: skip
     if arguments.server:
-        key, trust = shown_key(arguments), trust_of(arguments, {})
+        key, trust = caller_key(arguments), caller_trust_of(arguments, {})
         one = Connection(checked_address(arguments.server), api_key=key, trust=trust)
         coordinator = await _ask_coordinator(one, timeout_s)
         # One that serves, and does not answer this caller, says why.
@@ -118,8 +118,8 @@ async def _status(arguments: Arguments) -> Facts:
     record = running_deployment(state)
     if record is None:
         return found
-    key = shown_key(arguments) or local_key(state)
-    trust = trust_of(arguments, record.settings)
+    key = caller_key(arguments) or local_key(state)
+    trust = caller_trust_of(arguments, record.settings)
     inner = str(record.settings.get("internal_tls_dir") or "")
     addresses = [one for one in record.grpc_address.split(",") if one]
     answers: list[Any] = await asyncio.gather(
@@ -229,7 +229,7 @@ async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[
     try:
         facts, error = asdict(await describe()), None
     except OutriderError as failure:
-        facts, error = {}, told(failure)
+        facts, error = {}, error_message(failure)
     return {"address": address, "serving": serving, "error": error, **facts}
 
 

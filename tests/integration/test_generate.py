@@ -56,6 +56,7 @@ async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
     assert (code, out) == (0, expected + "\n"), err
     assert "tokens/s" in err
+    assert "tokens per round" in err
     assert await generate(stack, "--max-tokens", "5", "a\nb", "--quiet") == (0, out, "")
     for deadline, expected_code in (("500", 0), ("0", 2)):
         words = ("a", "--max-tokens", "5", "--draft-deadline-ms", deadline)

@@ -13,7 +13,7 @@ import yaml
 
 from deploy.cli import masking, serve
 from deploy.cli.command import Arguments
-from deploy.cli.connection import shown_key, trust_of
+from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.options import SECRETS, public_settings
@@ -194,13 +194,13 @@ def test_a_command_runs_without_secrets_among_its_words() -> None:
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag's, else the variable's; the first of several; never a hash."""
-    assert shown_key(parsed()) == ""
+    assert caller_key(parsed()) == ""
     monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
-    assert shown_key(parsed()) == KEY
-    assert shown_key(parsed("--api-key", "flag-key-12345678")) == "flag-key-12345678"
+    assert caller_key(parsed()) == KEY
+    assert caller_key(parsed("--api-key", "flag-key-12345678")) == "flag-key-12345678"
     monkeypatch.setenv("OUTRIDER_API_KEY", "sha256:" + "0" * 64)
     with pytest.raises(SettingError, match="is the hash of a key"):
-        shown_key(parsed())
+        caller_key(parsed())
 
 
 def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,19 +210,22 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert main(["certs", str(tls)]) == 0
     authority = str(tls / "ca.pem")
     runs = {"ssl_certfile": str(tls / "target.pem")}
-    assert trust_of(parsed(), {}) is None
-    for found in (trust_of(parsed("--ca-cert", authority), {}), trust_of(parsed("--tls"), {})):
+    assert caller_trust_of(parsed(), {}) is None
+    for found in (
+        caller_trust_of(parsed("--ca-cert", authority), {}),
+        caller_trust_of(parsed("--tls"), {}),
+    ):
         assert isinstance(found, Trust)
         assert (found.credentials is not None, found.server_name) == (True, "")
-    pinned = trust_of(parsed(), runs)
+    pinned = caller_trust_of(parsed(), runs)
     assert pinned is not None
     assert pinned.server_name == "target.outrider.internal"
-    named = trust_of(parsed("--ca-cert", authority), runs)
+    named = caller_trust_of(parsed("--ca-cert", authority), runs)
     assert named is not None
     assert named.server_name == ""
     monkeypatch.setenv("OUTRIDER_CA_CERT", str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match=r"cannot read .*none\.pem"):
-        trust_of(parsed(), {})
+        caller_trust_of(parsed(), {})
     load_config({}, {"OUTRIDER_CA_CERT": "a", "OUTRIDER_CLIENT_CERT": "b"})  # No settings.
     assert own_trust({}) is PLAIN
     assert own_trust(runs) not in (None, PLAIN)

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
-import json
-import shlex
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from google.protobuf import json_format
-from models import byte_level_tokenizer
-from recorded import record
 
-from deploy.cli import generate
 from deploy.cli.connection import own_config
-from deploy.cli.generate import logprob_table, token_names
 from deploy.cli.main import main, parse
-from deploy.cli.options import public_settings, spoken
-from deploy.cli.output import program
-from deploy.cli.serve import endpoints_text
-from outrider.client import Completion, Metrics, Usage
-from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
+from deploy.cli.options import error_line
+from outrider.config import CoordinatorConfig, DeploymentConfig
 from outrider.errors import BadRequest, SettingError, Unauthenticated
-from outrider.messages import PositionLogprobs
-from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling_params import Rule
-from outrider.v1.coordinator_pb2 import GenerateRequest
 
 
 @pytest.mark.parametrize(
@@ -199,7 +182,7 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
 
     def said(*words: str) -> list[str]:
         arguments = parse(["generate", "x", *words])
-        return [spoken(error, arguments) for error in (taken, missing, long)]
+        return [error_line(error, arguments) for error in (taken, missing, long)]
 
     assert said() == [
         "port (default): is taken", "server: '' is wrong", "max_tokens: is too many",
@@ -208,34 +191,13 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
         "--port: is taken", "--server: '' is wrong", "--max-tokens: is too many",
     ]  # fmt: skip
     upgrade = parse(["upgrade"])
-    assert spoken(taken, upgrade) == "port (of the deployment that runs): is taken"
+    assert error_line(taken, upgrade) == "port (of the deployment that runs): is taken"
 
 
 def test_a_wrong_key_is_told_with_what_gives_another() -> None:
     error = Unauthenticated("authorization: there is no such API key")
-    said = spoken(error, parse(["generate", "x"]))
+    said = error_line(error, parse(["generate", "x"]))
     assert said == f"{error.message} (OUTRIDER_API_KEY, or --api-key)"
-
-
-@pytest.mark.parametrize(
-    ("given", "prompt"),
-    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"a", "a"), (b" \n", " ")],
-)
-def test_a_line_feed_ends_a_prompt_on_standard_input(
-    given: bytes, prompt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-    assert generate._text("-") == prompt
-
-
-@pytest.mark.parametrize("given", [b"", b"\n", b"\r\n"])
-def test_an_empty_line_on_standard_input_is_no_prompt(
-    given: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 2
-    said = "outrider: error: PROMPT: standard input has no text; it must have a character or more\n"
-    assert capsys.readouterr().err == said
 
 
 def test_of_two_wrong_settings_one_is_told(
@@ -264,20 +226,6 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == "outrider: error: nothing answers at 127.0.0.1:1 (Connection refused)\n"
 
 
-def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read where no event loop runs, which would take the first Ctrl-C for itself and then
-    wait for the end of the input."""
-
-    class Terminal:
-        def read(self) -> bytes:
-            with pytest.raises(RuntimeError, match="no running event loop"):
-                asyncio.get_running_loop()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
-    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
-
-
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -300,80 +248,6 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     # Also where it is the default's own value.
     config = config_of("--grpc-port", "50051")
     assert config.coordinator.grpc_port == 50051
-
-
-@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
-def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
-    """A prompt of a kind that the target takes, in a request that the protocol has."""
-    deployed = record(tokenizer_directory=tokenizer_directory)
-    words = shlex.split(endpoints_text(deployed).replace("\n", " "))
-    assert ("--token-ids" in words) == (not tokenizer_directory)
-    request = GenerateRequest()
-    json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
-    assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
-
-
-def test_each_coordinator_has_a_line_of_its_own() -> None:
-    """What stands behind `OpenAI` is one base URL, as OpenAI's clients take it."""
-    deployed = record(grpc_address="h:1,h:2", http_address="h:3,h:4")
-    lines = endpoints_text(deployed).splitlines()
-    assert lines[1:7] == [
-        "  gRPC    h:1",
-        "          h:2",
-        "  OpenAI  http://h:3/v1",
-        "          http://h:4/v1",
-        "  window  http://h:3/",
-        "          http://h:4/",
-    ]
-
-
-def test_what_serve_says_to_type_finds_its_deployment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also where its state directory is not the user's, as that of `make demo`."""
-    deployed = record()
-    ours = shlex.quote(program())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
-    before = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {ours}"
-    lines = endpoints_text(deployed).splitlines()
-    assert f"  try     {before} generate --token-ids 1,2,3" in lines
-    assert lines[-1] == f"  stop    {before} stop"
-    monkeypatch.delenv("OUTRIDER_STATE_DIR")
-    assert endpoints_text(deployed).splitlines()[-1] == f"  stop    {ours} stop"
-
-
-def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
-    """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
-    tokenizer = byte_level_tokenizer(320)
-    tokenizer.save_pretrained(tmp_path)
-    a, b = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
-    completion = Completion(
-        session_id="", model="", seed=0, rule=Rule.GREEDY, text="a ", token_ids=(a, b),
-        origins=(), rounds=(), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2),
-        metrics=Metrics(2, 0, 0, 1.0, 1.0, 1.0),
-        logprobs=(
-            PositionLogprobs(-0.25, ((a, -0.25), (b, -12.5))),
-            PositionLogprobs(-10.0, ()),
-        ),
-    )  # fmt: skip
-    named = logprob_table(completion, token_names(str(tmp_path))).splitlines()
-    assert named[0].split() == ["token", "logprob", "likeliest", "at", "its", "place"]
-    assert named[1].split() == [
-        str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000",
-    ]  # fmt: skip
-    assert named[2].split() == [str(b), '"', '"', "-10.0000"]
-    bare = logprob_table(completion, token_names("")).splitlines()
-    assert bare[1].split() == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]
-
-
-def test_what_is_recorded_keeps_secrets_out() -> None:
-    """A record holds every setting but those that may hold a password."""
-    config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
-    recorded = public_settings(config)
-    assert "swordfish" not in str(recorded)
-    assert recorded["max_num_seqs"] == DeploymentConfig().target.max_num_seqs
-    assert recorded["draft_model"] == "suffix"
 
 
 def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:

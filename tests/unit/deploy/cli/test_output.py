@@ -1,0 +1,254 @@
+"""What commands print while they work, and the text that `generate` and `chat` print."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from models import byte_level_tokenizer
+from rich.console import Console
+from tokenizers import Tokenizer, models
+
+from deploy.cli import describe, generate
+from deploy.cli.generate import STYLES, OriginPainter, TokenLengths, logprob_table, token_names
+from deploy.cli.main import main
+from deploy.cli.output import Progress, progress
+from deploy.cli.serve import _ready_word
+from outrider.client import Completion, Metrics, Usage
+from outrider.messages import PositionLogprobs
+from outrider.request import Tokens
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+
+PERIOD_S = 0.1
+
+
+@pytest.fixture
+def told() -> Iterator[Progress]:
+    found = Progress(PERIOD_S)
+    yield found
+    found.rest()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    out, err = capsys.readouterr()
+    assert out == ""
+    return [line.removeprefix("outrider: ") for line in err.splitlines()]
+
+
+def test_work_that_takes_long_is_said_again(
+    told: Progress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off a terminal, with its seconds, until other work begins or none goes on."""
+    told("loading")
+    time.sleep(3.5 * PERIOD_S)
+    told("starting")
+    found = lines(capsys)
+    assert found[0] == "loading"
+    assert found[1:-1] == ["loading (0 s)"] * len(found[1:-1])
+    assert len(found) >= 4
+    assert found[-1] == "starting"
+    told.update("starting: 1 of 2")
+    time.sleep(1.5 * PERIOD_S)
+    assert lines(capsys)[0] == "starting: 1 of 2 (0 s)"
+    told.rest()
+    time.sleep(2 * PERIOD_S)
+    assert lines(capsys) == []
+    told.update("nothing goes on")
+    time.sleep(2 * PERIOD_S)
+    assert lines(capsys) == []
+    told("loading again")
+    time.sleep(1.5 * PERIOD_S)
+    assert lines(capsys)[:2] == ["loading again", "loading again (0 s)"]
+
+
+def test_work_that_may_be_short_is_said_only_where_it_is_not(
+    told: Progress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told("stopping", at_once=False)
+    told.rest()
+    time.sleep(2 * PERIOD_S)
+    assert lines(capsys) == []
+    told("stopping", at_once=False)
+    time.sleep(1.5 * PERIOD_S)
+    assert lines(capsys)[0] == "stopping (0 s)"
+
+
+def test_a_quiet_one_says_warnings_alone(
+    told: Progress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told.quiet = True
+    told("loading")
+    told.begin("training")
+    told("warning: no tokenizer")
+    told.relay("outrider: loading")
+    told.relay("outrider: warning: keys are seen")
+    time.sleep(1.5 * PERIOD_S)
+    assert lines(capsys) == ["warning: no tokenizer", "warning: keys are seen"]
+
+
+@pytest.mark.parametrize(("words", "quiet"), [((), False), (("--json",), True), (("-q",), True)])
+def test_json_and_quiet_turn_it_off(
+    words: tuple[str, ...], quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(describe.drafters, "callback", lambda _: found.append(progress.quiet) or 0)
+    assert main(["drafters", *words]) == 0
+    assert found == [quiet]
+
+
+def test_what_a_detached_process_says_is_said_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it comes, without errors, which end the command, and without what its libraries log."""
+    log_path = tmp_path / "serve.log"
+    program = (
+        "import os, sys, time\n"
+        "for line in ('outrider: loading', 'outrider: loading (5 s)', 'I0000 a library',\n"
+        "             'outrider: error: none'):\n"
+        "    print(line, flush=True)\n"
+        "    time.sleep(0.3)\n"
+        "os.write(int(sys.argv[1]), b'ready')\n"
+    )
+    monkeypatch.setattr(progress, "quiet", False)
+    read_end, write_end = os.pipe()
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(write_end)], stdout=log, pass_fds=(write_end,)
+        ),
+    ):
+        os.close(write_end)
+        assert _ready_word(read_end, log_path) == b"ready"
+    assert _ready_word(read_end, log_path) == b""
+    os.close(read_end)
+    assert lines(capsys) == ["loading", "loading (5 s)"] * 2
+
+
+A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
+
+
+class _Recorder(Console):
+    """Keeps what is printed, with its style."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+        self.pieces: list[tuple[str, str]] = []
+
+    def print(self, text: str, *, style: str, **_: object) -> None:  # type: ignore[override]
+        self.pieces.append((text, style))
+
+
+def _tokens(ids: tuple[int, ...], text: str, *origins: Origin) -> Tokens:
+    return Tokens(0, ids, text, origins, ())
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """Token 0 is `a`, 1 is `bb`, 2 is `ccc`."""
+    vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
+    from tokenizers import decoders
+
+    made.decoder = decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+def test_each_token_has_its_own_colour(tokenizer: str) -> None:
+    """The text of one event is split where its tokens end."""
+    console = _Recorder()
+    OriginPainter(console, TokenLengths(tokenizer)).show(_tokens((1, 0, 2), "bbaccc", A, A, C))
+    assert console.pieces == [("bb", STYLES[A]), ("a", STYLES[A]), ("ccc", STYLES[C])]
+
+
+def test_text_that_lags_keeps_its_colours(tokenizer: str) -> None:
+    """A delta may hold the text of earlier tokens, or break off inside one."""
+    console = _Recorder()
+    painter = OriginPainter(console, TokenLengths(tokenizer))
+    painter.show(_tokens((1,), "", A))
+    painter.show(_tokens((2,), "bbc", C))
+    painter.show(_tokens((0,), "cca", B))
+    assert console.pieces == [
+        ("bb", STYLES[A]),
+        ("c", STYLES[C]),
+        ("cc", STYLES[C]),
+        ("a", STYLES[B]),
+    ]
+
+
+def test_without_a_tokenizer_nothing_is_lost() -> None:
+    """All of an event has the colour that most of its tokens have."""
+    console = _Recorder()
+    painter = OriginPainter(console, TokenLengths(""))
+    painter.show(_tokens((1, 0, 2), "bbaccc", A, A, C))
+    painter.show(_tokens((), "tail"))
+    assert console.pieces == [("bbaccc", STYLES[A]), ("tail", STYLES[B])]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"a", "a"), (b" \n", " ")],
+)
+def test_a_line_feed_ends_a_prompt_on_standard_input(
+    given: bytes, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    assert generate._text("-") == prompt
+
+
+@pytest.mark.parametrize("given", [b"", b"\n", b"\r\n"])
+def test_an_empty_line_on_standard_input_is_no_prompt(
+    given: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 2
+    said = "outrider: error: PROMPT: standard input has no text; it must have a character or more\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read where no event loop runs, which would take the first Ctrl-C for itself and then
+    wait for the end of the input."""
+
+    class Terminal:
+        def read(self) -> bytes:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
+    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
+
+
+def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
+    """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
+    tokenizer = byte_level_tokenizer(320)
+    tokenizer.save_pretrained(tmp_path)
+    a, b = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
+    completion = Completion(
+        session_id="", model="", seed=0, rule=Rule.GREEDY, text="a ", token_ids=(a, b),
+        origins=(), rounds=(), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2),
+        metrics=Metrics(2, 0, 0, 1.0, 1.0, 1.0),
+        logprobs=(
+            PositionLogprobs(-0.25, ((a, -0.25), (b, -12.5))),
+            PositionLogprobs(-10.0, ()),
+        ),
+    )  # fmt: skip
+    named = logprob_table(completion, token_names(str(tmp_path))).splitlines()
+    assert named[0].split() == ["token", "logprob", "likeliest", "at", "its", "place"]
+    assert named[1].split() == [
+        str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000",
+    ]  # fmt: skip
+    assert named[2].split() == [str(b), '"', '"', "-10.0000"]
+    bare = logprob_table(completion, token_names("")).splitlines()
+    assert bare[1].split() == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]

@@ -1,0 +1,253 @@
+"""What `outrider serve` prints and records, and what `outrider stop` finds and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import recorded
+from google.protobuf import json_format
+from recorded import record
+
+from deploy.cli import connection
+from deploy.cli.connection import Connection, connected
+from deploy.cli.main import main, parse
+from deploy.cli.output import program
+from deploy.cli.serve import _keep_record_current, endpoints_text
+from deploy.cli.status import ask_registry
+from deploy.fleet.local_state import (
+    FILE_NAME,
+    LOCK_NAME,
+    LOG_NAME,
+    DeploymentRecord,
+    locks_known,
+    process_start,
+    publish,
+    running_deployment,
+    state_directory,
+    withdraw,
+)
+from deploy.fleet.status import Endpoints
+from outrider.client.grpc_transport import key_metadata
+from outrider.config import load_config
+from outrider.errors import Unavailable
+from outrider.v1.coordinator_pb2 import GenerateRequest
+
+
+@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
+def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
+    """A prompt of a kind that the target takes, in a request that the protocol has."""
+    deployed = record(tokenizer_directory=tokenizer_directory)
+    words = shlex.split(endpoints_text(deployed).replace("\n", " "))
+    assert ("--token-ids" in words) == (not tokenizer_directory)
+    request = GenerateRequest()
+    json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
+    assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
+
+
+def test_each_coordinator_has_a_line_of_its_own() -> None:
+    """What stands behind `OpenAI` is one base URL, as OpenAI's clients take it."""
+    deployed = record(grpc_address="h:1,h:2", http_address="h:3,h:4")
+    lines = endpoints_text(deployed).splitlines()
+    assert lines[1:7] == [
+        "  gRPC    h:1",
+        "          h:2",
+        "  OpenAI  http://h:3/v1",
+        "          http://h:4/v1",
+        "  window  http://h:3/",
+        "          http://h:4/",
+    ]
+
+
+def test_what_serve_says_to_type_finds_its_deployment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where its state directory is not the user's, as that of `make demo`."""
+    deployed = record()
+    ours = shlex.quote(program())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
+    before = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {ours}"
+    lines = endpoints_text(deployed).splitlines()
+    assert f"  try     {before} generate --token-ids 1,2,3" in lines
+    assert lines[-1] == f"  stop    {before} stop"
+    monkeypatch.delenv("OUTRIDER_STATE_DIR")
+    assert endpoints_text(deployed).splitlines()[-1] == f"  stop    {ours} stop"
+
+
+async def test_the_record_is_true_while_replicas_come_and_go() -> None:
+    """Each time that it is told that something has changed, and not before."""
+    state = state_directory(os.environ)
+    record = recorded.record()
+    publish(state, record)
+    changed = asyncio.Event()
+    config = load_config({"draft_model": "ngram", "redis_url": "unix:///x"}, {})
+    deployment: Any = SimpleNamespace(
+        config=config, name="d", ray=SimpleNamespace(found="h:6379", token=None)
+    )
+    telling = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
+
+    async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
+        deployment.endpoints, deployment.overview = (
+            endpoints,
+            SimpleNamespace(wanted=wanted),
+        )
+        await asyncio.sleep(0.01)
+        assert running_deployment(state) == before
+        changed.set()
+        await asyncio.sleep(0.01)
+        return running_deployment(state)
+
+    before: DeploymentRecord | None = record
+    wanted = {"coordinator": 2, "target": 3, "draft": 0}
+    endpoints = Endpoints(("h:1", "h:4"), ("h:5", "h:6"), (), ("h:8", "h:9"))
+    found = before = await tell(endpoints, wanted)
+    assert found is not None
+    assert found.http_address == "h:8,h:9"
+    assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
+    assert (found.draft_addresses, found.wanted) == ([], wanted)
+    assert (found.started_at, found.redis["url"]) == (record.started_at, "unix:///x")
+    deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
+    found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
+    assert found is not None
+    assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
+    assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})
+    assert found.http_address == ""
+    assert (found.draft_model, found.settings["max_num_seqs"]) == ("suffix", 7)
+    telling.cancel()
+
+
+async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no process of Ray's, and has no flag for a password."""
+    monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
+    way = {"url": "redis://h:1", "key_prefix": "ours:", "asks_for_password": True}
+    known, error = await ask_registry(recorded.record(redis=way), 5.0)
+    host = socket.gethostname()
+    assert (known, error) == (
+        {},
+        f"redis_password: is not known on {host}; set OUTRIDER_REDIS_PASSWORD for this command",
+    )
+
+
+async def test_commands_wait_while_no_coordinator_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As while the only one is replaced; no flag is blamed where none comes."""
+    state, record = state_directory(os.environ), recorded.record()
+    publish(state, replace(record, grpc_address=""))
+    arguments = parse(["chat"])
+    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 0.5)
+    with pytest.raises(
+        Unavailable, match=r"^no coordinator has served for 0.5 s; see `outrider st"
+    ):
+        async with connected(arguments):
+            pass
+    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 30.0)
+
+    async def come() -> None:
+        await asyncio.sleep(0.3)
+        publish(state, record)
+
+    coming = asyncio.create_task(come())
+    async with connected(arguments) as found, found.client() as client:
+        assert (found.address, client.address) == ("h:1", "h:1")
+    await coming
+    assert "no coordinator serves at the moment: waiting for one\n" in capsys.readouterr().err
+
+
+async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
+    """As of one that takes another's place on another port."""
+    state, record = state_directory(os.environ), recorded.record()
+    publish(state, record)
+    async with connected(parse(["chat"])) as known:
+        assert known.find is not None
+        publish(state, replace(record, grpc_address="h:9"))
+        async with known.client() as client:
+            assert client.address == known.find() == "h:9"
+        withdraw(state)
+        assert known.find() == ""
+    async with Connection("h:1", api_key="a-key").client(tries_again=False) as client:
+        transport: Any = client._transport
+        assert client.address == "h:1"
+        assert transport._resume_timeout_s == 0
+        assert transport._pool.begin()._metadata == key_metadata("a-key")
+
+
+@pytest.fixture
+def state() -> Path:
+    return state_directory(os.environ)
+
+
+def test_nothing_to_stop_is_no_error(capsys: pytest.CaptureFixture[str], state: Path) -> None:
+    """Also where the last deployment was stopped as it should be."""
+    (state / LOG_NAME).write_text("outrider: starting\noutrider: stopping\n", "utf-8")
+    assert main(["stop"]) == 0
+    assert capsys.readouterr().err == "nothing runs\n"
+
+
+def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
+    capsys: pytest.CaptureFixture[str], state: Path
+) -> None:
+    log = "outrider: stopping\noutrider: error: the coordinator actor died\n"
+    (state / LOG_NAME).write_text(log, "utf-8")
+    assert main(["stop", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["stop"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("nothing runs: ")
+    assert "ended by itself: the coordinator actor died" in said
+    assert str(state / LOG_NAME) in said
+
+
+def test_a_record_without_a_process_is_told_and_removed(
+    capsys: pytest.CaptureFixture[str], state: Path
+) -> None:
+    """As a deployment that was killed leaves it."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = process_start(child.pid) or 0
+    child.communicate()
+    publish(state, record(pid=child.pid, process_start=start, grpc_address="127.0.0.1:50051"))
+    assert main(["stop"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"nothing runs: the deployment at 127.0.0.1:50051 (pid {child.pid})")
+    assert str(state / FILE_NAME) in said
+    assert not (state / FILE_NAME).exists()
+    assert main(["stop"]) == 0
+    assert capsys.readouterr().err == "nothing runs\n"
+
+
+@pytest.mark.skipif(not locks_known(), reason="the kernel does not say who holds a lock")
+def test_a_deployment_that_is_starting_is_stopped(
+    capsys: pytest.CaptureFixture[str], state: Path
+) -> None:
+    """It has no record yet; the lock tells its process."""
+    program = (
+        "import fcntl, sys\n"
+        "lock = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(state / LOCK_NAME)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert main(["stop"]) == 0
+        assert child.wait(10) == -signal.SIGTERM
+    said = capsys.readouterr().err
+    assert said == f"stopped a deployment that was starting or stopping (pid {child.pid})\n"
