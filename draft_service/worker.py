@@ -15,7 +15,7 @@ from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, RoundHead
-from outrider.replica.admission import Admission, Admissions, Admitted, Ask
+from outrider.replica.admission import Admission, Admissions, Admitted, SlotDemand
 from outrider.replica.step_request import Answers, StepFigures, Unfinished, refusal, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -43,12 +43,12 @@ class _Question:
         return self.item.num_draft_tokens if self.item.held is None else 0
 
     @property
-    def ask(self) -> Ask:
+    def demand(self) -> SlotDemand:
         """What it needs; the last token of a proposal is drawn, and run only to look ahead."""
         item = self.item
         if item.held is not None:
-            return Ask(item.head, len(item.held), len(item.held) + 1)
-        return Ask(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
+            return SlotDemand(item.head, len(item.held), len(item.held) + 1)
+        return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Proposer:
     def _admit(self, questions: Sequence[_Question]) -> Sequence[Admission]:
         if self._admissions is None:
             return [self._align(question.item.head) for question in questions]
-        return self._admissions.admit([question.ask for question in questions])
+        return self._admissions.admit([question.demand for question in questions])
 
     def _align(self, head: RoundHead) -> Admission:
         """Where there are no pages, nobody waits for any."""

@@ -32,7 +32,7 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.replica.admission import Admission, Admissions, Admitted, Ask
+from outrider.replica.admission import Admission, Admissions, Admitted, SlotDemand
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
@@ -71,9 +71,9 @@ class _Question:
     sampling: SamplingParams
 
     @property
-    def ask(self) -> Ask:
+    def demand(self) -> SlotDemand:
         num_drafted = len(self.proposal.token_ids)
-        return Ask(self.item.head, num_drafted, num_drafted + 1)
+        return SlotDemand(self.item.head, num_drafted, num_drafted + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Verifier:
     def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
         read = [self._read(item) for item in items]
         questions = [entry for entry in read if isinstance(entry, _Question)]
-        admissions = self._admissions.admit([question.ask for question in questions])
+        admissions = self._admissions.admit([question.demand for question in questions])
         prepared = map(self._prepare, questions, admissions)
         entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
         with torch.inference_mode():

@@ -178,6 +178,7 @@ class ResumingTransport:
         self._resume_timeout_s = resume_timeout_s
         self._random = random
         self._sleep = sleep
+        self._closed = False
 
     @property
     def address(self) -> str:
@@ -218,6 +219,8 @@ class ResumingTransport:
                             yield event
                 return
             except Unavailable as error:
+                if self._closed:
+                    raise
                 if await self._knows_others(error):
                     progress.begin_round(len(pool.each))
                 wait_s = progress.wait_after(error, pool.clock(), deadline)
@@ -248,6 +251,7 @@ class ResumingTransport:
 
     async def close(self) -> None:
         """See `Transport.close`."""
+        self._closed = True
         for transport in self._pool.all:
             await transport.close()
 
@@ -265,6 +269,8 @@ class ResumingTransport:
                 current = current or pool.begin()
                 return await call(current)
             except Unavailable as error:
+                if self._closed:
+                    raise
                 num_left = len(pool.each) if await self._knows_others(error) else num_left - 1
                 if num_left <= 0:
                     wait_s = backoff(*_WAIT_S, num_waits, self._random)

@@ -20,14 +20,14 @@ from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished
-from outrider.replica.token_budget import ROUND_REST_STEPS, TokenBudget, Wish
+from outrider.replica.token_budget import ROUND_REST_STEPS, TokenBudget, TokenDemand
 
 _ANY_TOKEN = 0
 """Stands for a token of which only the slot matters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SlotDemand:
     """What an item needs."""
 
     head: RoundHead
@@ -87,14 +87,14 @@ class Admissions:
             counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved
         )
 
-    def admit(self, asks: Sequence[Ask]) -> list[Admission]:
+    def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
         where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
         pages, `Resync` where it lacks a prefix for which there would be some."""
-        found = [self._align(ask.head) for ask in asks]
-        begun = self._find(asks, found)
+        found = [self._align(demand.head) for demand in demands]
+        begun = self._find(demands, found)
         wholes = {
-            index: self._whole(asks[index], begun)
+            index: self._whole(demands[index], begun)
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned | Resync)
         }
@@ -103,7 +103,7 @@ class Admissions:
             self._give_way()
             if not self._engine.can_hold(steps, begun=begun):
                 self._place(found, wholes, begun)
-        return self._grant(asks, found, begun)
+        return self._grant(demands, found, begun)
 
     def _align(self, head: RoundHead) -> _Found:
         try:
@@ -111,20 +111,20 @@ class Admissions:
         except OutriderError as error:
             return error
 
-    def _find(self, asks: Sequence[Ask], found: Sequence[_Found]) -> _Begun:
+    def _find(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> _Begun:
         """What there is of the tokens of those that hold nothing."""
         return {
-            ask.head.session_id: self._engine.find(ask.head.append, ask.head.tenant)
-            for ask, entry in zip(asks, found, strict=True)
+            demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
+            for demand, entry in zip(demands, found, strict=True)
             if isinstance(entry, Aligned) and not len(entry.sequence)
         }
 
-    def _whole(self, ask: Ask, begun: _Begun) -> SequenceStep:
+    def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
         """A step that takes the slots of all that the item asks for; or, where it claims to have
         more tokens than all pages hold, more than that."""
-        name = ask.head.session_id
+        name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
-        num = ask.head.committed_length + ask.num_extra - num_held
+        num = demand.head.committed_length + demand.num_extra - num_held
         num = min(max(1, num), self._num_slots + 1)
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
@@ -169,21 +169,23 @@ class Admissions:
         raise InvariantError("pages that were to come free did not")
 
     def _grant(
-        self, asks: Sequence[Ask], found: Sequence[_Found], begun: _Begun
+        self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
         """Gives out the step's tokens; a session that gets some and holds nothing begins."""
-        wishes = {
-            index: self._wish(asks[index], entry, begun)
+        token_demands = {
+            index: self._token_demand(demands[index], entry, begun)
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned)
         }
         if not any(name in self._table for names in self._in_rounds for name in names):
             self._budget.rounds_ended()
-        grants = dict(zip(wishes, self._budget.share(list(wishes.values())), strict=True))
+        grants = dict(
+            zip(token_demands, self._budget.share(list(token_demands.values())), strict=True)
+        )
         in_rounds = [
-            asks[index].head.session_id
-            for index, wish in wishes.items()
-            if grants[index] and wish.is_round
+            demands[index].head.session_id
+            for index, token_demand in token_demands.items()
+            if grants[index] and token_demand.is_round
         ]
         if in_rounds:
             self._in_rounds.append(in_rounds)
@@ -195,20 +197,20 @@ class Admissions:
             if grants[index] == 0:
                 admissions.append(Unfinished.CONTINUES)
                 continue
-            head = asks[index].head
+            head = demands[index].head
             aligned = self._table.begin(head) if head.session_id in begun else entry
-            if grants[index] == wishes[index].num_tokens:
+            if grants[index] == token_demands[index].num_tokens:
                 admissions.append(Admitted(aligned, len(aligned.new_tokens)))
             else:
                 self._num_prefill_chunks += 1
                 admissions.append(Admitted(aligned, grants[index]))
         return admissions
 
-    def _wish(self, ask: Ask, aligned: Aligned, begun: _Begun) -> Wish:
-        name = ask.head.session_id
+    def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
+        name = demand.head.session_id
         num_found = begun[name].length if name in begun else 0
-        return Wish(
-            len(aligned.new_tokens) - num_found + ask.num_last - 1,
-            ask.num_last,
+        return TokenDemand(
+            len(aligned.new_tokens) - num_found + demand.num_last - 1,
+            demand.num_last,
             len(aligned.sequence) + num_found,
         )

@@ -1,6 +1,6 @@
 """Which tokens a step runs: rounds first, then parts of long prefixes.
 
-    a wish with                              gets
+    a demand with                            gets
     up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
     more tokens (a prefix)                   what is left, in order of arrival, in parts
 
@@ -9,8 +9,8 @@ as without it, steps between two rounds included; or where more sessions wait fo
 play, so much longer that those get their share of the time. Beside the rounds of a full step the
 oldest prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
 
-How long a step lasts is foretold from costs that were measured before anybody came, and corrected
-by how long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
+How long a step lasts is predicted from costs that were measured at the start, and corrected by how
+long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUND_REST_STEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TokenDemand:
     """What an item would run, if it were alone."""
 
     num_tokens: int
@@ -80,7 +80,7 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self._max_steps = max_steps
         self._costs = costs
-        self._played: _Load | None = None
+        self._last_rounds: _Load | None = None
         """The last rounds, as long as more of them are expected."""
         self._rest_steps = 0
         """Steps without a round since then ..."""
@@ -92,34 +92,34 @@ class TokenBudget:
         self._corrections = {False: 1.0, True: 1.0}
         """How long steps last over what their costs say; by `_Load.has_prefix`."""
 
-    def share(self, wishes: Sequence[Wish]) -> list[int]:
-        """For each wish, in order of arrival, how many of its tokens this step runs: all, none, or
-        of a prefix a part that leaves `num_last` or more. Not none of all."""
-        grants = [0] * len(wishes)
-        prefixes = [i for i, wish in enumerate(wishes) if not wish.is_round]
+    def share(self, demands: Sequence[TokenDemand]) -> list[int]:
+        """For each demand, in order of arrival, how many of its tokens this step runs: all, none,
+        or of a prefix a part that leaves `num_last` or more. Not none of all."""
+        grants = [0] * len(demands)
+        prefixes = [i for i, demand in enumerate(demands) if not demand.is_round]
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
         load = _Load()
-        for index, wish in enumerate(wishes):
-            fits = load.rows + wish.num_tokens <= self._max_tokens - spared.rows
+        for index, demand in enumerate(demands):
+            fits = load.rows + demand.num_tokens <= self._max_tokens - spared.rows
             has_seat = load.sessions < self._max_steps - spared.sessions
-            if wish.is_round and fits and has_seat:
-                grants[index] = wish.num_tokens
-                load = self._with(load, wish, wish.num_tokens)
+            if demand.is_round and fits and has_seat:
+                grants[index] = demand.num_tokens
+                load = self._with(load, demand, demand.num_tokens)
         rounds = load
         seconds = self._seconds_allowed(rounds, len(prefixes))
         for index in prefixes:
-            wish = wishes[index]
+            demand = demands[index]
             least = PREFIX_TOKENS_MIN if index == prefixes[0] else 0
-            grants[index] = self._part(wish, load, seconds, least)
+            grants[index] = self._part(demand, load, seconds, least)
             if grants[index] == 0:
                 break
-            load = self._with(load, wish, grants[index])
+            load = self._with(load, demand, grants[index])
         self._note(rounds, load)
         return grants
 
     def rounds_ended(self) -> None:
         """All sessions of the last rounds have ended: prefixes may have whole steps."""
-        self._played = None
+        self._last_rounds = None
 
     def note_seconds(self, seconds: float) -> None:
         """The step that was shared out last has taken so long, s."""
@@ -129,53 +129,53 @@ class TokenBudget:
             before = self._corrections[self._last.has_prefix]
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
-    def _part(self, wish: Wish, load: _Load, seconds: float, least: int) -> int:
+    def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
         if it takes longer."""
         if load.sessions == self._max_steps:
             return 0
-        most = min(wish.num_tokens, self._max_tokens - load.rows)
+        most = min(demand.num_tokens, self._max_tokens - load.rows)
         low, high = min(least, most), most
         while low < high:
             middle = (low + high + 1) // 2
-            if self._seconds(self._with(load, wish, middle)) <= seconds:
+            if self._seconds(self._with(load, demand, middle)) <= seconds:
                 low = middle
             else:
                 high = middle - 1
-        return low if low == wish.num_tokens else min(low, wish.num_tokens - wish.num_last)
+        return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load, num_prefixes: int) -> float:
         """How long a step with these rounds, or none, may last. Between two rounds of a session
         lie, of steps without, those that came after the last rounds; or will again."""
-        played = rounds if rounds.rows else self._played
+        played = rounds if rounds.rows else self._last_rounds
         if played is None:
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
         growth = max(STEP_GROWTH_MAX, 1 + num_prefixes / played.sessions)
         return growth * self._seconds(played) - passed_s
 
-    def _with(self, load: _Load, wish: Wish, num_tokens: int) -> _Load:
+    def _with(self, load: _Load, demand: TokenDemand, num_tokens: int) -> _Load:
         attention_s = 0.0
         if self._costs is not None:
-            attention_s = self._costs.attention_seconds(num_tokens, wish.context)
+            attention_s = self._costs.attention_seconds(num_tokens, demand.context)
         return _Load(
             load.rows + num_tokens,
             load.sessions + 1,
             load.attention_s + attention_s,
-            load.has_prefix or not wish.is_round,
+            load.has_prefix or not demand.is_round,
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
         """Remembers a step of this load, with these rounds in it."""
         self._last = load
         if rounds.rows:
-            self._played, self._step_s = rounds, self._seconds(load)
+            self._last_rounds, self._step_s = rounds, self._seconds(load)
             self._rest_steps, self._rest_s = 0, 0.0
             return
         self._rest_steps += 1
         self._rest_s += self._seconds(load)
         if self._rest_steps >= ROUND_REST_STEPS:
-            self._played = None
+            self._last_rounds = None
 
     def _seconds(self, load: _Load) -> float:
         """The time of a step with this load, as its kind has lasted; 0 without costs."""

@@ -86,8 +86,8 @@ class GrpcLink(Generic[Item, Answer]):
         self._release = self._channel.unary_unary(codec.path("Release"))
         self._on_answer: Callable[[Answer], None] | None = None
         self._on_lost: Callable[[Exception], None] | None = None
-        self._normal: _Stream[Item, Answer] | None = None
-        self._bulk: _Stream[Item, Answer] | None = None
+        self._streams: dict[str, _Stream[Item, Answer]] = {}
+        """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -105,24 +105,20 @@ class GrpcLink(Generic[Item, Answer]):
         """See `Link.send`. Raises `BadRequest` for an item that no message can hold."""
         check(self._on_answer is not None, "listen before the first send")
         self._check_reachable()
-        if self._normal is None:
-            self._normal = self._open_stream("normal")
-        message = self._normal.encode(item)
+        stream = self._stream("normal")
+        message = stream.encode(item)
         size = message.ByteSize()
-        if size <= BULK_ITEM_BYTES:
-            self._normal.put(item, message)
-            return
         if size > _ITEM_BYTES_MAX:
             raise BadRequest("head.append", f"an item of {size} bytes is over {_ITEM_BYTES_MAX}")
-        if self._bulk is None:
-            self._bulk = self._open_stream("bulk")
-        self._bulk.put(item, self._bulk.encode(item))
+        if size > BULK_ITEM_BYTES:
+            stream = self._stream("bulk")
+            message = stream.encode(item)
+        stream.put(item, message)
 
     def release(self, session_id: str, epoch: int) -> None:
         """See `Link.release`."""
-        for stream in (self._normal, self._bulk):
-            if stream is not None:
-                stream.forget(session_id)
+        for stream in self._streams.values():
+            stream.forget(session_id)
         if self._closed or self._num_releases >= RELEASES_IN_FLIGHT_MAX:
             return
         self._num_releases += 1
@@ -151,10 +147,7 @@ class GrpcLink(Generic[Item, Answer]):
     async def close(self) -> None:
         """See `Link.close`."""
         self._closed = True
-        for stream in (self._normal, self._bulk):
-            if stream is not None:
-                stream.stop()
-        self._normal = self._bulk = None
+        self._stop_streams()
         tasks = list(self._background)
         for task in tasks:
             task.cancel()
@@ -170,10 +163,19 @@ class GrpcLink(Generic[Item, Answer]):
             error.retry_after_ms = round(missing_s * 1000) + 1
             raise error
 
-    def _open_stream(self, name: str) -> _Stream[Item, Answer]:
-        stream = _Stream(self._codec, self._open_call(), self.num_bytes, self._heard, self._lost)
-        self._spawn(stream.run(), f"{name} stream to {self._address}")
+    def _stream(self, name: str) -> _Stream[Item, Answer]:
+        stream = self._streams.get(name)
+        if stream is None:
+            call = self._open_call()
+            stream = _Stream(self._codec, call, self.num_bytes, self._heard, self._lost)
+            self._streams[name] = stream
+            self._spawn(stream.run(), f"{name} stream to {self._address}")
         return stream
+
+    def _stop_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.stop()
+        self._streams.clear()
 
     def _spawn(self, work: Any, name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -193,20 +195,16 @@ class GrpcLink(Generic[Item, Answer]):
     def _heard(self, answer: Answer) -> None:
         self._failures = 0
         if isinstance(answer, Resync):
-            for stream in (self._normal, self._bulk):
-                if stream is not None:
-                    stream.forget(answer.key.session_id)
+            for stream in self._streams.values():
+                stream.forget(answer.key.session_id)
         if self._on_answer is not None:
             self._on_answer(answer)
 
     def _lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
         """One stream broke: both are given up, and the listener hears of it once."""
-        if self._closed or stream not in (self._normal, self._bulk):
+        if self._closed or stream not in self._streams.values():
             return
-        for other in (self._normal, self._bulk):
-            if other is not None:
-                other.stop()
-        self._normal = self._bulk = None
+        self._stop_streams()
         delay_ms = backoff(LINK_BACKOFF_MS_MIN, LINK_BACKOFF_MS_MAX, self._failures, random)
         self._failures += 1
         self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000

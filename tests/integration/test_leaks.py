@@ -182,9 +182,8 @@ def in_use(stack: Stack) -> dict[str, int]:
         offices: Any = pool._replicas.values()
         found[f"mailboxes of the {pool.role}"] = sum(one.num_boxes for one in offices)
         for office in offices:
-            for stream in (office.link._normal, office.link._bulk):
-                if stream is not None:
-                    found[f"parameters sent to the {pool.role}"] = len(stream._sampling)
+            for stream in office.link._streams.values():
+                found[f"parameters sent to the {pool.role}"] = len(stream._sent)
     for role, service in (("target", stack.target), ("draft", stack.draft)):
         worker: Any = service._worker
         table: SessionTable = worker._table

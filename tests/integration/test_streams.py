@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -185,7 +185,7 @@ async def test_bulky_items_take_the_other_stream(pair: Pair) -> None:
     heard = Listener(link)
     bulky = make_head([1] * (BULK_ITEM_BYTES + 1), session=2)
     link.send(VerifyItem(bulky))
-    assert link._bulk is not None
+    assert "bulk" in link._streams
     link.send(VerifyItem(make_head(PROMPT)))
     answers = {answer.key.session_id: answer for answer in await heard.wait(2)}
     refused = answers[session_name(2)]
@@ -203,14 +203,14 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
     first = VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=sampling))
     await ask(link, heard, first)
-    stream = link._normal
-    assert stream is not None
+    stream = link._streams["normal"]
     head = make_head((*PROMPT, 4), 3, rule=Rule.TOKEN, sampling=sampling, round_index=1)
     assert stream.encode(VerifyItem(head)).head.WhichOneof("sampling") == "sampling_hash"
     reply = await ask(link, heard, VerifyItem(head))
     assert isinstance(reply, VerdictReply)
-    stream._sampling[session_name(1)] = ((head.sampling_hash, b""), 12345)
     again = make_head((*PROMPT, 4, 5), 4, rule=Rule.TOKEN, sampling=sampling, round_index=2)
+    again = replace(again, sampling_hash=12345)
+    stream._sent[session_name(1)] = again.given_hashes
     resync = await ask(link, heard, VerifyItem(again))
     assert isinstance(resync, Resync)
     assert resync.cached_length == 0
@@ -242,7 +242,7 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
             await ask(link, heard, VerifyItem(head))
             assert heard_heads[-1].constraint == constraint
             assert heard_heads[-1].constraint_hash == head.constraint_hash
-        stream = link._bulk if constraint is large else link._normal
+        stream = link._streams["bulk" if constraint is large else "normal"]
         assert stream is not None
         form = stream.encode(VerifyItem(head)).head.WhichOneof("completion")
         assert form == ("constraint_hash" if constraint else None)

@@ -18,7 +18,7 @@ from outrider.errors import BadRequest
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
-from outrider.replica.admission import Admissions, Admitted, Ask
+from outrider.replica.admission import Admissions, Admitted, SlotDemand
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
 
@@ -33,17 +33,17 @@ class Setting:
         self.table = SessionTable(self.engine)
         self.admissions = Admissions(self.engine, self.table, TokenBudget(max_tokens, 64))
 
-    def ask(self, session: int, length: int, base: int = 0, extra: int = 0) -> Ask:
+    def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
         """Of a session whose tokens differ from those of all others."""
         tokens = [session % 8, session // 8] * length
-        return Ask(make_head(tokens[:length], base, session=session), extra)
+        return SlotDemand(make_head(tokens[:length], base, session=session), extra)
 
-    def step(self, *asks: Ask) -> list[Any]:
+    def step(self, *demands: SlotDemand) -> list[Any]:
         """Runs what is admitted; per ask its tokens run, or its answer."""
-        admissions = self.admissions.admit(asks)
+        admissions = self.admissions.admit(demands)
         steps = {
             index: SequenceStep(
-                asks[index].head.session_id, found.aligned.new_tokens[: found.num_granted], 0
+                demands[index].head.session_id, found.aligned.new_tokens[: found.num_granted], 0
             )
             for index, found in enumerate(admissions)
             if isinstance(found, Admitted)
@@ -66,8 +66,8 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
     """Three sessions fill four pages; the oldest grows by one page: the youngest alone loses its
     own, and waits, since the others go on."""
     at = Setting(num_pages=4)
-    assert at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4)) == [8, 4, 4]
-    assert at.step(at.ask(3, 5, base=4), at.ask(1, 9, base=8)) == [WAITS, 1]
+    assert at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4)) == [8, 4, 4]
+    assert at.step(at.demand(3, 5, base=4), at.demand(1, 9, base=8)) == [WAITS, 1]
     assert at.held(1, 2, 3) == [9, 4, 0]
     assert at.admissions.figures.num_preemptions == 1
 
@@ -84,7 +84,7 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(at.engine, "can_hold", watched)
     far = replace(make_head([1, 2], session=1), base_length=2**32 - 1)
-    assert at.step(Ask(far, 0), at.ask(2, 4)) == [WAITS, 4]
+    assert at.step(SlotDemand(far, 0), at.demand(2, 4)) == [WAITS, 4]
     assert max(lengths) < 100
 
 
@@ -92,39 +92,39 @@ def test_nobody_gives_way_in_vain() -> None:
     """The session in the middle needs more than the youngest has: it waits, and nobody loses
     anything."""
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4))
-    assert at.step(at.ask(2, 4 + 8, base=4)) == [WAITS]
+    at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4))
+    assert at.step(at.demand(2, 4 + 8, base=4)) == [WAITS]
     assert at.held(1, 2, 3) == [8, 4, 4]
 
 
 def test_a_young_session_waits_for_the_old_and_goes_on_after_them() -> None:
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8))
-    assert at.step(at.ask(2, 12), at.ask(1, 9, base=8)) == [WAITS, 1]
+    at.step(at.demand(1, 8))
+    assert at.step(at.demand(2, 12), at.demand(1, 9, base=8)) == [WAITS, 1]
     at.table.release(session_name(1))
-    assert at.step(at.ask(2, 12)) == [12]
+    assert at.step(at.demand(2, 12)) == [12]
 
 
 def test_who_waits_does_not_hold_up_who_fits() -> None:
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8))
-    assert at.step(at.ask(2, 12), at.ask(3, 4), at.ask(4, 4)) == [WAITS, 4, 4]
+    at.step(at.demand(1, 8))
+    assert at.step(at.demand(2, 12), at.demand(3, 4), at.demand(4, 4)) == [WAITS, 4, 4]
 
 
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
     session 1, which has three of the four pages; resynchronising it takes two."""
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4))
-    at.step(at.ask(1, 13, base=8))
+    at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4))
+    at.step(at.demand(1, 13, base=8))
     assert at.held(1, 2, 3) == [13, 0, 0]
-    again = at.ask(2, 5, base=4, extra=3)
+    again = at.demand(2, 5, base=4, extra=3)
     assert at.step(again) == [WAITS]
     at.table.release(session_name(1))
     (told,) = at.step(again)
     assert isinstance(told, Resync)
     assert told.cached_length == 0
-    assert at.step(at.ask(2, 5, extra=3)) == [5]
+    assert at.step(at.demand(2, 5, extra=3)) == [5]
 
 
 def test_who_waits_leaves_what_it_would_begin_on_as_it_is() -> None:
@@ -132,17 +132,17 @@ def test_who_waits_leaves_what_it_would_begin_on_as_it_is() -> None:
     However often it asks, its tokens are not counted as looked up, and those two pages are neither
     kept from others nor used more lately than before: the next one gets them and the free one."""
     at = Setting(num_pages=7)
-    assert at.step(at.ask(1, 8), at.ask(2, 9), at.ask(5, 5)) == [8, 9, 5]
+    assert at.step(at.demand(1, 8), at.demand(2, 9), at.demand(5, 5)) == [8, 9, 5]
     for session in (2, 5):
         at.table.release(session_name(session))
     before, unused = at.engine.page_counts(), list(at.engine._pool._unused)
-    shared = Ask(make_head(at.ask(2, 24).head.append, session=3), 0)
+    shared = SlotDemand(make_head(at.demand(2, 24).head.append, session=3), 0)
     for _ in range(3):
         assert at.step(shared) == [WAITS]
     assert at.held(3) == [0]
     assert at.engine.page_counts() == before
     assert list(at.engine._pool._unused) == unused
-    assert at.step(at.ask(4, 20)) == [20]
+    assert at.step(at.demand(4, 20)) == [20]
 
 
 def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
@@ -150,8 +150,8 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     the first has written meanwhile."""
     at = Setting(num_pages=128, max_tokens=64)
     at.engine._info = ToyEngine(max_model_len=200).info
-    first = at.ask(1, 150)
-    second = Ask(make_head(first.head.append, session=2), 0)
+    first = at.demand(1, 150)
+    second = SlotDemand(make_head(first.head.append, session=2), 0)
     for _ in range(2):
         assert at.step(first, second) == [64, Unfinished.CONTINUES]
         assert at.engine.page_counts().prefix_queries == 150
@@ -163,32 +163,32 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
 def test_pages_are_given_out_once() -> None:
     """Each of two new sessions would fit alone."""
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8))
-    assert at.step(at.ask(2, 8), at.ask(3, 8)) == [8, WAITS]
+    at.step(at.demand(1, 8))
+    assert at.step(at.demand(2, 8), at.demand(3, 8)) == [8, WAITS]
 
 
 def test_who_has_just_lost_its_pages_does_not_go_on_from_them() -> None:
     """Session 2 loses two pages in the very step in which it needs one of them for its next
     token."""
     at = Setting(num_pages=4)
-    at.step(at.ask(1, 8), at.ask(2, 8))
-    assert at.step(at.ask(2, 9, base=8), at.ask(1, 9, base=8)) == [WAITS, 1]
+    at.step(at.demand(1, 8), at.demand(2, 8))
+    assert at.step(at.demand(2, 9, base=8), at.demand(1, 9, base=8)) == [WAITS, 1]
     assert at.held(1, 2) == [9, 0]
 
 
 def test_parked_sessions_give_way_before_young_ones() -> None:
     at = Setting(num_pages=3)
-    at.step(at.ask(1, 4), at.ask(2, 4), at.ask(3, 4))
+    at.step(at.demand(1, 4), at.demand(2, 4), at.demand(3, 4))
     at.table.park(session_name(1))
-    assert at.step(at.ask(2, 5, base=4)) == [1]
+    assert at.step(at.demand(2, 5, base=4)) == [1]
     assert at.held(1, 2, 3) == [0, 5, 4]
     assert at.admissions.figures.num_preemptions == 0
 
 
 def test_errors_are_their_own_items() -> None:
     at = Setting(num_pages=4)
-    empty = Ask(make_head((), session=1), 0)
-    found, granted = at.step(empty, at.ask(2, 4))
+    empty = SlotDemand(make_head((), session=1), 0)
+    found, granted = at.step(empty, at.demand(2, 4))
     assert isinstance(found, BadRequest)
     assert granted == 4
 
@@ -197,7 +197,7 @@ def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
     """150 tokens in steps of 64: what was run is held, and counted as parts."""
     at = Setting(num_pages=64, max_tokens=64)
     at.engine._info = ToyEngine(max_model_len=200).info
-    ask = at.ask(1, 150)
+    ask = at.demand(1, 150)
     assert [at.step(ask) for _ in range(3)] == [[64], [64], [22]]
     assert at.admissions.figures.num_prefill_chunks == 2
 
@@ -209,17 +209,17 @@ def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
     at = Setting(num_pages=128)
     at.engine._info = ToyEngine(max_model_len=400).info
     at.admissions = Admissions(at.engine, at.table, TokenBudget(512, 64, costs))
-    assert at.step(at.ask(1, 4)) == [4]
-    assert at.step(at.ask(2, 300))[0] < 100
+    assert at.step(at.demand(1, 4)) == [4]
+    assert at.step(at.demand(2, 300))[0] < 100
     at.table.release(session_name(2))
-    assert at.step(at.ask(1, 5, base=4)) == [1]
-    assert at.step(at.ask(4, 4)) == [4]
+    assert at.step(at.demand(1, 5, base=4)) == [1]
+    assert at.step(at.demand(4, 4)) == [4]
     at.table.release(session_name(4))
-    assert at.step(at.ask(2, 300))[0] < 100
+    assert at.step(at.demand(2, 300))[0] < 100
     at.table.release(session_name(2))
-    assert at.step(at.ask(1, 6, base=5)) == [1]
+    assert at.step(at.demand(1, 6, base=5)) == [1]
     at.table.release(session_name(1))
-    assert at.step(at.ask(3, 300)) == [300]
+    assert at.step(at.demand(3, 300)) == [300]
 
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)

@@ -24,15 +24,15 @@ from outrider.replica.token_budget import (
     ROUND_TOKENS_MAX,
     STEP_GROWTH_MAX,
     TokenBudget,
-    Wish,
+    TokenDemand,
 )
 
 COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=1e-6)
-ROUND = Wish(num_tokens=9, num_last=9, context=300)
+ROUND = TokenDemand(num_tokens=9, num_last=9, context=300)
 
 
-def prefix(num_tokens: int, num_last: int = 1, context: int = 0) -> Wish:
-    return Wish(num_tokens, num_last, context)
+def prefix(num_tokens: int, num_last: int = 1, context: int = 0) -> TokenDemand:
+    return TokenDemand(num_tokens, num_last, context)
 
 
 def test_rounds_go_first_and_prefixes_share_the_rest_in_order() -> None:
@@ -92,7 +92,7 @@ def test_a_step_between_two_rounds_counts_like_the_step_of_the_rounds() -> None:
     a cost of its own, so parts are short."""
     budget = TokenBudget(512, 64, COSTS)
     usual = COSTS.step_seconds(64, 8, 2400)
-    rounds = [Wish(num_tokens=8, num_last=8, context=300)] * 8
+    rounds = [TokenDemand(num_tokens=8, num_last=8, context=300)] * 8
     for turn in range(3):
         *_, beside = budget.share([*rounds, prefix(4000)])
         (between,) = budget.share([prefix(4000)])
@@ -105,7 +105,7 @@ def test_many_that_wait_get_their_share_of_the_time() -> None:
     """With 14 that begin beside 2 that play, a step is eight times as long as the rounds alone; as
     many as play double it, and fewer let it grow by STEP_GROWTH_MAX."""
     usual = COSTS.step_seconds(2, 2, 600)
-    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 2
+    rounds = [TokenDemand(num_tokens=1, num_last=1, context=300)] * 2
     for num_waiting, growth in ((1, STEP_GROWTH_MAX), (2, 2.0), (14, 8.0)):
         grants = TokenBudget(512, 64, COSTS).share([*rounds, *[prefix(4000)] * num_waiting])
         seconds = COSTS.step_seconds(sum(grants), 3, 600)
@@ -125,7 +125,7 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
     foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
     true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
     budget = TokenBudget(512, 64, foretold)
-    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 8
+    rounds = [TokenDemand(num_tokens=1, num_last=1, context=300)] * 8
     usual = true.step_seconds(8, 8, 2400)
     for _ in range(30):
         budget.share(rounds)
@@ -157,7 +157,7 @@ def test_one_step_that_was_held_up_changes_little() -> None:
 
 WISHES = st.lists(
     st.builds(
-        lambda tokens, last, context: Wish(tokens, min(tokens, last), context),
+        lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
         st.one_of(st.integers(1, ROUND_TOKENS_MAX), st.integers(1, 2000)),
         st.integers(1, 17),
         st.integers(0, 4000),
@@ -169,20 +169,20 @@ WISHES = st.lists(
 
 @given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))
 def test_whatever_is_wished(
-    wishes: list[Wish], max_tokens: int, max_steps: int, costs: StepCosts | None
+    demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
 ) -> None:
     """Bounds are kept, nothing is parted that may not be, and somebody always goes on."""
-    grants = TokenBudget(max_tokens, max_steps, costs).share(wishes)
+    grants = TokenBudget(max_tokens, max_steps, costs).share(demands)
     assert 0 < sum(grants) <= max_tokens
     assert 0 < sum(grant > 0 for grant in grants) <= max_steps
-    for wish, grant in zip(wishes, grants, strict=True):
-        whole = grant == wish.num_tokens
-        assert whole or grant <= wish.num_tokens - wish.num_last or grant == 0
-        assert whole or grant == 0 or wish.num_tokens > ROUND_TOKENS_MAX
-    rounds = [i for i, wish in enumerate(wishes) if wish.num_tokens <= ROUND_TOKENS_MAX]
+    for demand, grant in zip(demands, grants, strict=True):
+        whole = grant == demand.num_tokens
+        assert whole or grant <= demand.num_tokens - demand.num_last or grant == 0
+        assert whole or grant == 0 or demand.num_tokens > ROUND_TOKENS_MAX
+    rounds = [i for i, demand in enumerate(demands) if demand.num_tokens <= ROUND_TOKENS_MAX]
     if rounds and max_steps > 1:
         assert grants[rounds[0]] > 0
-    prefixes = [i for i, wish in enumerate(wishes) if wish.num_tokens > ROUND_TOKENS_MAX]
+    prefixes = [i for i, demand in enumerate(demands) if demand.num_tokens > ROUND_TOKENS_MAX]
     if prefixes:
         assert grants[prefixes[0]] > 0
 
