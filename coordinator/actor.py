@@ -396,7 +396,7 @@ async def connect_store(config: CoordinatorConfig) -> RedisStore:
     cannot be reached or is not fit."""
     from outrider.sessions.redis_store import RedisStore
 
-    return await RedisStore.connect_to(config.redis, wait_replicas=config.redis_wait_replicas)
+    return await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas)
 
 
 def build_gate(config: CoordinatorConfig) -> AccessControl:

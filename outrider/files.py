@@ -11,6 +11,11 @@ from typing import TypeVar
 
 from outrider.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
+_State = tuple[int, int, int, int] | None
+Found = TypeVar("Found")
+
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
@@ -19,12 +24,6 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-
-
-_log = logging.getLogger(__name__)
-
-_State = tuple[int, int, int, int] | None
-Found = TypeVar("Found")
 
 
 class FileWatch:

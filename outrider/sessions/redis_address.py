@@ -1,4 +1,13 @@
-"""The address of a Redis server and its credentials."""
+"""The address of a Redis server and its credentials.
+
+Passwords are kept out of what Ray is told: arguments of actors stand in its head (GCS), where any
+holder of the cluster's token may read them. An address without its password says where it is found:
+
+| where | set by |
+| --- | --- |
+| `password_file`, on its machine | `redis_password_file`; on one machine `serve` writes it |
+| its variable OUTRIDER_REDIS_PASSWORD | whatever starts Ray there, such as a pod with a Secret |
+"""
 
 from __future__ import annotations
 
@@ -13,6 +22,8 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from outrider.errors import SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
 
+DEFAULT_KEY_PREFIX: Final = "outrider:"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
@@ -20,21 +31,21 @@ class RedisAddress:
 
     url: str = field(repr=False)
     """May hold a user and a password, which win over those below. For the form with Sentinels
-    see `redis_sentinel`."""
+    see `redis_connection.SentinelUrl`."""
     username: str = ""
     password: str = field(default="", repr=False)
     ca_file: str = ""
     """Certificate authority of servers reached by TLS; empty = the system's."""
     sentinel_password: str = field(default="", repr=False)
     """What Sentinels ask for, where the URL names them."""
-    key_prefix: str
+    key_prefix: str = DEFAULT_KEY_PREFIX
     """Begins every key."""
     password_file: str = ""
     """Holds the password on the connecting machine; empty = there is no such file."""
     sentinel_password_file: str = ""
     """Likewise, of the Sentinels."""
     asks_for_password: bool = False
-    """Whether there is one, though it is not here; see `redis_password.py`."""
+    """Whether there is one, though it is not here; see above."""
     asks_for_sentinel_password: bool = False
     """Likewise, of the Sentinels."""
 

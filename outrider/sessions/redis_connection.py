@@ -285,7 +285,11 @@ _PORT: Final = 26_379
 
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
-    """The parts of such a URL."""
+    """The parts of a URL whose hosts are Sentinels; user and password are those of the servers.
+    With `rediss+sentinel://` both the servers and the Sentinels are reached by TLS.
+
+    redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
+    """
 
     hosts: tuple[tuple[str, int], ...]
     """HOST and PORT of each Sentinel."""

@@ -62,9 +62,6 @@ from outrider.sessions.store import (
 )
 from outrider.speculation.sampling_params import Rule
 
-DEFAULT_KEY_PREFIX = "outrider:"
-
-
 _OPEN = Script("layout", "open", replicated=True)
 _APPEND = Script("layout", "admit", "append", replicated=True)
 _HOLD_LEASE = Script("hold_lease")
@@ -97,31 +94,19 @@ class RedisStore:
     @classmethod
     async def connect(
         cls,
-        url: str,
-        *,
-        key_prefix: str = DEFAULT_KEY_PREFIX,
-        password: str = "",
-        ca_file: str = "",
-        lifetimes: Lifetimes = DEFAULT_LIFETIMES,
-        wait_replicas: int = 0,
-    ) -> Self:
-        """`connect_to` the address that has these parts."""
-        address = RedisAddress(url=url, password=password, ca_file=ca_file, key_prefix=key_prefix)
-        return await cls.connect_to(address, lifetimes=lifetimes, wait_replicas=wait_replicas)
-
-    @classmethod
-    async def connect_to(
-        cls,
-        address: RedisAddress,
+        server: RedisAddress | str,
         *,
         lifetimes: Lifetimes = DEFAULT_LIFETIMES,
         wait_replicas: int = 0,
+        **parts: Any,
     ) -> Self:
-        """Connects and makes sure that the server can keep sessions.
+        """Connects and makes sure that the server can keep sessions. With a URL alone, `parts` are
+        other fields of its address.
 
         With `wait_replicas` a change counts, and what is read is given, only once so many replicas
         have it; where they do not within `REDIS_WAIT_MS`, the method raises `StoreUnavailable`.
         Renewed leases do not wait. Raises `ConfigError`, in one line, with the password masked."""
+        address = RedisAddress(url=server, **parts) if isinstance(server, str) else server
         if "{" in address.key_prefix or "}" in address.key_prefix:
             raise ConfigError(f"Redis key prefix {address.key_prefix!r}: braces are not allowed")
         client = new_client(address)

@@ -249,8 +249,9 @@ async def _errors_as_statuses(context: Context, method: str) -> AsyncGenerator[N
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether an address of `host` has a listener on `port`, with SO_REUSEPORT or without. Binds
-    each address for a moment. False where an address cannot be bound for another reason."""
+    """Whether an address of `host` has a listener on `port`. Two servers with SO_REUSEPORT would
+    share it silently: the kernel gives each new connection to one of them. Binds each address for
+    a moment. False where an address cannot be bound for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:

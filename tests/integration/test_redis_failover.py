@@ -99,7 +99,7 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(
 ) -> None:
     """Whatever has a client: also the connections that were idle then are not used again."""
     address = RedisAddress(url=renamed.url, key_prefix="outrider:")
-    store = await RedisStore.connect_to(address)
+    store = await RedisStore.connect(address)
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     caller = Caller("me", concurrency=2)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
@@ -262,7 +262,7 @@ async def test_commits_go_on_at_the_promoted_replica(
     primary lacks. A session that this knows nothing of ends as lost, but where the replica is
     waited for there is none."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
-    store = await RedisStore.connect_to(address, wait_replicas=wait_replicas)
+    store = await RedisStore.connect(address, wait_replicas=wait_replicas)
     async with Load(store, OWNERS[0]) as load:
         await asyncio.sleep(LOAD_S)
         await fault(servers)
@@ -310,7 +310,7 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     a bounded time; and asking again by another connection, when the primary has everything already
     and no script writes, is no acknowledgement. When the replica goes on it all is there once."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
-    store = await RedisStore.connect_to(address, wait_replicas=1)
+    store = await RedisStore.connect(address, wait_replicas=1)
     new = new_session("1" * 32)
     await store.open(new)
     session = Session(new)
@@ -391,11 +391,11 @@ async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
         }
         for message, change in cases.items():
             with pytest.raises(ConfigError, match=message) as refused:
-                await RedisStore.connect_to(replace(right, **change))
+                await RedisStore.connect(replace(right, **change))
             assert not {"hush", "quiet", "swordfish", "\n"} & set(
                 re.findall(r"hush|quiet|swordfish|\n", refused.value.message)
             )
         hosts = elsewhere.replace("127.0.0.1:", "127.0.0.1:1,127.0.0.1:")
-        store = await RedisStore.connect_to(replace(right, url=f"{hosts}/outrider"))
+        store = await RedisStore.connect(replace(right, url=f"{hosts}/outrider"))
         await store.open(new_session())
         await store.close()

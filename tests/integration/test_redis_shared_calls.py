@@ -13,7 +13,8 @@ from session_model import OWNERS, end_of, new_session, next_append
 from outrider.errors import DataLoss, InvariantError
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_store import DEFAULT_KEY_PREFIX, RedisStore
+from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX
+from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 

@@ -18,11 +18,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from outrider.errors import InvariantError
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_address import DEFAULT_KEY_PREFIX, RedisAddress
 from outrider.sessions.redis_store import (
     _LOAD,
     _TAKE_OVER,
-    DEFAULT_KEY_PREFIX,
     TOKEN_BYTES,
     RedisStore,
     decode_record,
