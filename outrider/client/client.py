@@ -178,7 +178,6 @@ class SyncClient:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of each coordinator that is known."""
         return self._client.address
 
     def close(self) -> None:

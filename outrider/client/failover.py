@@ -89,7 +89,6 @@ class EndpointPool(Generic[T]):
 
     @property
     def may_change(self) -> bool:
-        """Whether others may be named, by a function."""
         return self._name is not None
 
     @property
@@ -99,7 +98,6 @@ class EndpointPool(Generic[T]):
 
     @property
     def all(self) -> list[T]:
-        """What is open."""
         return list(self._open.values())
 
     def begin(self) -> T:
@@ -157,8 +155,8 @@ class EndpointPool(Generic[T]):
             return closed
 
 
-class ResumingTransport:
-    """A `Transport` over others, each to a coordinator of the same deployment. Calls go to one that
+class ResumingTransport(Transport):
+    """Over other transports, each to a coordinator of the same deployment. Calls go to one that
     answers. A stream that breaks goes on at the next: `Started` comes once, and each token."""
 
     def __init__(
@@ -182,15 +180,13 @@ class ResumingTransport:
 
     @property
     def address(self) -> str:
-        """Of all coordinators, with commas between them."""
         return ",".join(transport.address for transport in self._pool.each)
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
+        """Raises `StreamBroken` where a stream could not be resumed."""
         return self._events(request, None, timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
         return self._events(None, request, timeout_s)
 
     async def _events(
@@ -229,28 +225,23 @@ class ResumingTransport:
             await self._sleep(wait_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """See `Transport.cancel`; of the coordinator that has the session."""
         await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        """See `Transport.get_session`."""
         return await self._first(
             lambda transport: transport.get_session(session_id, timeout_s), timeout_s
         )
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        """See `Transport.describe`, of one that answers."""
         return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether one of the coordinators says that it can serve."""
         for transport in self._pool.each:
             if await transport.healthy(timeout_s):
                 return True
         return False
 
     async def close(self) -> None:
-        """See `Transport.close`."""
         self._closed = True
         for transport in self._pool.all:
             await transport.close()

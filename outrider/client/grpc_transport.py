@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView
+from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
 from outrider.errors import BadRequest, DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
@@ -32,37 +32,36 @@ _ERROR_NUMBER: Final = re.compile(r" \(\d+\)$")
 _VISIBLE: Final = re.compile("[!-~]+")
 
 
-class GrpcTransport:
-    """One channel to HOST:PORT; any number of calls at a time. See `Transport`."""
+class GrpcTransport(Transport):
+    """One channel to HOST:PORT; any number of calls at a time."""
 
     def __init__(self, address: str, trust: Trust = PLAIN, *, api_key: str = "") -> None:
         """Nothing is sent before the first call. Raises `BadRequest` for what cannot be a key."""
-        self.address = address
+        self._address = address
         self._metadata = key_metadata(api_key)
         self._channel = self._open(address, trust)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._closed = False
 
+    @property
+    def address(self) -> str:
+        return self._address
+
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.generate`."""
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.resume`."""
         return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """See `Transport.cancel`."""
         await self._call(self._stub.Cancel, pb.CancelRequest(session_id=session_id), timeout_s)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        """See `Transport.get_session`."""
         request = pb.GetSessionRequest(session_id=session_id)
         return session_view(await self._call(self._stub.GetSession, request, timeout_s))
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        """See `Transport.describe`."""
         found = await self._call(self._stub.Describe, types_pb2.DescribeRequest(), timeout_s)
         return CoordinatorDescription(
             found.model, found.vocab_size, found.max_model_len, found.num_running
@@ -78,7 +77,6 @@ class GrpcTransport:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        """Cancels what runs and closes the channel."""
         self._closed = True
         await self._channel.close(None)
 
@@ -127,7 +125,7 @@ class GrpcTransport:
                 return
         if self._closed:
             raise Unavailable(CLOSED) from None
-        raise call_error(error, self.address) from error
+        raise call_error(error, self._address) from error
 
 
 class BlockingGrpcTransport(GrpcTransport):
@@ -144,7 +142,6 @@ class BlockingGrpcTransport(GrpcTransport):
         return _BlockingIterator(call)
 
     async def close(self) -> None:
-        """Cancels what runs and closes the channel."""
         self._closed = True
         self._channel.close()
 
@@ -187,7 +184,6 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def session_view(found: pb.Session) -> SessionView:
-    """A session from its message."""
     return SessionView(
         session_id=found.session_id,
         epoch=found.epoch,

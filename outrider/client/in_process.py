@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 from outrider.client.grpc_transport import session_view
-from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView
+from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.store import SessionRecord
@@ -61,12 +61,11 @@ class CoordinatorApi(Protocol):
         ...
 
 
-class InProcessTransport:
-    """Calls a coordinator's methods. See `Transport`."""
+class InProcessTransport(Transport):
+    """Calls a coordinator's methods."""
 
     def __init__(self, service: CoordinatorApi, tenant: str = "") -> None:
         """Closing the transport leaves the service running. The sessions are those of `tenant`."""
-        self.address = "in-process"
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
@@ -75,13 +74,15 @@ class InProcessTransport:
         """Streams whose reader has an event and has not come back for the next."""
         self._closed = False
 
+    @property
+    def address(self) -> str:
+        return "in-process"
+
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.generate`."""
         decoded = request_from_proto(request_to_proto(request))
         return self._events(self._service.generate(decoded, self._tenant), timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.resume`."""
         decoded = resume_from_proto(resume_to_proto(request))
         return self._events(self._service.resume(decoded, self._tenant), timeout_s)
 
@@ -105,18 +106,15 @@ class InProcessTransport:
                     self._idle.discard(events)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """See `Transport.cancel`."""
         async with self._within(timeout_s):
             await self._service.cancel(session_id_from_wire(session_id), self._tenant)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        """See `Transport.get_session`."""
         async with self._within(timeout_s):
             found = await self._service.session(session_id_from_wire(session_id), self._tenant)
         return session_view(session_to_proto(found))
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        """See `Transport.describe`."""
         async with self._within(timeout_s):
             model = self._service.model
             return CoordinatorDescription(
@@ -124,7 +122,6 @@ class InProcessTransport:
             )
 
     async def healthy(self, timeout_s: float) -> bool:
-        """See `Transport.healthy`."""
         try:
             async with self._within(timeout_s):
                 return await self._service.healthy()

@@ -87,7 +87,6 @@ class CompletionBuilder:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(event.text_delta for event in self._tokens)
 
     @property

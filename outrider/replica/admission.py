@@ -47,7 +47,6 @@ class Admitted:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is run that the item asks for."""
         return self.num_granted == len(self.aligned.new_tokens)
 
 
@@ -81,7 +80,6 @@ class Admissions:
 
     @property
     def figures(self) -> StepFigures:
-        """What it has come to so far."""
         counts = self._engine.page_counts()
         return StepFigures(
             counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved

@@ -78,15 +78,12 @@ class ReplicaHost(Generic[Item, Answer]):
         return ObservedSteps(self._exports.tracer, self._exports.meter, role)
 
     async def ping(self) -> Place:
-        """Where the actor runs."""
         return Place(os.getpid(), socket.gethostname())
 
     async def engagement(self) -> Engagement:
-        """What it has come to."""
         return self._engagement
 
     async def traffic(self) -> Traffic:
-        """What crossed its streams."""
         return Traffic() if self._service is None else self._service.traffic
 
     async def wait(self) -> None:

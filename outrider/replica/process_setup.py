@@ -258,7 +258,6 @@ def _load(
     num_threads: int,
     ranks: Ranks | None,
 ) -> tuple[torch.nn.Module, ModelInfo]:
-    """The model, or one rank's share of it, and what is known of it."""
     from outrider.engine.tensor_parallel.sharding import load_shard
     from outrider.models.loading import load_model
     from outrider.models.student import load_drafter
@@ -304,7 +303,6 @@ def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> Loade
 
 
 def _exit_head(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedExit | None:
-    """The head behind such a target's first layers."""
     if not isinstance(config, TargetConfig) or config.heads_kind != "early-exit":
         return None
     from outrider.models.early_exit import load_exit

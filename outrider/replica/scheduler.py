@@ -112,7 +112,6 @@ class StepScheduler(Generic[Item, Answer]):
 
     @property
     def figures(self) -> Figures:
-        """What the steps have lately had to do."""
         if self._load is None:
             return NO_FIGURES
         return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
@@ -163,7 +162,6 @@ class StepScheduler(Generic[Item, Answer]):
             self._start()
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -227,7 +225,6 @@ class StepScheduler(Generic[Item, Answer]):
         self._wake.clear()
 
     def _take(self) -> list[StepRequest[Item, Answer]]:
-        """The next batch."""
         taken = self._queue.take(asyncio.get_running_loop().time())
         for work in taken.unwanted:
             self._done(work, None)
@@ -425,7 +422,6 @@ class StepScheduler(Generic[Item, Answer]):
 
 
 def _note_state(work: StepRequest[Any, Any], answer: Any) -> None:
-    """How a step has left work."""
     if isinstance(answer, Answers):
         work.unfinished = Unfinished.CONTINUES if answer.more else None
         work.answered = not answer.waited_for
@@ -457,7 +453,6 @@ class StepLoad:
         self._sums = DecayedSums(WINDOW_S, now)
 
     def stepped(self, works: Sequence[StepRequest[Any, Any]], start: float, end: float) -> None:
-        """A step has run from `start` to `end`, with these items."""
         began = [work.started_at - work.arrived_at for work in works if work.started_at == start]
         self._sums.add(
             end,
@@ -471,7 +466,6 @@ class StepLoad:
         )
 
     def figures(self, now: float, step_figures: StepFigures) -> Figures:
-        """What that comes to; `step_figures` are the worker's."""
         sums, pages = self._sums, step_figures.pages
         step_s = sums.mean(now, "seconds", "steps")
         waited_s = sums.mean(now, "waited", "began")

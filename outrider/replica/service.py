@@ -78,22 +78,18 @@ class SteppedService(Generic[Item, Answer]):
 
     @property
     def healthy(self) -> bool:
-        """False once steps only crash, or no more follow."""
         return self._scheduler.healthy
 
     @property
     def lost(self) -> EngineLost | None:
-        """Why no step can follow any more; None while one can."""
         return self._scheduler.lost
 
     @property
     def figures(self) -> Figures:
-        """What its steps have lately had to do."""
         return self._scheduler.figures
 
     @property
     def traffic(self) -> Traffic:
-        """What has crossed its streams."""
         return Traffic(self._num_items, self._num_answers)
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
@@ -101,7 +97,6 @@ class SteppedService(Generic[Item, Answer]):
         self._scheduler.watch(on_health)
 
     def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
-        """See `ReplicaService.connect`."""
 
         def note_and_send(answers: Sequence[Any]) -> None:
             self._num_answers += len(answers)
@@ -113,11 +108,9 @@ class SteppedService(Generic[Item, Answer]):
         return _Connection(self, AnswerSender(note_and_send))
 
     def describe(self) -> ReplicaDescription:
-        """See `ReplicaService.describe`."""
         return self._description
 
     def release(self, session_id: str, epoch: int) -> None:
-        """See `ReplicaService.release`."""
         if self._filter.release(session_id, epoch):
             self._on_release(session_id)
             self._tracker.forget(session_id)
@@ -138,7 +131,6 @@ class SteppedService(Generic[Item, Answer]):
         await self._scheduler.close()
 
     def check_integrity(self) -> None:
-        """See `StepWorker.check_integrity`."""
         self._worker.check_integrity()
 
     def take(self, item: Item, sender: AnswerSender[Answer]) -> None:
@@ -196,7 +188,6 @@ class SteppedService(Generic[Item, Answer]):
             self._accept(_with_compiled(item, compiled), sender)
 
     def leave(self, sender: AnswerSender[Answer]) -> None:
-        """A stream has closed."""
         self._scheduler.park(self._tracker.leave(sender))
 
     def _park_the_silent(self, waiting: Collection[str]) -> None:
@@ -206,7 +197,6 @@ class SteppedService(Generic[Item, Answer]):
         self._scheduler.park(self._tracker.fall_silent(since, waiting))
 
     def _accept(self, item: Item, sender: AnswerSender[Answer]) -> None:
-        """Works on an item whose round is not over: queues it."""
         self._submit(self._work(item, sender))
 
     def _on_release(self, session_id: str) -> None:
@@ -214,7 +204,6 @@ class SteppedService(Generic[Item, Answer]):
         is kept."""
 
     def _work(self, item: Item, sender: AnswerSender[Answer]) -> StepRequest[Item, Answer]:
-        """An item that arrives now, to be answered through `sender`."""
         now = asyncio.get_running_loop().time()
         return StepRequest(item, [sender], now, expiry(item.head, now))
 

@@ -125,7 +125,6 @@ class AnswerSender(Generic[Answer]):
             self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self._flush_all)
 
     def flush(self, session_id: str) -> None:
-        """Sends the answers held of a session."""
         self._take_along({session_id}, ())
 
     def _flush_all(self) -> None:
@@ -185,7 +184,6 @@ class StepRequest(Generic[Item, Answer]):
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody still listens."""
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
     def asks_like(self, other: StepRequest[Item, Answer]) -> bool:
@@ -273,7 +271,6 @@ class RequestQueue(Generic[Item, Answer]):
 
     @property
     def rows(self) -> list[int]:
-        """Of the work that waits, a session's first each."""
         first: dict[str, int] = {}
         for work in self._waiting:
             first.setdefault(work.item.head.session_id, work.item.num_rows)
@@ -331,7 +328,6 @@ class RequestQueue(Generic[Item, Answer]):
         return taken
 
     def put_back(self, works: Sequence[StepRequest[Item, Answer]]) -> None:
-        """Work of the last batch, in its order, back to its place."""
         self._waiting = list(heapq.merge(works, self._waiting, key=_by_place))
         for work in works:
             self._newest.setdefault(work.item.head.key, work)

@@ -107,14 +107,12 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int:
-        """The server's process id, while it runs."""
         if self._pid is None:
             raise ConfigError("the embedded Redis is not running")
         return self._pid
 
     @property
     def running(self) -> bool:
-        """Whether the server process is alive."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:

@@ -16,6 +16,7 @@ from outrider.sessions.store import (
     Lifetimes,
     SessionRecord,
     SessionState,
+    SessionStore,
     contended,
     leased,
     missing,
@@ -42,11 +43,10 @@ class StoredSession:
 
     @property
     def length(self) -> int:
-        """The stored length in tokens."""
         return len(self.pending if self.rewrite else self.record.token_ids)
 
 
-class MemoryStore:
+class MemoryStore(SessionStore):
     """A `SessionStore` on a clock of the caller's (milliseconds, any origin)."""
 
     def __init__(
@@ -69,7 +69,6 @@ class MemoryStore:
         self._leases.clear()
 
     async def open(self, session: SessionRecord) -> None:
-        """See `SessionStore.open`."""
         self._drop_expired()
         kept = self._sessions.get(session.session_id)
         if kept is not None:
@@ -81,7 +80,6 @@ class MemoryStore:
         self._sessions[session.session_id] = StoredSession(session, expires_ms)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        """See `SessionStore.append`."""
         return [self._append(append) for append in appends]
 
     def _append(self, append: Append) -> int | OutriderError:
@@ -97,7 +95,6 @@ class MemoryStore:
         return length
 
     async def hold_lease(self, owner: str) -> Sequence[str]:
-        """See `SessionStore.hold_lease`."""
         now_ms = self._now_ms()
         self._leases = {name: one for name, one in self._leases.items() if one[0] > now_ms}
         _, wanted = self._leases.get(owner, (0, ()))
@@ -105,11 +102,9 @@ class MemoryStore:
         return sorted(wanted)
 
     async def end_lease(self, owner: str) -> None:
-        """See `SessionStore.end_lease`."""
         self._leases.pop(owner, None)
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """See `SessionStore.release`."""
         kept = self._admit(session_id, epoch, owner, reopens=False)
         if kept.record.state is SessionState.RUNNING:
             kept = replace(kept, record=replace(kept.record, owner=released(owner)))
@@ -118,7 +113,6 @@ class MemoryStore:
     async def take_over(
         self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
     ) -> SessionRecord:
-        """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
             ends_ms, wanted = self._leases.get(seen.owner, (0, set()))
@@ -140,7 +134,6 @@ class MemoryStore:
         return verified(kept.record)
 
     async def finish(self, finish: Finish) -> int:
-        """See `SessionStore.finish`."""
         kept = self._admit(finish.session_id, finish.epoch, finish.owner)
         fits = finish.length is None or (not kept.rewrite and finish.length == kept.length)
         if fits and kept.record.state is SessionState.RUNNING:
@@ -156,7 +149,6 @@ class MemoryStore:
         return kept.length
 
     async def load(self, session_id: str) -> SessionRecord:
-        """See `SessionStore.load`."""
         kept = self._find(session_id)
         if kept is None:
             raise not_found(session_id)
@@ -210,7 +202,6 @@ def _request(record: SessionRecord) -> tuple[object, ...]:
 
 
 def _raised(kept: StoredSession, epoch: int, owner: str) -> StoredSession:
-    """The session under an epoch that the store has lost."""
     record = replace(
         kept.record,
         epoch=epoch,
@@ -222,7 +213,6 @@ def _raised(kept: StoredSession, epoch: int, owner: str) -> StoredSession:
 
 
 def _extended(kept: StoredSession, append: Append) -> StoredSession:
-    """The session with the tokens of an append that fits."""
     record = kept.record
     token_ids, logprobs = record.token_ids, record.logprobs
     if kept.rewrite:

@@ -267,8 +267,6 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 
 class Pool(redis.asyncio.BlockingConnectionPool):
-    """A bounded number of connections; callers wait for a free one."""
-
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Closes connections; idle ones alone without giving way to other tasks, which might take
         one that is half closed. The library would wait for each to be closed."""

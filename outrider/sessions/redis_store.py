@@ -51,6 +51,7 @@ from outrider.sessions.store import (
     Lifetimes,
     SessionRecord,
     SessionState,
+    SessionStore,
     contended,
     leased,
     missing,
@@ -73,7 +74,7 @@ _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
 
 
-class RedisStore:
+class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
     def __init__(
@@ -118,7 +119,6 @@ class RedisStore:
         return cls(client, address.key_prefix, lifetimes, wait_replicas)
 
     async def open(self, session: SessionRecord) -> None:
-        """See `SessionStore.open`."""
         arguments = [
             self._lifetimes.session_ttl_ms,
             encode_tokens(session.token_ids),
@@ -129,7 +129,6 @@ class RedisStore:
             raise taken(session.session_id)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        """See `SessionStore.append`."""
         calls: list[Call] = [
             (
                 self._keys(append.session_id),
@@ -155,15 +154,12 @@ class RedisStore:
         ]
 
     async def hold_lease(self, owner: str) -> Sequence[str]:
-        """See `SessionStore.hold_lease`."""
         return await self._set_lease(owner, self._lifetimes.lease_ms)
 
     async def end_lease(self, owner: str) -> None:
-        """See `SessionStore.end_lease`."""
         await self._set_lease(owner, 0)
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """See `SessionStore.release`."""
         arguments: list[str | int] = [epoch, owner, released(owner)]
         answer = await self._scripts.run(_RELEASE, (self._keys(session_id), arguments))
         if not isinstance(answer, int):
@@ -172,7 +168,6 @@ class RedisStore:
     async def take_over(
         self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
     ) -> SessionRecord:
-        """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
             asked: list[str | int] = [session_id, self._lifetimes.lease_ms]
@@ -198,7 +193,6 @@ class RedisStore:
         return record
 
     async def finish(self, finish: Finish) -> int:
-        """See `SessionStore.finish`."""
         arguments = [
             finish.epoch,
             finish.owner,
@@ -212,7 +206,6 @@ class RedisStore:
         return answer
 
     async def load(self, session_id: str) -> SessionRecord:
-        """See `SessionStore.load`."""
         for _ in range(LOAD_TRIES_MAX):
             answer = await self._scripts.run(_LOAD, (self._keys(session_id), [RECORD_WHOLE_BYTES]))
             record = await self._record(session_id, answer)
@@ -223,7 +216,6 @@ class RedisStore:
         )
 
     async def close(self) -> None:
-        """See `SessionStore.close`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._scripts.close()
         await self._client.aclose()
@@ -324,7 +316,6 @@ def decode_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def new_session_fields(session: SessionRecord) -> list[Field]:
-    """Fields and values of a session as it is opened, without its lease."""
     return [
         "epoch", session.epoch,
         "owner", session.owner,
@@ -342,7 +333,6 @@ def new_session_fields(session: SessionRecord) -> list[Field]:
 
 
 def append_fields(append: Append) -> list[Field]:
-    """Fields and values that an append sets."""
     return [
         "prefix_digest", append.prefix_digest,
         *_cache_fields(append.draft, append.target),
@@ -351,7 +341,6 @@ def append_fields(append: Append) -> list[Field]:
 
 
 def finish_fields(finish: Finish) -> list[Field]:
-    """Fields and values of a session's end."""
     return [
         "state", SessionState.FINISHED.value,
         "finish_reason", finish.reason.value,

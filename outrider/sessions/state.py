@@ -78,17 +78,14 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """The owner's epoch."""
         return self.record.epoch
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
         return self.record.prompt_length
 
     @property
     def length(self) -> int:
-        """All decided tokens, prompt included."""
         return len(self.tokens)
 
     @property

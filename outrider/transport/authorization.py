@@ -30,7 +30,6 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._names = frozenset(name.encode() for name in names)
 
     async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
-        """The method's own handler, behind a look at the certificate."""
         method: str = details.method
 
         @asynccontextmanager

@@ -120,7 +120,6 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
-    """All of a file, at least one. Raises `ConfigError`."""
     try:
         found = x509.load_pem_x509_certificates(read_pem(path))
     except ValueError:

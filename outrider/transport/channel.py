@@ -53,7 +53,6 @@ def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """Options of a client's channel."""
     return [
         *_BOTH_ENDS,
         ("grpc.initial_reconnect_backoff_ms", 2 * LINK_BACKOFF_MS_MIN),

@@ -203,7 +203,6 @@ def _features_from_proto(message: types_pb2.Features, field: str) -> Features | 
 
 
 def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
-    """One position."""
     return types_pb2.PositionLogprobs(
         logprob=entry.logprob,
         top=[types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top],
@@ -305,7 +304,6 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
 
 
 def verify_item_to_proto(item: VerifyItem, hashed: bool = False) -> target_pb2.VerifyItem:
-    """See `head_to_proto`."""
     return target_pb2.VerifyItem(
         head=head_to_proto(item.head, hashed),
         proposal=_proposal_to_proto(item.proposal) if item.proposal else None,
@@ -320,7 +318,6 @@ def verify_item_to_proto(item: VerifyItem, hashed: bool = False) -> target_pb2.V
 
 
 def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
-    """Raises `BadRequest` naming the field that does not fit."""
     num_next, siblings = message.num_next_draft_tokens, tuple(message.next_siblings)
     _check_tree(num_next, "num_next_draft_tokens", siblings, "next_siblings")
     num_logprobs = None
@@ -340,7 +337,6 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
 
 
 def draft_item_to_proto(item: DraftItem, hashed: bool = False) -> draft_pb2.DraftItem:
-    """See `head_to_proto`."""
     return draft_pb2.DraftItem(
         head=head_to_proto(item.head, hashed),
         num_draft_tokens=item.num_draft_tokens,
@@ -353,7 +349,6 @@ def draft_item_to_proto(item: DraftItem, hashed: bool = False) -> draft_pb2.Draf
 
 
 def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
-    """Raises `BadRequest` naming the field that does not fit."""
     siblings = tuple(message.siblings)
     _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
     held = None
@@ -395,7 +390,6 @@ def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field
 def verify_answer_to_proto(
     answer: VerdictReply | Resync | Refused,
 ) -> target_pb2.VerifyReplyItem:
-    """Any answer of a target."""
     key = answer.key
     message = target_pb2.VerifyReplyItem(
         session_id=key.session_id, epoch=key.epoch, round=key.round
@@ -430,7 +424,6 @@ def verify_answer_to_proto(
 def verify_answer_from_proto(
     message: target_pb2.VerifyReplyItem,
 ) -> VerdictReply | Resync | Refused:
-    """Raises `BadRequest` naming the field that does not fit."""
     key = key_from_proto(message)
     if message.WhichOneof("answer") != "verdict":
         return _other_answer_from_proto(key, message)
@@ -476,7 +469,6 @@ def _audit_from_proto(verdict: target_pb2.Verdict) -> AuditSums:
 
 
 def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2.DraftReplyItem:
-    """Any answer of a draft."""
     key = answer.key
     message = draft_pb2.DraftReplyItem(session_id=key.session_id, epoch=key.epoch, round=key.round)
     if not isinstance(answer, ProposalReply):
@@ -500,7 +492,6 @@ def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2
 def draft_answer_from_proto(
     message: draft_pb2.DraftReplyItem,
 ) -> ProposalReply | Resync | Refused:
-    """Raises `BadRequest` naming the field that does not fit."""
     key = key_from_proto(message)
     if message.WhichOneof("answer") != "proposal":
         return _other_answer_from_proto(key, message)
@@ -555,7 +546,6 @@ def _other_answer_from_proto(
 
 
 def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
-    """Field for field."""
     costs = description.step_costs
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     values["step_costs"] = costs if costs is None else types_pb2.StepCosts(**asdict(costs))
@@ -563,7 +553,6 @@ def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDe
 
 
 def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
-    """Field for field."""
     costs = None
     if message.HasField("step_costs"):
         found = message.step_costs

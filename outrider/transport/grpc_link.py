@@ -97,7 +97,6 @@ class GrpcLink(Generic[Item, Answer]):
     def listen(
         self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """See `Link.listen`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
@@ -116,7 +115,6 @@ class GrpcLink(Generic[Item, Answer]):
         stream.put(item, message)
 
     def release(self, session_id: str, epoch: int) -> None:
-        """See `Link.release`."""
         for stream in self._streams.values():
             stream.forget(session_id)
         if self._closed or self._num_releases >= RELEASES_IN_FLIGHT_MAX:
@@ -125,7 +123,6 @@ class GrpcLink(Generic[Item, Answer]):
         self._spawn(self._send_release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        """See `Link.describe`."""
         request = types_pb2.DescribeRequest().SerializeToString()
         if self._closed:
             raise Unavailable(f"the link to {self._address} is closed")
@@ -145,7 +142,6 @@ class GrpcLink(Generic[Item, Answer]):
             raise
 
     async def close(self) -> None:
-        """See `Link.close`."""
         self._closed = True
         self._stop_streams()
         tasks = list(self._background)
@@ -243,7 +239,6 @@ class _Stream(Generic[Item, Answer]):
         return self._codec.item_to_proto(item, self._sent.get(head.session_id) == head.given_hashes)
 
     def put(self, item: Item, message: Any) -> None:
-        """Queues what `encode` made of the item just now."""
         if not self._outbox.put(message):
             error = Overloaded(f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
             error.retry_after_ms = LINK_BACKOFF_MS_MIN
@@ -252,11 +247,9 @@ class _Stream(Generic[Item, Answer]):
             self._sent[item.head.session_id] = item.head.given_hashes
 
     def forget(self, session_id: str) -> None:
-        """Sends this session's parameters in full again, if it sends any."""
         self._sent.pop(session_id, None)
 
     def stop(self) -> None:
-        """Ends the call; nothing of it is heard any more."""
         if not self._stopped:
             self._stopped = True
             self._call.cancel()
@@ -294,7 +287,6 @@ class _Stream(Generic[Item, Answer]):
             self._call.cancel()
 
     async def _read(self) -> str:
-        """Hears answers until the call ends; returns why it did."""
         try:
             while (data := await self._call.read()) is not _END:
                 self._num_bytes.received += len(data)

@@ -130,7 +130,6 @@ class MemoryLink(Generic[Item, Answer]):
     def listen(
         self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """See `Link.listen`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
@@ -146,7 +145,6 @@ class MemoryLink(Generic[Item, Answer]):
         self._stream.send(item)
 
     def release(self, session_id: str, epoch: int) -> None:
-        """See `Link.release`."""
         if self._unreachable is None and not self._closed:
             service = self._service
             self._deliver(lambda: service.release(session_id, epoch))
@@ -159,7 +157,6 @@ class MemoryLink(Generic[Item, Answer]):
         return self._service.describe()
 
     async def close(self) -> None:
-        """See `Link.close`."""
         self._closed = True
         self._drop_stream()
         await asyncio.sleep(0)

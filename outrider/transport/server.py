@@ -94,7 +94,6 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """host:port that it listens on, once started."""
         check(self._port > 0, "the server has not been started")
         return _join(self._options.host, self._port)
 
@@ -140,7 +139,6 @@ class _DecodesForOthers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     bytes that are no message would be UNKNOWN. They get messages, too, and never such bytes."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """The method's own handler, or one that decodes before it."""
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler

@@ -68,7 +68,6 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
 
 
 def _from_details(data: bytes, plain: OutriderError) -> OutriderError:
-    """`plain` with what the rich details add to it."""
     try:
         status = status_pb2.Status.FromString(data)
     except DecodeError:

@@ -43,7 +43,6 @@ class ReplicaServicer(Generic[Item, Answer]):
 
     @property
     def grpc_service(self) -> Service:
-        """The service for `outrider.transport.server.RpcServer`."""
         return Service(self._codec.service, self)
 
     async def stream(self, frames: AsyncIterator[Any], context: Any = None) -> AsyncGenerator[Any]:
@@ -94,7 +93,6 @@ class ReplicaServicer(Generic[Item, Answer]):
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Any
     ) -> types_pb2.ReplicaDescription:
-        """What runs here."""
         return description_to_proto(self._service.describe())
 
     async def release(
@@ -219,7 +217,6 @@ class SendQueue:
 
     @property
     def full(self) -> bool:
-        """Whether `put` would be refused."""
         return len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX
 
     def put(self, message: Any) -> bool:
