@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 from coordinator.decoding.committer import Committer
@@ -63,7 +64,7 @@ LOOK_PERIOD_S: Final = 1.0
 
 
 class HealthMonitor:
-    """Looks now and then, and remembers. Implements `Standing`."""
+    """Looks now and then, and remembers."""
 
     def __init__(
         self,
@@ -81,20 +82,18 @@ class HealthMonitor:
         self.replicas_wanted: dict[str, int] = {}
         self.replicas_present: dict[str, int] = {}
 
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        """See `Standing.bytes_sent`."""
-        return {pool.role: pool.num_bytes.sent for pool in self._pools}
-
-    @property
-    def bytes_received(self) -> dict[str, int]:
-        """See `Standing.bytes_received`."""
-        return {pool.role: pool.num_bytes.received for pool in self._pools}
-
-    @property
-    def stale_answers(self) -> dict[str, int]:
-        """See `Standing.stale_answers`."""
-        return {pool.role: pool.num_stale for pool in self._pools}
+    def readings(self) -> dict[str, Mapping[str, float]]:
+        """By metric and the value of its label what is known now. May be called by any thread."""
+        pools = self._pools
+        return {
+            "target_available": _flag(self.target_available),
+            "store_available": _flag(self.store_available),
+            "replicas_wanted": self.replicas_wanted,
+            "replicas_present": self.replicas_present,
+            "wire_bytes_sent": {pool.role: pool.num_bytes.sent for pool in pools},
+            "wire_bytes_received": {pool.role: pool.num_bytes.received for pool in pools},
+            "stale_answers": {pool.role: pool.num_stale for pool in pools},
+        }
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
@@ -127,3 +126,8 @@ class HealthMonitor:
             return
         self.replicas_wanted = {role: wanted[role] for role in ROLES if role in wanted}
         self.replicas_present = present
+
+
+def _flag(known: bool | None) -> dict[str, float]:
+    """1 or 0; nothing before it is known."""
+    return {} if known is None else {"": float(known)}

@@ -130,7 +130,7 @@ class CoordinatorService:
             waiting=lambda: self._num_admitted - self.num_running,
         )
         self._health = HealthMonitor(store, self.targets, self.drafts, registry)
-        observation.watch_health(self._health)
+        observation.watch_health(self._health.readings)
         self._auditor = Auditor(
             options, self.targets, observation, random_bits, self._in_background
         )

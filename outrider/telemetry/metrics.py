@@ -11,7 +11,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule
-from outrider.telemetry.observer import AuditOutcome, CoordinatorHealth, Side
+from outrider.telemetry.observer import AuditOutcome, HealthReadings, Side
 
 PREFIX: Final = "outrider."
 SECONDS: Final = (
@@ -164,89 +164,77 @@ class RequestMetrics:
         )
 
 
+_AUDIT: Final = {
+    "tokens": ("num_tokens", "Tokens audited."),
+    "impossible_tokens": (
+        "num_impossible", "Of them those that the target gives no probability."
+    ),
+    "unlikely_tokens": (
+        "num_unlikely", "Greedy ones that are neither the likeliest token nor a near tie of it."
+    ),
+    "near_ties": ("num_near_ties", "Greedy ones that are such a near tie."),
+    "surprise_nats": ("surprise", "Sum of -log p of tokens that were drawn."),
+    "entropy_nats": ("entropy", "What that sum is expected to be."),
+    "variance_nats2": ("variance", "Variance of that sum."),
+}  # fmt: skip
+"""By name: the attribute of `AuditSums`, and what it says."""
+_OF_GREEDY: Final = ("num_unlikely", "num_near_ties")
+
+
 class AuditMetrics:
     """What audits of a coordinator's sessions have come to. From what the counters grow by in a
     time follow the mean drift of a token and a z value for the whole:
     (surprise - entropy) / tokens, and (surprise - entropy) / sqrt(variance)."""
 
     def __init__(self, meter: Meter) -> None:
-        counter = partial(ObservedCounter, meter)
         rules, greedy = [rule.value for rule in Rule], [Rule.GREEDY.value]
-        self.outcomes = counter(
-            "audits", "Sessions chosen for an audit, by what came of it.", "outcome",
+        about, outcomes = (
+            "Sessions chosen for an audit, by what came of it.",
             get_args(AuditOutcome),
-        )  # fmt: skip
-        self._tokens = counter("audit_tokens", "Tokens audited.", "rule", rules)
-        self._impossible = counter(
-            "audit_impossible_tokens",
-            "Of them those that the target gives no probability.",
-            "rule",
-            rules,
         )
-        self._unlikely = counter(
-            "audit_unlikely_tokens",
-            "Greedy ones that are neither the likeliest token nor a near tie of it.",
-            "rule",
-            greedy,
-        )
-        self._near_ties = counter(
-            "audit_near_ties", "Greedy ones that are such a near tie.", "rule", greedy
-        )
-        self._surprise = counter(
-            "audit_surprise_nats", "Sum of -log p of tokens that were drawn.", "rule", rules
-        )
-        self._entropy = counter(
-            "audit_entropy_nats", "What that sum is expected to be.", "rule", rules
-        )
-        self._variance = counter("audit_variance_nats2", "Variance of that sum.", "rule", rules)
+        self.outcomes = ObservedCounter(meter, "audits", about, "outcome", outcomes)
+        self._sums = {
+            field: ObservedCounter(
+                meter, f"audit_{name}", about, "rule", greedy if field in _OF_GREEDY else rules
+            )
+            for name, (field, about) in _AUDIT.items()
+        }
 
     def add(self, rule: str, sums: AuditSums) -> None:
         """Tokens of a session have been audited."""
-        self._tokens.add(sums.num_tokens, rule)
-        self._impossible.add(sums.num_impossible, rule)
-        if rule == Rule.GREEDY.value:
-            self._unlikely.add(sums.num_unlikely, rule)
-            self._near_ties.add(sums.num_near_ties, rule)
-        self._surprise.add(sums.surprise, rule)
-        self._entropy.add(sums.entropy, rule)
-        self._variance.add(sums.variance, rule)
+        for field, counter in self._sums.items():
+            if rule == Rule.GREEDY.value or field not in _OF_GREEDY:
+                counter.add(getattr(sums, field), rule)
 
 
-def watch_health(meter: Meter, health: CoordinatorHealth) -> None:
-    """Shows a coordinator's health, read whenever the SDK collects."""
-
-    def flag(known: bool | None) -> Mapping[str, float]:
-        return {} if known is None else {"": float(known)}
-
-    gauge = partial(watch_each, meter)
-    gauge(
-        "target_available",
-        "Whether a target answers: without one no session makes progress. 1 or 0.",
-        "",
-        lambda: flag(health.target_available),
-    )
-    gauge(
-        "store_available",
-        "Whether the session store answers: while it does not, sessions pause. 1 or 0.",
-        "",
-        lambda: flag(health.store_available),
-    )
-    gauge(
-        "replicas_wanted",
-        "Replicas that the deployment is to have; the same at every coordinator.",
-        "role",
-        lambda: health.replicas_wanted,
-    )
-    gauge(
-        "replicas_present",
+_HEALTH: Final[dict[str, tuple[str, bool, str]]] = {
+    "target_available": (
+        "", False, "Whether a target answers: without one no session makes progress. 1 or 0.",
+    ),
+    "store_available": (
+        "", False, "Whether the session store answers: while it does not, sessions pause. 1 or 0.",
+    ),
+    "replicas_wanted": (
+        "role", False, "Replicas that the deployment is to have; the same at every coordinator.",
+    ),
+    "replicas_present": (
+        "role", False,
         "Replicas that announce themselves and do not leave; the same at every coordinator.",
-        "role",
-        lambda: health.replicas_present,
-    )
-    counter = partial(watch_each, meter, grows=True)
-    about = "Bytes of frames to replicas."
-    counter("wire_bytes_sent", about, "side", lambda: health.bytes_sent)
-    about = "Bytes of frames from replicas."
-    counter("wire_bytes_received", about, "side", lambda: health.bytes_received)
-    about = "Proposals and verdicts that came when their round or session was over."
-    counter("stale_answers", about, "side", lambda: health.stale_answers)
+    ),
+    "wire_bytes_sent": ("side", True, "Bytes of frames to replicas."),
+    "wire_bytes_received": ("side", True, "Bytes of frames from replicas."),
+    "stale_answers": (
+        "side", True, "Proposals and verdicts that came when their round or session was over.",
+    ),
+}  # fmt: skip
+"""By name: the label that tells its values apart, whether they only grow, and what it says."""
+
+
+def watch_health(meter: Meter, readings: HealthReadings) -> None:
+    """Shows a coordinator's health, read whenever the SDK collects."""
+    for name, (label, grows, about) in _HEALTH.items():
+        watch_each(meter, name, about, label, partial(_reading, readings, name), grows)
+
+
+def _reading(readings: HealthReadings, name: str) -> Mapping[str, float]:
+    return readings()[name]

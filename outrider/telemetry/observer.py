@@ -7,7 +7,7 @@ is off, each costs a call and allocates nothing, and OpenTelemetry is not import
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, Literal, Protocol
+from typing import ClassVar, Final, Literal
 
 from outrider.request import Finished, GenerateRequest
 from outrider.speculation.audit_totals import AuditSums
@@ -88,43 +88,8 @@ class RequestObserver:
 SILENT: Final = RequestObserver()
 
 
-class CoordinatorHealth(Protocol):
-    """What a coordinator knows of its surroundings. Everything may be read from any thread."""
-
-    @property
-    def target_available(self) -> bool | None:
-        """Whether a target answered when it was last asked; None before that."""
-        ...
-
-    @property
-    def store_available(self) -> bool | None:
-        """Whether the session store did."""
-        ...
-
-    @property
-    def replicas_wanted(self) -> Mapping[str, int]:
-        """How many the deployment is to have, by role; empty where that is not known."""
-        ...
-
-    @property
-    def replicas_present(self) -> Mapping[str, int]:
-        """How many announce themselves."""
-        ...
-
-    @property
-    def bytes_sent(self) -> Mapping[str, int]:
-        """Bytes to replicas, by side; never falls."""
-        ...
-
-    @property
-    def bytes_received(self) -> Mapping[str, int]:
-        """Bytes from them."""
-        ...
-
-    @property
-    def stale_answers(self) -> Mapping[str, int]:
-        """Answers of theirs that came too late, by side; never falls."""
-        ...
+HealthReadings = Callable[[], Mapping[str, Mapping[str, float]]]
+"""What a coordinator knows of its surroundings: numbers by metric and the value of its label."""
 
 
 class Observation:
@@ -141,8 +106,8 @@ class Observation:
         """Shows how many requests run, and how many are being opened. Both may be called from any
         thread."""
 
-    def watch_health(self, health: CoordinatorHealth) -> None:
-        """Shows the coordinator's health."""
+    def watch_health(self, readings: HealthReadings) -> None:
+        """Shows the coordinator's health. It may be read from any thread."""
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """Tokens of a session that is over have been held against its target's law."""

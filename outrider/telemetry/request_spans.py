@@ -37,7 +37,7 @@ from outrider.telemetry.metrics import (
 )
 from outrider.telemetry.observer import (
     AuditOutcome,
-    CoordinatorHealth,
+    HealthReadings,
     Observation,
     RequestObserver,
     Side,
@@ -88,9 +88,9 @@ class ObservedRequests(Observation):
         watch(self._meter, "num_requests_running", "Sessions that run.", running)
         watch(self._meter, "num_requests_waiting", "Requests being opened.", waiting)
 
-    def watch_health(self, health: CoordinatorHealth) -> None:
+    def watch_health(self, readings: HealthReadings) -> None:
         """See `Observation.watch_health`."""
-        watch_health(self._meter, health)
+        watch_health(self._meter, readings)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """See `Observation.audited`."""
