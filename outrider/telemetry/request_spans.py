@@ -391,17 +391,16 @@ def _operation(request: GenerateRequest) -> str:
 def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
     """The request's parameters; nothing of its prompt unless asked for."""
     sampling = request.sampling
-    span.set_attribute("gen_ai.request.temperature", sampling.temperature)
-    span.set_attribute("gen_ai.request.top_p", sampling.top_p)
-    span.set_attribute("gen_ai.request.top_k", sampling.top_k)
-    if request.max_tokens is not None:
-        span.set_attribute("gen_ai.request.max_tokens", request.max_tokens)
-    if request.stop:
-        span.set_attribute("gen_ai.request.stop_sequences", request.stop)
-    if request.num_draft_tokens is not None:
-        span.set_attribute("outrider.request.num_draft_tokens", request.num_draft_tokens)
-    if prompts:
-        span.set_attribute("gen_ai.input.messages", _messages(request))
+    found = {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.stop_sequences": request.stop or None,
+        "outrider.request.num_draft_tokens": request.num_draft_tokens,
+        "gen_ai.input.messages": _messages(request) if prompts else None,
+    }
+    span.set_attributes({name: value for name, value in found.items() if value is not None})
 
 
 def _messages(request: GenerateRequest) -> str:

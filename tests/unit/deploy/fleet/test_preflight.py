@@ -329,9 +329,3 @@ def test_any_free_port_is_everybodys() -> None:
     config = load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {})
     check_before_start(config)
     check_ports(config)
-
-
-def test_what_is_no_emulated_engine_is_refused() -> None:
-    with pytest.raises(SettingError, match="emulated: unknown key 'size'") as bad:
-        check_before_start(load_config(EMULATED | {"engine": "emulated:size=10"}, {}))
-    assert bad.value.key == "engine"

@@ -38,11 +38,8 @@ def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
     assert [port(plan, role, 3) for role in ROLES] == [5003, 6003, 7003]
     coordinator: Any = plan.replica_config("coordinator", "coordinator-9", 3)
     assert coordinator.port == 8003
-
-
-def test_a_port_that_is_left_open_stays_so() -> None:
-    plan = spec(grpc_port=0, target_port=0, draft_port=0)
-    assert [port(plan, role, 3) for role in ROLES] == [0, 0, 0]
+    open_ports = spec(grpc_port=0, target_port=0, draft_port=0)
+    assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
 
 
 def test_on_a_cluster_each_replica_has_the_ports_that_are_set() -> None:
@@ -169,108 +166,92 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
 @pytest.mark.parametrize(
     ("gpus", "settings", "target", "draft"),
     [
-        (0, {}, (0, "cpu"), (0, "cpu")),
-        (0, {"draft_model": "small"}, (0, "cpu"), (0, "cpu")),
-        (1, {}, (1, "cuda"), (0, "cpu")),
-        (1, {"model": "small"}, (1, "cuda"), (0, "cpu")),
-        (1, {"draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
-        (1, {"draft_model": "suffix"}, (1, "cuda"), (0, "cpu")),
-        (1, {"draft_model": "hybrid:suffix,quantized:8"}, (0.5, "cuda"), (0.5, "cuda")),
-        (2, {"draft_model": "small"}, (1, "cuda"), (1, "cuda")),
-        (2, {"draft_model": "small", "device": "cpu"}, (0, "cpu"), (0, "cpu")),
-        (2, {"draft_model": "small", "draft_num_gpus": "0"}, (1, "cuda"), (0, "cpu")),
-        (
-            1,
-            {"model": "small", "target_num_gpus": "0.75", "device": "cuda:0"},
-            (0.75, "cuda:0"),
-            (0, "cpu"),
-        ),
-        (4, {"model": "small", "tensor_parallel_size": 4}, (1, "cuda"), (0, "cpu")),
-        (
-            4,
-            {"tensor_parallel_size": 2, "draft_model": "small", "draft_tensor_parallel_size": 2},
-            (1, "cuda"),
-            (1, "cuda"),
-        ),
-        (2, {"tensor_parallel_size": 3, "draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
-        (3, {"model": "small", "tensor_parallel_size": 4}, (0.5, "cuda"), (0, "cpu")),
-        (4, {"engine": "emulated:", "draft_model": "small"}, (0, "cpu"), (0, "cpu")),
+        (0, "small", 0, 0),
+        (1, "", 1, 0),
+        (1, "small", 0.5, 0.5),
+        (1, "suffix", 1, 0),
+        (1, "hybrid:suffix,quantized:8", 0.5, 0.5),
+        (2, "small", 1, 1),
+        (2, "small device=cpu", 0, 0),
+        (2, "small draft_num_gpus=0", 1, 0),
+        (4, "small tensor_parallel_size=2 draft_tensor_parallel_size=2", 1, 1),
+        (2, "small tensor_parallel_size=3", 0.5, 0.5),
+        (3, " tensor_parallel_size=4", 0.5, 0),
+        (4, "small engine=emulated:", 0, 0),
         # Every replica of a model counts, with each of its ranks; those of a look-up do not.
-        (4, {"draft_model": "small", "num_targets": 3}, (1, "cuda"), (1, "cuda")),
-        (4, {"draft_model": "small", "num_drafts": 4}, (0.5, "cuda"), (0.5, "cuda")),
-        (4, {"draft_model": "small", "num_drafts": 0, "num_targets": 4}, (1, "cuda"), (1, "cuda")),
-        (1, {"model": "small", "num_targets": 2, "num_drafts": 8}, (0.5, "cuda"), (0, "cpu")),
-        (
-            3,
-            {"model": "small", "num_targets": 2, "tensor_parallel_size": 4},
-            (1 / 3, "cuda"),
-            (0, "cpu"),
-        ),
+        (4, "small num_targets=3", 1, 1),
+        (4, "small num_drafts=4", 0.5, 0.5),
+        (4, "small num_drafts=0 num_targets=4", 1, 1),
+        (1, " num_targets=2 num_drafts=8", 0.5, 0),
+        (3, " num_targets=2 tensor_parallel_size=4", 1 / 3, 0),
+        (2, "medusa:heads num_targets=2 num_drafts=8", 1, 0),
     ],
 )
-def test_gpus_are_shared_out(
-    gpus: float, settings: dict[str, object], target: tuple[float, str], draft: tuple[float, str]
-) -> None:
+def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: float) -> None:
     """What the configuration states wins; else models share what there is."""
-    assert _shares(gpus, **settings) == (target, draft)
+    drafter, *more = settings.split(" ")
+    given: dict[str, object] = dict(one.split("=", 1) for one in more)
+    given |= {"draft_model": drafter} if drafter else {}
+    found = _shares(gpus, model="small", **given)
+    assert found == tuple((share, "cuda" if share else "cpu") for share in (target, draft))
+
+
+def test_a_device_and_a_share_that_are_stated_are_taken() -> None:
+    shares = _shares(1, model="small", target_num_gpus="0.75", device="cuda:0")
+    assert shares == ((0.75, "cuda:0"), (0, "cpu"))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "same_node", "settings", "expected"),
+    ("gpus", "settings", "expected"),
     [
-        (0, True, {}, 0),
-        (0, False, {}, LOOK_AHEAD_DEFAULT),
-        (0, True, {"target_num_threads": 6, "draft_num_threads": 2}, LOOK_AHEAD_DEFAULT),
-        (0, True, {"target_num_threads": 7, "draft_num_threads": 2}, 0),
-        (0, True, {"draft_num_threads": 2}, 0),
-        (0, True, {"look_ahead": 5}, 5),
-        (0, False, {"look_ahead": 0}, 0),
-        (1, True, {}, 0),
-        (1, True, {"draft_num_gpus": "0"}, LOOK_AHEAD_DEFAULT),
-        (2, True, {}, LOOK_AHEAD_DEFAULT),
-        (2, True, {"draft_model": "suffix"}, 0),
-        (0, True, {"engine": "emulated:"}, LOOK_AHEAD_DEFAULT),
-        (
-            0,
-            True,
-            {"target_num_threads": 3, "draft_num_threads": 2, "num_targets": 2},
-            LOOK_AHEAD_DEFAULT,
-        ),
-        (0, True, {"target_num_threads": 3, "draft_num_threads": 3, "num_targets": 2}, 0),
-        (0, True, {"target_num_threads": 6, "draft_num_threads": 1, "num_drafts": 3}, 0),
-        (2, True, {"num_targets": 2, "num_drafts": 2}, 0),
-        (4, True, {"num_targets": 2, "num_drafts": 2}, LOOK_AHEAD_DEFAULT),
+        (0, {}, False),
+        (0, {"target_num_threads": 6, "draft_num_threads": 2}, True),
+        (0, {"target_num_threads": 7, "draft_num_threads": 2}, False),
+        (0, {"draft_num_threads": 2}, False),
+        (1, {}, False),
+        (1, {"draft_num_gpus": "0"}, True),
+        (2, {}, True),
+        (0, {"engine": "emulated:"}, True),
+        (0, {"target_num_threads": 3, "draft_num_threads": 2, "num_targets": 2}, True),
+        (0, {"target_num_threads": 3, "draft_num_threads": 3, "num_targets": 2}, False),
+        (0, {"target_num_threads": 6, "draft_num_threads": 1, "num_drafts": 3}, False),
+        (2, {"num_targets": 2, "num_drafts": 2}, False),
+        (4, {"num_targets": 2, "num_drafts": 2}, True),
+        # A look-up takes a core of each coordinator.
+        (0, {"draft_model": "suffix"}, False),
+        (0, {"draft_model": "suffix", "target_num_threads": 7}, True),
+        (0, {"draft_model": "suffix", "target_num_threads": 8}, False),
+        (0, {"draft_model": "suffix", "target_num_threads": 4, "num_targets": 2}, False),
+        (0, {"draft_model": "suffix", "target_num_threads": 6, "num_coordinators": 2}, True),
+        (0, {"draft_model": "suffix", "target_num_threads": 6, "num_coordinators": 3}, False),
+    ],
+)
+def test_models_are_apart_where_neither_waits_for_the_other(
+    gpus: float, settings: dict[str, object], expected: bool
+) -> None:
+    """A device, a node or cores of their own."""
+    config = load_config({"draft_model": "small", **settings}, {})
+    placed = plan(config, {"CPU": 8.0, "GPU": gpus}).config
+    assert are_apart(placed, same_node=True, num_cores=8) is expected
+    assert are_apart(placed, same_node=False, num_cores=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "apart", "expected"),
+    [
+        ({}, True, LOOK_AHEAD_DEFAULT),
+        ({}, False, 0),
+        ({"look_ahead": 5}, False, 5),
+        ({"look_ahead": 0}, True, 0),
+        ({"draft_model": "suffix"}, True, 0),
+        ({"draft_model": "eagle:head"}, True, 0),
     ],
 )
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
-    gpus: float, same_node: bool, settings: dict[str, object], expected: int
+    settings: dict[str, object], apart: bool, expected: int
 ) -> None:
-    """A device, a node or cores of its own; what the configuration states wins."""
     config = load_config({"draft_model": "small", **settings}, {})
-    placed = plan(config, {"CPU": 8.0, "GPU": gpus}).config
-    assert (
-        look_ahead_outcomes(placed, apart=are_apart(placed, same_node=same_node, num_cores=8))
-        == expected
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, False),
-        ({"target_num_threads": 7}, True),
-        ({"target_num_threads": 8}, False),
-        ({"target_num_threads": 4, "num_targets": 2}, False),
-        ({"target_num_threads": 6, "num_coordinators": 2}, True),
-        ({"target_num_threads": 6, "num_coordinators": 3}, False),
-    ],
-)
-def test_a_look_up_takes_a_core_of_each_coordinator(
-    settings: dict[str, object], expected: bool
-) -> None:
-    config = load_config({"draft_model": "suffix", **settings}, {})
-    placed = plan(config, {"CPU": 8.0, "GPU": 0.0}).config
-    assert are_apart(placed, same_node=True, num_cores=8) is expected
+    assert look_ahead_outcomes(config, apart=apart) == expected
 
 
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
@@ -327,22 +308,12 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
     assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [demands["target"]]
 
 
-def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
-    config = load_config({"draft_model": "eagle:head"}, {})
-    assert look_ahead_outcomes(config, apart=True) == 0
-
-
 @pytest.mark.parametrize(
     "named", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram", "suffix"]
 )
 def test_no_replica_drafts_where_the_target_or_a_coordinator_does(named: str) -> None:
     demands = plan(load_config({"draft_model": named}, {}), {"CPU": 2.0}).demands
     assert "draft" not in demands
-
-
-def test_drafts_that_there_are_not_take_no_share_of_a_gpu() -> None:
-    config = load_config({"draft_model": "medusa:heads", "num_targets": 2, "num_drafts": 8}, {})
-    assert plan(config, {"CPU": 8.0, "GPU": 2.0}).demands["target"].num_gpus == 1
 
 
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
