@@ -169,18 +169,6 @@ def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it() -> No
     play(scene)
 
 
-def test_one_that_never_starts_is_tried_for_ever() -> None:
-    async def scene(world: World) -> None:
-        world.machines.full = True
-        await world.registry.want({"draft": 2})
-        await asyncio.sleep(20 * 3600)
-        world.machines.full = False
-        await asyncio.sleep(60)
-        assert len(world.names("draft")) == 2
-
-    play(scene)
-
-
 def test_no_coordinator_is_started_before_there_is_a_target() -> None:
     async def scene(world: World) -> None:
         world.machines.full = True
@@ -537,26 +525,15 @@ def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() 
 class Rolling:
     """A fleet of which the plan has changed."""
 
-    def __init__(
-        self, in_place: Collection[Role] = (), room: int | None = None, **counts: int
-    ) -> None:
-        """`room`: how many replicas of a role there can be, where that is fewer than are wanted;
-        others, once they are started, have gone when the next step is done."""
+    def __init__(self, **counts: int) -> None:
         self.wanted: dict[Role, int] = dict(counts)  # type: ignore[arg-type]
-        self.in_place = in_place
-        self.room = room
-        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))[:room]]
+        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))]
         self.fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
 
     def step(self) -> Steps:
         """What is done next; whatever was begun before has ended."""
-        there = [one for one in self.fleet if not one.leaves]
-        placed = {
-            one for role in ROLES for one in [one for one in there if one.role == role][: self.room]
-        }
-        self.fleet = [replace(one, address="h:1") for one in there if one in placed]
-        crowded = {one.role for one in there if one not in placed}
-        steps = next_steps(self.wanted, self.fleet, (), self.in_place, crowded)
+        self.fleet = [replace(one, address="h:1") for one in self.fleet if not one.leaves]
+        steps = next_steps(self.wanted, self.fleet)
         self.fleet = after(self.fleet, steps)
         return steps
 
@@ -578,29 +555,6 @@ def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
         "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
         "-coordinator-0",
     ]  # fmt: skip
-    assert not any(one.stale for one in world.fleet)
-
-
-def test_where_there_is_no_room_one_leaves_before_another_comes() -> None:
-    world = Rolling(["target"], target=2)
-    order: list[Steps] = []
-    for _ in range(4):
-        order.append(world.step())
-        assert next_steps(world.wanted, world.fleet, (), ["target"]) == Steps((), ())
-        assert world.serving("target") >= 1
-    assert order == [
-        Steps((), ("target-1",)), Steps(("target",), ()), Steps((), ("target-0",)),
-        Steps(("target",), ()),
-    ]  # fmt: skip
-
-
-def test_stale_ones_are_replaced_where_there_is_no_place_for_all_that_are_wanted() -> None:
-    """At most one fewer serves than there is room for, and other roles have their turn."""
-    world = Rolling(["target"], room=3, target=4, coordinator=1)
-    for _ in range(20):
-        world.step()
-        assert world.serving("target") >= 2
-    assert world.serving("target") == 3
     assert not any(one.stale for one in world.fleet)
 
 
