@@ -125,7 +125,7 @@ class Machines:
         self.removed += [actor.name for actor in actors]
         self.groups -= {actor.demand.name for actor in actors}
 
-    async def give_back(self, kept: Collection[str] = ()) -> None:
+    async def free_groups(self, kept: Collection[str] = ()) -> None:
         self.groups &= {*kept}
 
     def _there(self) -> list[Sitter]:

@@ -5,7 +5,7 @@
 | Ray, Redis and the models' files, at the same time | each other |
 | a place for every actor | `startup_timeout_s` |
 | targets and drafts load their models, and are announced in Redis | `model_timeout_s` |
-| the coordinators, who find them there, say that they serve | `model_timeout_s` |
+| the coordinators, which find them there, say that they serve | `model_timeout_s` |
 
 Stopping goes the other way round, whatever start-up had reached.
 """
@@ -62,7 +62,7 @@ class Deployment:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
-        data go there. `report` is told what start-up does, one line at a time; `on_change` hears
+        data go there. `report` gets a line for each step of a start-up; `on_change` is called
         when `endpoints` are others, or other counts are wanted."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
@@ -269,8 +269,7 @@ class Deployment:
         return self.redis.url
 
     async def wait(self) -> Role:
-        """As many replicas as are wanted are kept, until that is hopeless: the role of which there
-        is none, and none can be started."""
+        """Returns once no replica of a role is left and none can be started: that role."""
         while (role := self.overview.hopeless) is None:
             self._changed.clear()
             await self._changed.wait()

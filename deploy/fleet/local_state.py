@@ -1,4 +1,4 @@
-"""The one detached deployment of a user: who runs it, and where it answers.
+"""The one detached deployment of a user: its process, and where it answers.
 
 `deployment.json` in the state directory is written atomically when it is ready, and removed when it
 stops; so is `cli.key` where callers need a key. A lock beside it, held as long as the deployment
@@ -187,7 +187,7 @@ def withdraw(directory: Path) -> None:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """The process that holds the lock of the one deployment. None where nobody does, and where the
+    """The process that holds the lock of the one deployment. None where it is free, and where the
     kernel does not say (`locks_known`): asking by taking the lock would keep a deployment from
     starting at that moment."""
     try:

@@ -172,8 +172,8 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
     drafter = draft.drafter
     if drafter.lookup is None or (drafter.model is not None and drafter.model.reads_features):
         return None
-    kept = ("model", "ngram_", "suffix_", "hybrid_")
-    names = [one.name for one in fields(draft) if one.name.startswith(kept)]
+    prefixes = ("model", "ngram_", "suffix_", "hybrid_")
+    names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     return DraftConfig(**{name: getattr(draft, name) for name in names})
 
 

@@ -168,15 +168,15 @@ class Cluster:
         for name in {_name(actor.demand, 0) for actor in actors}:
             await asyncio.to_thread(_remove_group, self._group(name))
 
-    async def give_back(self, kept: Collection[str] = ()) -> None:
-        """Gives back the places of the groups of all replicas but those `kept`: also of those of
+    async def free_groups(self, spared: Collection[str] = ()) -> None:
+        """Gives back the places of the groups of all replicas but the `spared`: also of those of
         which no actor is left, as where all ranks have died with their machine."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
-        spared = {self._group(name) for name in kept}
+        groups = {self._group(name) for name in spared}
         for name in {one["name"] for one in found.values() if one["state"] != "REMOVED"}:
-            if name.startswith(self._group("")) and name not in spared:
+            if name.startswith(self._group("")) and name not in groups:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
@@ -188,7 +188,7 @@ class Cluster:
         return sorted({name.partition(_RANK)[0] for name in await self._names()})
 
     async def find(self, role: str, replica: str) -> list[Actor]:
-        """The actors that are there of a replica, by rank, whoever placed them."""
+        """The actors that are there of a replica, by rank."""
         import ray
 
         ranks = sorted(
@@ -211,7 +211,7 @@ class Cluster:
             for name in await self._names():
                 with suppress(ValueError):
                     ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
-            await self.give_back()
+            await self.free_groups()
 
     async def _names(self) -> set[str]:
         from ray.util import list_named_actors

@@ -197,8 +197,8 @@ def _read_again() -> None:
 
 def check_asks_for_token(address: str) -> None:
     """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` where it
-    answers: whoever reaches it may run code on every machine; and where neither a refusal nor an
-    answer comes. With TLS it speaks to nobody without a certificate, and is not asked."""
+    answers, as any process that reaches it may run code on every machine; and where neither a
+    refusal nor an answer comes. With TLS it asks for certificates, and is not called."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):

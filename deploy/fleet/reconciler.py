@@ -111,7 +111,7 @@ class Reconciler:
     async def place(self) -> None:
         """See `Fleet.place`. Raises `SettingError` where its machine has no password of Redis."""
         self._check_password()
-        # First, for one that Ray restarts from now on goes by what is kept.
+        # First, for one that Ray restarts from now on goes by what is saved.
         await self._autoscaling.begin()
         await self._rolling_update.forget()
         await self._do(self._fleet.place())
@@ -186,7 +186,7 @@ class Reconciler:
             await self._autoscaling.forget()
             await self._rolling_update.forget()
         except Unavailable as error:
-            _log.warning("changes of this deployment are still kept: %s", error)
+            _log.warning("changes of this deployment are still saved: %s", error)
         await self._registry.close()
 
     async def _do(self, work: Any) -> None:

@@ -102,7 +102,7 @@ class Fleet:
         registry: Registry,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` hears when a replica begins to serve, or is there no more."""
+        """`on_change` is called when a replica begins to serve, or is gone."""
         self.spec = self._unsettled = spec
         self._cluster = cluster
         self._registry = registry
@@ -161,7 +161,7 @@ class Fleet:
         """Takes over the replicas that another fleet has left, and goes on with what it had
         begun; whatever does not serve yet is ended, to be started anew."""
         await asyncio.gather(*(self._adopt(name) for name in await self._cluster.replicas()))
-        await self._cluster.give_back(self._replicas)
+        await self._cluster.free_groups(self._replicas)
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
         await self._recall()
@@ -355,7 +355,7 @@ class Fleet:
             self._failures[one.role] = 0
 
     async def _leave(self, one: Replica) -> None:
-        """Ends a replica once nobody uses it, or when the time is over; one that has not started
+        """Ends a replica once it is not used, or when the time is over; one that has not started
         yet at once."""
         grace_s = self.spec.config.stop_timeout_s
         try:

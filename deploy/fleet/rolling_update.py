@@ -111,7 +111,7 @@ class RollingUpdate:
     ) -> None:
         """`spec` is the one without changes; `resolve` finds the models' files, as
         `resolve_models`; `check_target` refuses a target that cannot follow the one that runs, as
-        `check_same_tokens`; `use` hears of another spec."""
+        `check_same_tokens`; `use` is called with another spec."""
         self._saved = saved
         self._registry = registry
         self._original = self._spec = spec

@@ -210,8 +210,8 @@ def plan_fleet(
 
 
 def share_cores(config: DeploymentConfig, num_cores: int) -> DeploymentConfig:
-    """For one machine: where several targets have a model and nobody says how many threads each
-    has, an equal share of the cores, for else each would use all of them."""
+    """For one machine: where several targets have a model and no number of threads is configured,
+    an equal share of the cores, for else each would use all of them."""
     if config.num_targets == 1 or config.target.num_threads or config.target.emulated is not None:
         return config
     num_ranks = config.num_targets * config.target.tensor_parallel_size

@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 _STARTED: Final = "started"
 """Field of the hash of what is wanted: how many replicas were started."""
-KEPT_S: Final = 7 * 86_400
-"""What is wanted is known for so long after anybody has asked or said so."""
+WANTED_TTL_S: Final = 7 * 86_400
+"""Counts that are wanted expire so long after they were last read or written, s."""
 
 
 class RedisRegistry:
@@ -39,7 +39,7 @@ class RedisRegistry:
         self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
         self._wanted = f"{self._prefix}wanted:{self._tag}"
-        self._kept = ("EXPIRE", self._wanted, KEPT_S)
+        self._expiry = ("EXPIRE", self._wanted, WANTED_TTL_S)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -79,11 +79,11 @@ class RedisRegistry:
     async def want(self, counts: Mapping[Role, int]) -> None:
         """See `Registry.want`."""
         fields = [part for role, count in counts.items() for part in (role, count)]
-        await self._run(("HSET", self._wanted, *fields), self._kept)
+        await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
         """See `Registry.wanted`. What is no count is left out."""
-        texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._kept)
+        texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
         }
@@ -91,7 +91,7 @@ class RedisRegistry:
 
     async def note_started(self, number: int) -> None:
         """See `Registry.note_started`."""
-        await self._run(("HSET", self._wanted, _STARTED, number), self._kept)
+        await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
         """See `Registry.started`."""

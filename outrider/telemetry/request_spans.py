@@ -342,7 +342,7 @@ class ObservedRequest(RequestObserver):
         self._end()
 
     def _record_times(self) -> None:
-        """Here and not when they are known: the next round is under way, and nobody waits."""
+        """Not when they are known: the next round is under way, and nothing waits for this."""
         for phase, seconds in self._times:
             self._metrics.phases[phase].record(seconds)
         self._times.clear()

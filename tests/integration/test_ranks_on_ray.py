@@ -117,7 +117,7 @@ async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluste
         placed[name] = await one.place([(demand, Leader, Sitter)], PLACE_S)
     for name in ("target-1", "target-3"):
         await asyncio.gather(*(actor.kill() for actor in placed[name]))
-    await cluster.give_back(["target-2"])
+    await cluster.free_groups(["target-2"])
     assert await _groups() == {"outrider-test/target-2", "outrider-other/target-3"}
     assert len(await _asked(placed["target-2"], "gpus")) == 2
     await cluster.clear()

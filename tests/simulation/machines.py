@@ -140,6 +140,6 @@ class Machines:
         for actor in actors:
             await actor.kill()
 
-    async def give_back(self, kept: Collection[str] = ()) -> None:
+    async def free_groups(self, kept: Collection[str] = ()) -> None:
         """A place is gone with its actor."""
         await self._head.wait()
