@@ -5,82 +5,37 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, TextIO
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
-from outrider.errors import ConfigError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.settings import check_range
+import torch
 
-from .figures import figures_table, to_json
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafters.drafter import DraftRequest
+from outrider.engine.cuda.backend import DeviceBackend, find_backend
+from outrider.engine.interface import Engine, ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError, SettingError
+from outrider.models.loading import DTYPES, load_model, resolve_device, resolve_dtype
+from outrider.models.module_replacement import speed_up
+from outrider.models.sources import resolve_model
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+
+from .measurement import Progress, medians_ms
+from .options import RANDOM_MODEL, DeviceOptions
+from .report import figures_table, to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-RANDOM_MODEL: Final = "random-7b"
-"""A Llama of 6.7 billion random parameters, made on the device."""
-CONTEXT_TOKENS: Final = 256
-NUM_DRAFT_TOKENS: Final = 8
-REPETITIONS: Final = 50
-_CONTEXT_MAX: Final = 1_000_000
-_REPETITIONS_MAX: Final = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceOptions:
-    """What `bench device` is asked for. Wrong values raise `SettingError`."""
-
-    model: str = RANDOM_MODEL
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    context_tokens: int = CONTEXT_TOKENS
-    num_draft_tokens: int = NUM_DRAFT_TOKENS
-    repetitions: int = REPETITIONS
-
-    def __post_init__(self) -> None:
-        for name, value, high in (
-            ("context_tokens", self.context_tokens, _CONTEXT_MAX),
-            ("num_draft_tokens", self.num_draft_tokens, NUM_DRAFT_TOKENS_MAX),
-            ("repetitions", self.repetitions, _REPETITIONS_MAX),
-        ):
-            check_range(name, value, 1, high)
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> DeviceOptions:
-        """From what a parser with `add_arguments` returned."""
-        return cls(
-            model=arguments.model,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            context_tokens=arguments.context_tokens,
-            num_draft_tokens=arguments.num_draft_tokens,
-            repetitions=arguments.repetitions,
-        )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bench device`."""
-    defaults = DeviceOptions()
-    for name, text, purpose in (
-        ("--model", defaults.model, f"a model, or {RANDOM_MODEL}: random numbers of that size"),
-        ("--device", defaults.device, "auto, cpu or cuda[:N]"),
-        ("--dtype", defaults.dtype, "of weights and keys and values"),
-    ):
-        parser.add_argument(
-            name, default=text, metavar=name[2:].upper(), help=f"{purpose} [%(default)s]"
-        )
-    for name, value, purpose in (
-        ("--context-tokens", defaults.context_tokens, "tokens before the steps"),
-        ("--num-draft-tokens", defaults.num_draft_tokens, "tokens of a draft and a verification"),
-        ("--repetitions", defaults.repetitions, "of each step, of which medians are taken"),
-    ):
-        parser.add_argument(
-            name, type=int, default=value, metavar="N", help=f"{purpose} [%(default)s]"
-        )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
+COPIES: Final = 10
+COPY_BYTES_MAX: Final = 2**30
+_KV_CACHE_BYTES: Final = 2**32
+_NAME: Final = "bench"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,47 +75,226 @@ class DeviceReport:
     """Null where no step is recorded."""
     graphs_off: StepFigures
 
-    def to_json(self) -> str:
-        """One JSON object on one line."""
-        return to_json(asdict(self))
+    def values(self) -> dict[str, object]:
+        """By names in JSON."""
+        return asdict(self)
 
-
-def render(report: DeviceReport) -> Table:
-    """The report for people."""
-    rows = [
-        ("weights", f"{report.weight_bytes / 1e9:.2f} GB"),
-        ("copy", f"{report.copy_gb_per_s:.0f} GB/s"),
-        ("a step at that speed", f"{report.ideal_step_ms:.3f} ms"),
-    ]
-    for name, side in (("graphs", report.graphs_on), ("no graphs", report.graphs_off)):
-        if side is None:
-            rows.append((name, "not available"))
-            continue
-        decode = f"{side.decode_step_ms:.3f} ms ({side.decode_over_ideal:.2f} of the ideal)"
-        rows += [
-            (f"{name}: decode", decode),
-            (f"{name}: verify", f"{side.verify_step_ms:.3f} ms"),
-            (f"{name}: draft, by steps", f"{side.draft_steps_ms:.3f} ms"),
+    def render(self) -> Table:
+        """For people."""
+        rows = [
+            ("weights", f"{self.weight_bytes / 1e9:.2f} GB"),
+            ("copy", f"{self.copy_gb_per_s:.0f} GB/s"),
+            ("a step at that speed", f"{self.ideal_step_ms:.3f} ms"),
         ]
-        if side.draft_replay_ms is not None:
-            rows.append((f"{name}: draft, one replay", f"{side.draft_replay_ms:.3f} ms"))
-    title = f"{report.model}, {report.dtype}, {report.device}; K = {report.num_draft_tokens}"
-    return figures_table(title, rows)
+        for name, side in (("graphs", self.graphs_on), ("no graphs", self.graphs_off)):
+            if side is None:
+                rows.append((name, "not available"))
+                continue
+            decode = f"{side.decode_step_ms:.3f} ms ({side.decode_over_ideal:.2f} of the ideal)"
+            rows += [
+                (f"{name}: decode", decode),
+                (f"{name}: verify", f"{side.verify_step_ms:.3f} ms"),
+                (f"{name}: draft, by steps", f"{side.draft_steps_ms:.3f} ms"),
+            ]
+            if side.draft_replay_ms is not None:
+                rows.append((f"{name}: draft, one replay", f"{side.draft_replay_ms:.3f} ms"))
+        title = f"{self.model}, {self.dtype}, {self.device}; K = {self.num_draft_tokens}"
+        return figures_table(title, rows)
+
+
+def run(options: DeviceOptions, progress: Progress) -> DeviceReport:
+    """Loads or makes the model, and measures. Raises `ConfigError`."""
+    device = resolve_device(options.device)
+    progress(f"loading {options.model} on {device}")
+    module, info = _model(options, device)
+    room = info.max_model_len - options.num_draft_tokens - 1
+    if options.context_tokens > room:
+        raise SettingError("context_tokens", f"model {info.name} has room for {room}")
+    return measure(module, info, options, find_backend(device, module.dtype), progress)
+
+
+def measure(
+    module: Any,
+    info: ModelInfo,
+    options: DeviceOptions,
+    backend: DeviceBackend | None,
+    progress: Progress,
+) -> DeviceReport:
+    """Measures a model, which belongs to the bench from now on."""
+    weight = next(module.parameters())
+    weight_bytes = _weight_bytes(module)
+    progress("copying")
+    bytes_per_s = copy_speed(weight.device, min(COPY_BYTES_MAX, weight_bytes))
+    ideal_ms = weight_bytes / bytes_per_s * 1e3
+    speed_up(module)
+    graphs_on = None
+    if backend is not None and backend.new_recorder is not None:
+        progress("steps that are recorded")
+        graphs_on = _figures(module, info, options, backend, ideal_ms)
+        if graphs_on.draft_replay_ms is None:
+            progress("this model's steps cannot be recorded")
+            graphs_on = None
+        backend = replace(backend, new_recorder=None)
+    progress("steps that are not")
+    return DeviceReport(
+        model=info.name,
+        device=_device_name(weight.device),
+        dtype=info.dtype,
+        torch_version=torch.__version__,
+        context_tokens=options.context_tokens,
+        num_draft_tokens=options.num_draft_tokens,
+        repetitions=options.repetitions,
+        weight_bytes=weight_bytes,
+        copy_gb_per_s=bytes_per_s / 1e9,
+        ideal_step_ms=ideal_ms,
+        graphs_on=graphs_on,
+        graphs_off=_figures(module, info, options, backend, ideal_ms),
+    )
+
+
+def copy_speed(device: torch.device, num_bytes: int) -> float:
+    """Bytes read and written a second by the quickest of some copies of so many bytes."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(COPIES):
+        _wait(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * num_bytes / min(seconds)
+
+
+def random_llama(device: torch.device, dtype: torch.dtype, **sizes: int) -> tuple[Any, ModelInfo]:
+    """A Llama of random numbers, made on the device: of 6.7 billion parameters without `sizes`."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **{
+            "vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 11_008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 4_096, **sizes,
+        },
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with device:
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    info = ModelInfo(
+        RANDOM_MODEL, config.vocab_size, config.max_position_embeddings, name, (), "", ""
+    )
+    return module.requires_grad_(False).eval(), info
+
+
+def _model(options: DeviceOptions, device: torch.device) -> tuple[Any, ModelInfo]:
+    if options.model == RANDOM_MODEL:
+        dtype = resolve_dtype(options.dtype)
+        return random_llama(device, DTYPES["bfloat16"] if isinstance(dtype, str) else dtype)
+    return load_model(
+        resolve_model(options.model), name=options.model, dtype=options.dtype, device=str(device)
+    )
+
+
+def _weight_bytes(module: Any) -> int:
+    """Of an embedding a step reads a row or two; of one that is the head too, all."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    return int(whole if tied else whole - embedding.weight.nbytes)
+
+
+def _figures(
+    module: Any,
+    info: ModelInfo,
+    options: DeviceOptions,
+    backend: DeviceBackend | None,
+    ideal_ms: float,
+) -> StepFigures:
+    engine = PagedEngine(
+        module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        backend=backend,
+    )  # fmt: skip
+    ids = [(7_919 * i + 1) % info.vocab_size for i in range(options.context_tokens)]
+    engine.forward([SequenceStep(_NAME, tuple(ids), 0)])
+    decode = _step_ms(engine, ids[:1], options)
+    verify = _step_ms(engine, ids[:1] * (options.num_draft_tokens + 1), options)
+    request = _draft_request([*ids, ids[0]], options.num_draft_tokens)
+    # An engine that is only asked for single steps.
+    alone = cast(Engine, _OneStep(engine))
+    by_steps = _median_ms(lambda: ModelDrafter(alone).propose([request]), engine, options)
+    replay = None
+    if engine.records_steps:
+        replay = _median_ms(lambda: ModelDrafter(engine).propose([request]), engine, options)
+    return StepFigures(
+        decode_step_ms=decode,
+        decode_over_ideal=decode / ideal_ms,
+        verify_step_ms=verify,
+        draft_steps_ms=by_steps,
+        draft_replay_ms=replay if engine.records_steps else None,
+    )
+
+
+class _OneStep:
+    """What a drafter needs of an engine, without the call for all steps at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.info = engine.info
+        self.forward = engine.forward
+        self.length = engine.length
+        self.keep = engine.keep
+        self.release = engine.release
+
+
+def _draft_request(token_ids: Sequence[int], num_draft_tokens: int) -> DraftRequest:
+    return DraftRequest(
+        session_id=_NAME,
+        tenant="",
+        token_ids=token_ids,
+        prompt_length=len(token_ids),
+        num_draft_tokens=num_draft_tokens,
+        sampling=SamplingParams(),
+        rule=Rule.TOKEN,
+        noise=RoundNoise(7, Rule.TOKEN, len(token_ids)),
+    )
+
+
+def _step_ms(engine: Engine, token_ids: Sequence[int], options: DeviceOptions) -> float:
+    """Until the likeliest token after each is known, as whoever draws waits for that."""
+    step = SequenceStep(_NAME, tuple(token_ids), len(token_ids))
+
+    def run_step() -> None:
+        engine.forward([step])[0].argmax(dim=1).tolist()
+
+    return _median_ms(run_step, engine, options)
+
+
+def _median_ms(work: Callable[[], object], engine: Engine, options: DeviceOptions) -> float:
+    undo = partial(engine.keep, _NAME, options.context_tokens)
+    [found] = medians_ms([lambda index: work()], options.repetitions, undo)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
-    add_arguments(parser)
-    from . import device_steps
-
+    DeviceOptions.add_arguments(parser)
     try:
         options = DeviceOptions.from_arguments(parser.parse_args(argv))
-        report = device_steps.run(options, lambda line: _say(sys.stderr, line))
+        report = run(options, lambda line: _say(sys.stderr, line))
     except ConfigError as error:
         _say(sys.stderr, str(error))
         return 2
-    _say(sys.stdout, report.to_json())
+    _say(sys.stdout, to_json(report.values()))
     return 0
 
 

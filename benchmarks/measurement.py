@@ -1,16 +1,17 @@
-"""Decodes the same prompts on several sides in turn, and keeps what each took.
+"""The harness: decodes the same prompts on several sides in turn, and keeps what each took.
 
-Whatever the machine does beside this - other work, clock rates, heat - drifts over minutes. So no
-side is measured in one piece: the sides take turns prompt by prompt, forwards for one prompt and
-backwards for the next, and two neighbours always follow each other at once.
+Other work, clock rates and heat drift over minutes, so no side is measured in one piece: sides take
+turns prompt by prompt, forwards for one prompt and backwards for the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from statistics import median
 from typing import Final, Protocol, runtime_checkable
 
 from outrider.errors import OutriderError, check
@@ -26,7 +27,7 @@ Progress = Callable[[str], None]
 
 
 class Side(StrEnum):
-    """Who decodes."""
+    """What decodes."""
 
     PLAIN = "plain"
     """The services, with the target alone."""
@@ -64,10 +65,10 @@ class Completion:
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
     """From there to the final event, prefill included."""
-    num_rounds: int
-    num_draft_tokens: int
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
     """Proposed in all."""
-    num_accepted_draft_tokens: int
+    num_accepted_draft_tokens: int = 0
     first_token_s: float | None = None
     """Seconds from the request to the first token; None where a side does not say."""
     counted_tokens: int = 0
@@ -165,7 +166,7 @@ async def measure(
                 continue
             await asyncio.sleep(rest_s)
             try:
-                done = await _decode_block(contestant, prompts, block)
+                done = await decode_all(contestant, prompts, block)
             except OutriderError as error:
                 if not drops(contestant.side, error):
                     raise
@@ -205,18 +206,16 @@ def _wall_seconds(completions: Sequence[Completion], concurrency: int) -> float:
     return end - min(completion.started_s for completion in completions)
 
 
-async def _decode_block(
+async def decode_all(
     contestant: Contestant, prompts: Sequence[BenchPrompt], block: Sequence[int]
 ) -> dict[int, Completion]:
     """The completions of those of `prompts` that are in the block, by their index, `concurrency`
-    at a time."""
+    at a time. Raises what the side does, once the others are cancelled."""
     client, completions = contestant.client, dict[int, Completion]()
     if contestant.concurrency > 1 and isinstance(client, BatchClient):
         chosen = [prompts[index] for index in block]
         found = await client.generate_all(chosen, contestant.decoding, contestant.concurrency)
-        for index, completion in zip(block, found, strict=True):
-            completions[index] = _checked(completion, contestant.side)
-        return completions
+        return {i: _checked(c, contestant.side) for i, c in zip(block, found, strict=True)}
     waiting = iter(block)
     workers = [
         asyncio.create_task(_work(contestant, prompts, waiting, completions))
@@ -251,3 +250,23 @@ def _checked(completion: Completion, side: str) -> Completion:
         f"{side} decoded {completion.num_tokens} tokens in {completion.seconds} s",
     )
     return completion
+
+
+def medians_ms(
+    works: Sequence[Callable[[int], object]],
+    repetitions: int,
+    undo: Callable[[], object] = lambda: None,
+    warm_up: int = 5,
+) -> list[float]:
+    """The median time of each, ms. They take turns, are told which one it is, and what each has
+    done is undone."""
+    times: list[list[float]] = [[] for _ in works]
+    for index in range(-warm_up, repetitions):
+        for work, own in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work(index)
+            seconds = time.perf_counter() - started
+            undo()
+            if index >= 0:
+                own.append(seconds * 1e3)
+    return [median(own) for own in times]

@@ -3,42 +3,45 @@ and threads: plain and speculative, at each temperature and number of requests a
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
-from outrider.settings import check_range
+from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 from outrider.speculation.sampling_params import Rule
 
-from .decoding_options import RULES, DecodingOptions
-from .measurement import BenchClient, Contestant, Decoding, Progress, Side, measure
-from .number_options import numbers, whole_numbers
+from .measurement import BenchClient, Contestant, Decoding, Progress, Side, SideResult, measure
+from .options import DecodingOptions, numbers, option, whole_numbers, words
 from .peers_libraries import (
     PEERS,
     SWEEP_TOKENS,
+    HttpSide,
     LibraryModel,
     LibraryProcess,
     Peer,
+    ServerProcess,
     Sweep,
+    bfloat16_gguf,
     sweep_prompts,
 )
-from .peers_report import OURS_PLAIN, OURS_SPECULATIVE, Level, PeersReport, PeersSetup, level_of
-from .peers_servers import HttpSide, ServerProcess
-from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
-from .references import PROMPT_LOOKUP_TOKENS, ReferenceProcess
-from .serving import words
+from .references import PROMPT_LOOKUP_TOKENS, ReferenceProcess, encoder
+from .report import table
 from .speedup import Subject
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 TRANSFORMERS: Final = "transformers"
 NAMES: Final = (*(peer.name for peer in PEERS), TRANSFORMERS)
+OURS_PLAIN: Final = "outrider plain"
+OURS_SPECULATIVE: Final = "outrider speculative"
 NOT_INSTALLED: Final = "not installed; `make peers` installs it"
 SPARE_TOKENS: Final = 16
 """Room in a peer's context for drafts behind the longest completion."""
@@ -48,107 +51,37 @@ when their work is done, and would take the cores from the side that follows."""
 CONTEXT_STEP: Final = 256
 """A peer's context is a multiple of it: some caches hold whole blocks only."""
 
-_Process = LibraryProcess | ReferenceProcess | ServerProcess
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment to measure, or finds the one that runs: for plain and for speculative
 decoding, which share no cache where they can be kept apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeersOptions(PromptOptions):
+@dataclass(frozen=True, kw_only=True)
+class PeersOptions(DecodingOptions):
     """What `bench peers` is asked for. Wrong values raise `SettingError`."""
 
     num_prompts: int | None = 16
     max_tokens: int = 96
-    temperature: tuple[float, ...] = (0.0, 1.0)
-    concurrency: tuple[int, ...] = (1, 8)
-    """Requests at a time."""
-    rule: Rule = Rule.TOKEN
-    """Of a temperature above 0."""
-    num_draft_tokens: int | None = None
-    """Bound K; None = the deployment's own."""
-    peers: tuple[str, ...] = NAMES
-    """Which of `NAMES`."""
-    environments: Path = Path(".venv/peers")
-    """Where `make peers` has installed them."""
-    sweep: bool = False
-    """Whether settings are tried anew that an earlier run has found."""
-    servers: bool = False
-    """Whether servers are measured by HTTP, those of peers and Outrider's."""
-
-    def __post_init__(self) -> None:
-        PromptOptions.__post_init__(self)
-        for number in self.concurrency:
-            check_range("concurrency", number, 1, SESSIONS_PER_COORDINATOR_MAX)
-        if not self.peers or not set(self.peers) <= set(NAMES):
-            raise SettingError(
-                "peers",
-                f"{','.join(self.peers)!r} is wrong; it must be some of {', '.join(NAMES)}",
-            )
-        for _ in self.levels():
-            pass  # Raises for a temperature, rule or number of draft tokens that is wrong.
-
-    @classmethod
-    def from_arguments(
-        cls, arguments: argparse.Namespace, *, num_draft_tokens: int | None = None
-    ) -> PeersOptions:
-        """From what a parser with `add_arguments` returned, and the bound K."""
-        own = ("temperature", "concurrency", "peers", "environments", "sweep", "servers")
-        return cls(
-            **prompt_values(arguments),
-            **{name: getattr(arguments, name) for name in own},
-            rule=Rule(arguments.rule),
-            num_draft_tokens=num_draft_tokens,
-        )
-
-    def levels(self) -> Iterator[tuple[DecodingOptions, int]]:
-        """Every temperature with every number of requests at a time."""
-        for temperature in self.temperature:
-            options = DecodingOptions(
-                max_tokens=self.max_tokens,
-                seed=self.seed,
-                raw=self.raw,
-                temperature=temperature,
-                rule=self.rule,
-                num_draft_tokens=self.num_draft_tokens,
-            )
-            for concurrency in self.concurrency:
-                yield options, concurrency
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bench peers`, but for those that describe a deployment."""
-    defaults = PeersOptions()
-    add_prompt_arguments(parser, defaults)
-    parser.set_defaults(num_prompts=defaults.num_prompts)
-    parser.add_argument(
-        "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",
-        help="0 = always the likeliest token [0,1]",
+    temperature: tuple[float, ...] = option(
+        (0.0, 1.0), "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX,
+        metavar="T[,T..]", parse=numbers,
     )  # fmt: skip
-    parser.add_argument(
-        "--concurrency", type=whole_numbers, default=defaults.concurrency, metavar="N[,N..]",
-        help="requests at a time [1,8]",
+    concurrency: tuple[int, ...] = option(
+        (1, 8), "requests at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]",
+        parse=whole_numbers,
     )  # fmt: skip
-    parser.add_argument(
-        "--rule", choices=[rule.value for rule in RULES], default=defaults.rule.value,
-        help="how Outrider accepts drafts at a temperature above 0 [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--peers", type=words, default=defaults.peers, metavar="NAMES",
-        help=f"which systems [{','.join(NAMES)}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--environments", type=Path, default=defaults.environments, metavar="DIR",
-        help="where `make peers` has installed them [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sweep", action="store_true",
-        help="find each peer's fastest settings anew, though an earlier run has found them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--servers", action="store_true",
-        help="measure servers, by one HTTP client: of Outrider, and of the peers that have one",
-    )  # fmt: skip
+    peers: tuple[str, ...] = option(
+        NAMES, "which systems", choices=NAMES, metavar="NAMES", parse=words
+    )
+    environments: Path = option(
+        Path(".venv/peers"), "where `make peers` has installed them", metavar="DIR", parse=Path
+    )
+    sweep: bool = option(
+        False, "find each peer's fastest settings anew, though an earlier run has found them"
+    )
+    servers: bool = option(
+        False, "measure servers, by one HTTP client: of Outrider, and of the peers that have one"
+    )
 
 
 async def run(
@@ -160,38 +93,33 @@ async def run(
     Every level has a deployment of its own, so that no side finds a prompt or an answer cached."""
     prompts = options.load_prompts()
     levels: list[Level] = []
+    peers: _Peers | None = None
     async with AsyncExitStack() as stack:
-        peers: _Peers | None = None
-        for decoding, concurrency in options.levels():
-            async with (
-                start_subjects() as (plain, speculative),
-                _our_clients(options, plain, speculative) as ours,
-            ):
-                drafted = decoding.drafted(speculative.num_draft_tokens)
-                undrafted = replace(drafted, num_draft_tokens=0)
-                if peers is None:
-                    peers = _Peers(options, speculative, prompts, stack, progress)
-                    setup = peers.setup(drafted)
-                    await peers.start()
-                for warning in speculative.replay_warnings(prompts):
-                    progress(warning)
-                progress(f"temperature {decoding.temperature:g}, {concurrency} at a time")
-                contestants = [
-                    Contestant(OURS_PLAIN, ours[0], undrafted, concurrency),
-                    Contestant(OURS_SPECULATIVE, ours[1], drafted, concurrency),
-                    *(
-                        Contestant(side, client, undrafted, concurrency)
-                        for side, client in peers.clients.items()
-                        if concurrency == 1 or not isinstance(client, ReferenceProcess)
-                    ),
-                ]
-                results = await measure(prompts, contestants, progress, peers.drops, REST_S)
-                levels.append(level_of(drafted, concurrency, results))
+        for temperature in options.temperature:
+            for concurrency in options.concurrency:
+                async with (
+                    start_subjects() as (plain, speculative),
+                    _our_clients(options, plain, speculative) as ours,
+                ):
+                    drafted = options.drafted(speculative.num_draft_tokens, temperature)
+                    undrafted = replace(drafted, num_draft_tokens=0)
+                    if peers is None:
+                        peers = _Peers(options, speculative, prompts, stack, progress)
+                        await peers.start()
+                        setup = peers.setup(drafted.num_draft_tokens)
+                    for warning in speculative.replay_warnings(prompts):
+                        progress(warning)
+                    progress(f"temperature {temperature:g}, {concurrency} at a time")
+                    contestants = [
+                        Contestant(OURS_PLAIN, ours[0], undrafted, concurrency),
+                        Contestant(OURS_SPECULATIVE, ours[1], drafted, concurrency),
+                        *peers.contestants(undrafted, concurrency),
+                    ]
+                    results = await measure(prompts, contestants, progress, peers.drops, REST_S)
+                    levels.append(level_of(drafted, concurrency, results))
     if peers is None:
         raise SettingError("temperature", "there must be one, and a number of requests at a time")
-    return PeersReport(
-        setup=setup, settings=peers.settings, missing=peers.missing, levels=tuple(levels)
-    )
+    return PeersReport(setup, peers.settings, peers.missing, levels)
 
 
 @asynccontextmanager
@@ -234,24 +162,38 @@ class _Peers:
         self._prompts = prompts
         self._stack = stack
         self._progress = progress
-        self.clients: dict[str, BenchClient] = {}
+        self._clients: dict[str, BenchClient] = {}
         self.settings: dict[str, Mapping[str, object]] = {}
-        """How each side is set up."""
         self.missing: dict[str, str] = {}
-        """Why a system, or one of its modes, is not measured."""
 
-    def setup(self, drafted: Decoding) -> PeersSetup:
-        """What all sides share."""
-        return PeersSetup(
-            model=self._subject.model,
-            draft_model=self._subject.draft_model,
-            dtype=self._subject.dtype,
-            num_draft_tokens=drafted.num_draft_tokens,
-            num_prompts=len(self._prompts),
-            max_tokens=self._options.max_tokens,
-            rule=self._options.rule.value,
-            threads=self._reference.num_threads,
-        )
+    def setup(self, num_draft_tokens: int) -> dict[str, object]:
+        """What all sides share, by name in JSON."""
+        return {
+            "model": self._subject.model,
+            "draft_model": self._subject.draft_model,
+            "dtype": self._subject.dtype,
+            "num_draft_tokens": num_draft_tokens,
+            "num_prompts": len(self._prompts),
+            "max_tokens": self._options.max_tokens,
+            "rule": self._options.rule,
+            "threads": self._reference.num_threads,
+        }
+
+    def contestants(self, decoding: Decoding, concurrency: int) -> list[Contestant]:
+        """Those that run and take so many requests at a time."""
+        return [
+            Contestant(side, client, decoding, concurrency)
+            for side, client in self._clients.items()
+            if concurrency == 1 or not isinstance(client, ReferenceProcess)
+        ]
+
+    def drops(self, side: str, error: OutriderError) -> bool:
+        """Whether to go on without a side that has failed: from now on without a peer's."""
+        if side not in self._clients:
+            return False
+        del self._clients[side]
+        self.missing[side] = f"it failed: {error.message}"
+        return True
 
     async def start(self) -> None:
         """Starts those that are wanted and installed."""
@@ -279,7 +221,6 @@ class _Peers:
             self.missing[peer.name] = error.message
             return
         for mode, setting in found.items():
-            side = f"{peer.name} {mode}"
             process: LibraryProcess | ServerProcess
             if self._options.servers:
                 process = ServerProcess(
@@ -287,49 +228,41 @@ class _Peers:
                 )
             else:
                 process = LibraryProcess(peer, setting, self._model, self._token_ids, environments)
-            if await self._enter(side, process):
-                self.settings[side] = {
-                    "versions": peer.versions(environments),
-                    "precision": peer.precision,
-                    "environment": process.environment,
-                    "options": setting.options,
-                }
+            settings = {
+                "versions": peer.versions(environments),
+                "precision": peer.precision,
+                "environment": process.environment,
+                "options": setting.options,
+            }
+            await self._enter(f"{peer.name} {mode}", process, settings)
 
     async def _start_transformers(self) -> None:
         """The library's plain decoding, prompt lookup and, with a model as drafter, assistant."""
-        lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-        settings: dict[Side, Mapping[str, object]] = {
+        sides: dict[Side, Mapping[str, object]] = {
             Side.TRANSFORMERS: {},
-            Side.PROMPT_LOOKUP: lookup,
+            Side.PROMPT_LOOKUP: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
         }
         if self._reference.drafter is not None:
-            settings[Side.ASSISTED] = {"assistant_model": self._reference.drafter.name}
-        for side, options in settings.items():
+            sides[Side.ASSISTED] = {"assistant_model": self._reference.drafter.name}
+        versions = {"transformers": version("transformers")}
+        for side, options in sides.items():
             process = ReferenceProcess(side, self._reference, raw=self._options.raw)
-            if await self._enter(side, process):
-                self.settings[side] = {
-                    "versions": {"transformers": version("transformers")},
-                    "options": options,
-                }
+            await self._enter(side, process, {"versions": versions, "options": options})
 
-    def drops(self, side: str, error: OutriderError) -> bool:
-        """Whether to go on without a side that has failed: from now on without a peer's."""
-        if side not in self.clients:
-            return False
-        del self.clients[side]
-        self.missing[side] = f"it failed: {error.message}"
-        return True
-
-    async def _enter(self, side: str, process: _Process) -> bool:
-        """Whether it has started."""
+    async def _enter(
+        self,
+        side: str,
+        process: LibraryProcess | ReferenceProcess | ServerProcess,
+        settings: Mapping[str, object],
+    ) -> None:
         self._progress(f"loading the model once more: {side}")
         try:
             await self._stack.enter_async_context(process)
         except (ConfigError, Unavailable) as error:
             self.missing[side] = error.message
-            return False
-        self.clients[side] = process
-        return True
+            return
+        self._clients[side] = process
+        self.settings[side] = settings
 
     @cached_property
     def _token_ids(self) -> dict[str, list[int]]:
@@ -339,12 +272,7 @@ class _Peers:
         text = TokenizerText.load(
             Path(self._reference.directory), trust_remote_code=self._reference.trust_remote_code
         )
-
-        def encode(prompt: str) -> list[int]:
-            if self._options.raw:
-                return text.encode(prompt)
-            return text.encode_chat([{"role": "user", "content": prompt}])
-
+        encode = encoder(text, self._options.raw)
         asked = (*self._prompts, *WARM_UP_PROMPTS, *sweep_prompts())
         return {prompt.text: encode(prompt.text) for prompt in asked}
 
@@ -353,23 +281,153 @@ class _Peers:
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.models.sources import cache_dir, gguf_file
 
-        from .bfloat16_gguf import bfloat16_gguf
-
         directory = Path(self._reference.directory)
         gguf = gguf_file(self._subject.model)
+        completion = max(self._options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
+        context = max(map(len, self._token_ids.values())) + completion
         return LibraryModel(
             directory=self._reference.directory,
             gguf="" if gguf is None else str(bfloat16_gguf(gguf, cache_dir())),
             num_threads=self._reference.num_threads,
-            context_tokens=_rounded_up(
-                max(map(len, self._token_ids.values()))
-                + max(self._options.max_tokens, SWEEP_TOKENS)
-                + SPARE_TOKENS
-            ),
+            context_tokens=-(-context // CONTEXT_STEP) * CONTEXT_STEP,
             batch=max(self._options.concurrency),
             eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
         )
 
 
-def _rounded_up(num_tokens: int) -> int:
-    return -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One side at one level."""
+
+    tokens_per_second: float
+    """All tokens / all wall time, prefill included."""
+    num_tokens: int
+    time_to_first_token_ms: float | None
+    """Median over the prompts, one at a time; None where it is not known."""
+    same_tokens: int | None
+    """Prompts on which it wrote the tokens of Outrider's plain decoding: at temperature 0 all, but
+    for near ties, which bfloat16 may break either way. None above it, and where ids are not
+    known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """All sides at one temperature and number of requests at a time."""
+
+    temperature: float
+    concurrency: int
+    sides: Mapping[str, Figures]
+
+    def best(self, *, plain: bool) -> str | None:
+        """The fastest peer's side, of those without drafts or of all; None without a peer."""
+        rates = {
+            name: found.tokens_per_second
+            for name, found in self.sides.items()
+            if name not in (OURS_PLAIN, OURS_SPECULATIVE)
+            and (not plain or name.endswith((" plain", TRANSFORMERS)))
+        }
+        return max(rates, key=rates.__getitem__, default=None)
+
+    def ratio(self, ours: str) -> float | None:
+        """Our tokens/s over the fastest: of plain sides, if ours is one."""
+        theirs = self.best(plain=ours == OURS_PLAIN)
+        if theirs is None:
+            return None
+        return self.sides[ours].tokens_per_second / self.sides[theirs].tokens_per_second
+
+    def values(self) -> dict[str, object]:
+        """By names in JSON."""
+        times = {name: found.time_to_first_token_ms for name, found in self.sides.items()}
+        ours, _ = times.pop(OURS_PLAIN), times.pop(OURS_SPECULATIVE)
+        known = [time for time in times.values() if time]
+        return {
+            "temperature": self.temperature,
+            "concurrency": self.concurrency,
+            "fastest_plain_peer": self.best(plain=True),
+            "plain_ratio": self.ratio(OURS_PLAIN),
+            "fastest_peer": self.best(plain=False),
+            "speculative_ratio": self.ratio(OURS_SPECULATIVE),
+            "first_token_ratio": ours / min(known) if ours and known else None,
+            "sides": {name: asdict(found) for name, found in self.sides.items()},
+        }
+
+
+def level_of(decoding: Decoding, concurrency: int, results: Mapping[str, SideResult]) -> Level:
+    """The figures of all sides, which decoded the same prompts."""
+    ours = results[OURS_PLAIN]
+
+    def figures(found: SideResult) -> Figures:
+        times = [each.first_token_s for each in found.completions if each.first_token_s is not None]
+        pairs = zip(found.completions, ours.completions, strict=True)
+        known = decoding.rule is Rule.GREEDY and all(
+            each.token_ids for each in (*found.completions, *ours.completions)
+        )
+        return Figures(
+            tokens_per_second=found.tokens_per_second,
+            num_tokens=found.num_tokens,
+            time_to_first_token_ms=median(times) * 1000 if times and concurrency == 1 else None,
+            same_tokens=sum(a.token_ids == b.token_ids for a, b in pairs) if known else None,
+        )
+
+    return Level(
+        temperature=decoding.temperature,
+        concurrency=concurrency,
+        sides={name: figures(found) for name, found in results.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    """The result of one `bench peers`."""
+
+    setup: Mapping[str, object]
+    """What all sides share."""
+    settings: Mapping[str, Mapping[str, object]]
+    """Of each peer's side: versions, precision, variables and options."""
+    missing: Mapping[str, str]
+    """Why a peer, or one of its modes, was not measured."""
+    levels: Sequence[Level]
+
+    def values(self) -> dict[str, object]:
+        """By names in JSON."""
+        return {
+            **self.setup,
+            "levels": [level.values() for level in self.levels],
+            "settings": self.settings,
+            "missing": self.missing,
+        }
+
+    def render(self) -> Group:
+        """For people."""
+        from rich.console import Group
+
+        title = (
+            "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, "
+            "{num_prompts} prompts of at most {max_tokens} tokens, {threads} threads; "
+            "tokens/s (ms to the first token)"
+        )
+        levels = self.levels
+        names = dict.fromkeys(name for level in levels for name in level.sides)
+        shown = table(
+            title.format(**self.setup),
+            ("", *(f"T {level.temperature:g}, {level.concurrency} at a time" for level in levels)),
+            [
+                *([name, *(_cell(level.sides.get(name)) for level in levels)] for name in names),
+                *([name, *("missing" for _ in levels)] for name in self.missing),
+            ],
+        )
+        shown.add_section()
+        for name, side in (
+            ("plain / fastest plain peer", OURS_PLAIN),
+            ("speculative / fastest peer", OURS_SPECULATIVE),
+        ):
+            ratios = [level.ratio(side) for level in levels]
+            shown.add_row(name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+        return Group(shown, *(f"{name}: {why}" for name, why in self.missing.items()))
+
+
+def _cell(found: Figures | None) -> str:
+    if found is None:
+        return "-"
+    first = found.time_to_first_token_ms
+    return f"{found.tokens_per_second:.1f}" + ("" if first is None else f" ({first:.0f})")

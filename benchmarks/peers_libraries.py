@@ -1,4 +1,5 @@
-"""Other inference libraries as sides of a measurement: which there are, and the process of each.
+"""Other inference libraries and servers as sides of a measurement: which there are, and their
+processes.
 
 Every library has an environment of its own, which `make peers` installs. How it runs fastest on
 this machine (thread binding, draft length) is found by a sweep over a few settings; the result is
@@ -7,25 +8,32 @@ kept in its environment.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes.util
 import json
 import os
+import signal
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.speculation.sampling_params import Rule
 
-from .answering import AnsweringProcess
 from .measurement import Completion, Decoding, Progress
 from .peers_process import CACHE_GIB
+from .processes import START_TIMEOUT_S, STOP_TIMEOUT_S, Process, ending, unbounded_threads
 from .prompts import BenchPrompt, built_in_prompts, select_prompts
-from .references import reference_environment
+from .serve import ServeOptions
+from .serve_clients import CHAT, TEXT, HttpServer, HttpServingClient, RequestFailed, StreamTimes
 
 STAMP: Final = "installed"
 """File in the environment of a peer that `make peers` has installed."""
@@ -38,6 +46,10 @@ _SWEEP_DECODING: Final = Decoding(
     max_tokens=SWEEP_TOKENS, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=0
 )
 PLAIN: Final = "plain"
+_PROGRAM: Final = Path(__file__).with_name("peers_process.py")
+_POLL_S: Final = 0.5
+_ROTATIONS: Final = "rope_"
+"""Begins the names of tensors in a GGUF file that are no weights."""
 _ISOLATED: Final = "-I"
 """Keeps this repository's modules and PYTHONPATH out of a peer's interpreter."""
 
@@ -230,7 +242,7 @@ class LibraryModel:
     eos_token_ids: Sequence[int]
 
 
-class LibraryProcess(AnsweringProcess):
+class LibraryProcess(Process):
     """Decodes with a library. An async context manager: entering loads the model."""
 
     def __init__(
@@ -249,11 +261,11 @@ class LibraryProcess(AnsweringProcess):
             **asdict(model),
         }
         super().__init__(
-            str(Path(__file__).with_name("peers_process.py")),
+            "",
             peer.name,
             setup,
-            environment=reference_environment(os.environ) | self.environment,
-            python=(str(peer.python(environments)), _ISOLATED),
+            environment=unbounded_threads(os.environ) | self.environment,
+            command=(str(peer.python(environments)), _ISOLATED, str(_PROGRAM)),
         )
         self._token_ids = token_ids
 
@@ -276,19 +288,13 @@ class LibraryProcess(AnsweringProcess):
         }
         started_s = time.perf_counter()
         answer = await self.ask(request, DEADLINE_MS_MAX / 1000)
-        return [_completion(found, started_s) for found in answer["completions"]]
-
-
-def _completion(found: Mapping[str, Any], started_s: float) -> Completion:
-    return Completion(
-        token_ids=tuple(found["token_ids"]),
-        started_s=started_s,
-        seconds=found["seconds"],
-        num_rounds=len(found["token_ids"]),
-        num_draft_tokens=0,
-        num_accepted_draft_tokens=0,
-        first_token_s=found["first_token_s"],
-    )
+        return [
+            Completion(
+                tuple(found["token_ids"]), started_s, found["seconds"], len(found["token_ids"]),
+                first_token_s=found["first_token_s"],
+            )
+            for found in answer["completions"]
+        ]  # fmt: skip
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
@@ -357,3 +363,241 @@ class Sweep:
             await process.generate(first, _SWEEP_DECODING)
             done = [await process.generate(prompt, _SWEEP_DECODING) for prompt in prompts]
         return sum(len(each.token_ids) for each in done) / sum(each.seconds for each in done)
+
+
+class HttpSide:
+    """A server as the measurement calls it. An async context manager."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        raw: bool,
+        api_key: str = "",
+        extra_body: Mapping[str, object] | None = None,
+    ) -> None:
+        """`extra_body` is added to every request's."""
+        self.base_url = base_url
+        self._raw = raw
+        self._api_key = api_key
+        self._extra_body = extra_body or {}
+        self._stack = AsyncExitStack()
+        self._clients: dict[float, HttpServingClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        """Decodes one prompt. Raises `Unavailable` where the request fails."""
+        client = await self._client(decoding.temperature)
+        times = StreamTimes(time.perf_counter)
+        started_s = time.perf_counter()
+        try:
+            answer = await client.answer(prompt, decoding.max_tokens, times)
+        except RequestFailed as failure:
+            raise Unavailable(f"{self.base_url}: {failure}") from failure
+        if times.ended_s is None or not answer.output_tokens:
+            raise Unavailable(f"{self.base_url}: an answer without tokens, or without their number")
+        return Completion(
+            token_ids=(),
+            started_s=started_s,
+            seconds=times.ended_s - started_s,
+            num_rounds=answer.output_tokens,
+            first_token_s=times.chunk_s[0] - started_s if times.chunk_s else None,
+            counted_tokens=answer.output_tokens,
+        )
+
+    async def _client(self, temperature: float) -> HttpServingClient:
+        """The client for requests at a temperature. Raises `Unavailable`."""
+        if temperature not in self._clients:
+            server = HttpServer(
+                base_url=self.base_url,
+                endpoint=TEXT if self._raw else CHAT,
+                api_key=self._api_key,
+                extra_body=self._extra_body,
+            )
+            client = HttpServingClient(server, ServeOptions(temperature=temperature))
+            await self._stack.enter_async_context(client)
+            await client.find_model()
+            self._clients[temperature] = client
+        return self._clients[temperature]
+
+
+class ServerProcess(HttpSide):
+    """Another system's server, in processes of its own. Entering waits until it lists its model,
+    and raises `Unavailable` where it ends before."""
+
+    def __init__(
+        self, peer: Peer, setting: Setting, model: LibraryModel, environments: Path, *, raw: bool
+    ) -> None:
+        ports = _free_ports(len(peer.server))
+        super().__init__(f"http://127.0.0.1:{ports[-1]}", raw=raw)
+        self._name = f"the server of {peer.name}"
+        self.environment = peer.environment(setting, model.num_threads, environments)
+        flags = [
+            word
+            for name, value in setting.options.items()
+            if isinstance(value, dict)
+            for word in (f"--{name.replace('_', '-')}", json.dumps(value))
+        ]
+        values = asdict(model) | dict(setting.options) | {"ports": ports}
+        programs = peer.python(environments).parent
+        self._commands = [
+            [str(programs / program), *(word.format(**values) for word in words), *flags]
+            for program, *words in peer.server
+        ]
+        self._ports = ports
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> Self:
+        environment = unbounded_threads(os.environ) | self.environment
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                for command, port in zip(self._commands, self._ports, strict=True):
+                    process = await asyncio.create_subprocess_exec(
+                        *command,
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=asyncio.subprocess.DEVNULL,
+                        env=environment,
+                        start_new_session=True,  # An interrupt is for the measurement.
+                    )
+                    self._processes.append(process)
+                    await self._until(process, partial(_accepts, port))
+                await self._until(process, self._lists_a_model)
+        except TimeoutError:
+            await self._stop()
+            raise Unavailable(f"{self._name} did not start in {START_TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            await self._stop()
+            raise Unavailable(f"{self._name} cannot be started: {error}") from error
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await super().__aexit__(kind, error, trace)
+        finally:
+            await self._stop()
+
+    async def _until(
+        self, process: asyncio.subprocess.Process, is_ready: Callable[[], Awaitable[bool]]
+    ) -> None:
+        while not await is_ready():
+            if process.returncode is not None:
+                raise Unavailable(f"{self._name} {ending(process.returncode)} while it started")
+            await asyncio.sleep(_POLL_S)
+
+    async def _lists_a_model(self) -> bool:
+        try:
+            await self._client(0.0)
+        except Unavailable:
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        """Ends the processes and all that they have started."""
+        while self._processes:
+            process = self._processes.pop()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(STOP_TIMEOUT_S):
+                        await process.wait()
+
+
+async def _accepts(port: int) -> bool:
+    """Whether a local port accepts connections."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
+    """`gguf` with every weight as the target has it, rounded to bfloat16, made now if the cache has
+    none. Tensors of two dimensions and more are stored as float16, since not every reader knows
+    bfloat16: it holds the same numbers, but for those under 2**-17 in magnitude, which lose bits.
+    Those of one dimension are stored as float32, as llama.cpp wants them. Metadata, names, shapes
+    and the order of rows are the file's.
+
+    The target's own weights are the same: `gguf_conversion` dequantises the file and rounds to
+    bfloat16 likewise, and how it renames tensors and reorders their rows does not change values.
+    """
+    from outrider.models.sources import cached_path, made_once
+
+    path = cached_path(gguf, cache, ".f16.gguf")
+    return made_once(path, lambda path: _write(gguf, path))
+
+
+def _write(gguf: Path, path: Path) -> None:
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
+
+    reader = GGUFReader(str(gguf))
+    writer = GGUFWriter(str(path), reader.get_field("general.architecture").contents())
+    _copy_metadata(reader, writer)
+    writer.add_file_type(LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        shape = tensor.shape[::-1].tolist()  # the file has them from the innermost on
+        kind = GGMLQuantizationType.F32 if len(shape) == 1 else GGMLQuantizationType.F16
+        num_bytes = tensor.n_elements * (4 if kind == GGMLQuantizationType.F32 else 2)
+        writer.add_tensor_info(tensor.name, shape, None, num_bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:  # one at a time is in memory
+        writer.write_tensor_data(_rounded(tensor))
+    writer.close()
+
+
+def _copy_metadata(reader: Any, writer: Any) -> None:
+    """All but what the writer says itself, and the type of the weights."""
+    from gguf import GGUFValueType
+
+    own = ("general.architecture", "general.alignment", "general.file_type")
+    for entry in reader.fields.values():
+        if entry.name.startswith("GGUF.") or entry.name in own:
+            continue
+        kind = entry.types[0]
+        of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
+
+
+def _rounded(tensor: Any) -> Any:
+    """Its values as an array of float32 or float16."""
+    import numpy as np
+    import torch
+    from gguf import dequantize
+
+    # A copy: what is memory-mapped cannot be written to, and torch takes only what can be.
+    values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+    if tensor.name.startswith(_ROTATIONS):
+        return values.numpy()
+    rounded = values.to(torch.bfloat16)
+    return (rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)).numpy()

@@ -1,19 +1,13 @@
-"""A TCP relay that makes the way between two processes longer, in a process of its own.
-
-What comes in from either end goes out at the other in the same order, each part as much later as
-it is told. The relay's event loop waits by `select`, whose timers are exact to microseconds; those
-of `epoll` are late by up to a millisecond.
-"""
+"""A TCP relay that makes the way between two processes longer."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from .roles import Role, play
+from .processes import Role
 
 PART_BYTES_MAX: Final = 2**16
 PARTS_MAX: Final = 1_024
@@ -70,7 +64,7 @@ async def _pass_on(
 
     async def receive() -> None:
         part = b"?"
-        while part:  # an empty one is the end
+        while part:  # An empty one is the end.
             try:
                 part = await reader.read(PART_BYTES_MAX)
             except ConnectionError:
@@ -94,15 +88,7 @@ async def _pass_on(
 
 
 @asynccontextmanager
-async def _relay(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
-    """Between whoever calls and `setup`'s `address`, `delay_ms` each way."""
+async def relay_role(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """Relays to `setup`'s `address`, `delay_ms` later each way."""
     async with relay(setup["address"], setup["delay_ms"] / 1e3) as address:
-        yield Role({"address": address}, lambda _: {})
-
-
-def _exact_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.SelectorEventLoop(selectors.SelectSelector())
-
-
-if __name__ == "__main__":
-    play({"relay": _relay}, _exact_loop)
+        yield Role({"address": address})

@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 from outrider.client import Client
-from outrider.errors import SettingError, Unavailable
-from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.errors import SettingError, Unavailable, check
+from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.sessions.store import FinishReason
-from outrider.settings import check_range
 from outrider.speculation.sampling_params import SamplingParams
 
-from .decoding_options import DecodingOptions, add_decoding_arguments, decoding_values
-from .measurement import BenchClient, Completion, Contestant, Decoding, Progress, Side, measure
-from .number_options import whole_numbers
+from .measurement import (
+    BenchClient,
+    Completion,
+    Contestant,
+    Decoding,
+    Progress,
+    Side,
+    SideResult,
+    measure,
+)
+from .options import DecodingOptions, option, whole_numbers
 from .prompts import BenchPrompt
 from .references import ReferenceModel, ReferenceProcess
-from .report import Setup, SpeedupReport, summarise
+from .report import table
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PLAIN_SHARE_MIN: Final = 0.9
+"""What plain decoding through the services must reach of each reference's tokens/s: a slow baseline
+is not a speed-up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
 
-    concurrency: tuple[int, ...] = (1,)
-    """Requests at a time; of several numbers each is measured, one after the other."""
-    reference: bool = True
-    """Whether the engine alone and the library's `generate` are measured too."""
+    temperature: float = option(
+        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T", parse=float
+    )
+    concurrency: tuple[int, ...] = option(
+        (1,), "requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
+        "each is measured, on a deployment of its own where the command starts them",
+        low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]", parse=whole_numbers,
+    )  # fmt: skip
+    no_reference: bool = option(
+        False, "do not measure the engine alone and transformers generate beside it"
+    )
 
     def __post_init__(self) -> None:
-        DecodingOptions.__post_init__(self)
-        for number in self.concurrency:
-            check_range("concurrency", number, 1, SESSIONS_PER_COORDINATOR_MAX)
+        super().__post_init__()
         if not 0 < len(set(self.concurrency)) == len(self.concurrency):
             given = ",".join(map(str, self.concurrency))
             raise SettingError(
@@ -51,36 +70,9 @@ class SpeedupOptions(DecodingOptions):
         """The same for each concurrency alone. References run one request at a time in any case,
         so they are measured once."""
         return tuple(
-            replace(self, concurrency=(number,), reference=self.reference and index == 0)
+            replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)
         )
-
-    @classmethod
-    def from_arguments(
-        cls, arguments: argparse.Namespace, *, num_draft_tokens: int | None = None
-    ) -> SpeedupOptions:
-        """From what a parser with `add_arguments` returned, and the bound K."""
-        return cls(
-            **decoding_values(arguments),
-            num_draft_tokens=num_draft_tokens,
-            concurrency=arguments.concurrency,
-            reference=not arguments.no_reference,
-        )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bench speedup`, but for those that describe a deployment."""
-    add_decoding_arguments(parser)
-    parser.add_argument(
-        "--concurrency", type=whole_numbers, metavar="N[,N..]",
-        default=SpeedupOptions().concurrency,
-        help="requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
-        "each is measured, on a deployment of its own where the command starts them [1]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-reference", action="store_true",
-        help="do not measure the engine alone and transformers generate beside it",
-    )  # fmt: skip
 
 
 class AskedPrompts:
@@ -141,25 +133,25 @@ class Subject:
         if not self.keeps_answers:
             return []
         found = []
+        copies = "warning: drafts may copy from earlier answers, and"
+        advice = "A deployment that the command starts, where none runs, has nothing to copy"
         if self.asked is None:
             found.append(
-                "warning: drafts may copy from earlier answers, and it is not known what this "
-                "server was asked before: prompts that it was asked are not measured as new ones "
-                "are. A deployment that the command starts, where none runs, has nothing to copy"
+                f"{copies} it is not known what this server was asked before: prompts that it was "
+                f"asked are not measured as new ones are. {advice}"
             )
-        elif num_asked := self.asked.count(prompts):
-            found.append(
-                f"warning: drafts may copy from earlier answers, and {num_asked} of the prompts "
-                "were measured on this deployment before: their speed is that of repeating an "
-                "answer. A deployment that the command starts, where none runs, has nothing to copy"
-            )
-        if self.asked is not None:
+        else:
+            if num_asked := self.asked.count(prompts):
+                found.append(
+                    f"{copies} {num_asked} of the prompts were measured on this deployment before: "
+                    f"their speed is that of repeating an answer. {advice}"
+                )
             self.asked.add(prompts)
         num_again = len(prompts) - len({prompt.text for prompt in prompts})
         if num_again:
             found.append(
-                f"warning: drafts may copy from earlier answers, and {num_again} of the prompts "
-                "are there already: their speed is that of repeating an answer"
+                f"{copies} {num_again} of the prompts are there already: their speed is that of "
+                "repeating an answer"
             )
         return found
 
@@ -182,6 +174,7 @@ class ServiceClient:
             rule=decoding.rule,
             num_draft_tokens=decoding.num_draft_tokens,
             deadline_ms=DEADLINE_MS_MAX,
+            constraint=prompt.constraint,
         )
         started_s = time.perf_counter()
         found = await self._client.complete(request)
@@ -199,16 +192,16 @@ class ServiceClient:
         )
 
 
-async def run(
-    options: SpeedupOptions, subject: Subject, progress: Progress | None = None
-) -> SpeedupReport:
-    """Measures `subject` at one concurrency. `progress` is told what happens; by default standard
-    error is. Raises `SettingError` for prompts that are wrong, and what a side refuses a request
-    with."""
-    progress = progress or _to_standard_error
+def _service_prompt(prompt: BenchPrompt, raw: bool) -> Prompt:
+    return prompt.text if raw else (ChatMessage("user", prompt.text),)
+
+
+async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> SpeedupReport:
+    """Measures `subject` at one concurrency. Raises `SettingError` for prompts that are wrong, and
+    what a side refuses a request with."""
     (concurrency,) = options.concurrency
     prompts = options.load_prompts()
-    drafted = options.drafted(subject.num_draft_tokens)
+    drafted = options.drafted(subject.num_draft_tokens, options.temperature)
     plain = replace(drafted, num_draft_tokens=0)
     for warning in subject.replay_warnings(prompts):
         progress(warning)
@@ -239,7 +232,7 @@ async def _references(
     """The sides beside the services, with their models loaded."""
     references: dict[Side, BenchClient] = {}
     async with AsyncExitStack() as stack:
-        if options.reference and subject.reference is not None:
+        if not options.no_reference and subject.reference is not None:
             for side in (Side.ENGINE, Side.TRANSFORMERS):
                 progress(f"loading the model once more: {side.value}")
                 process = ReferenceProcess(
@@ -252,9 +245,205 @@ async def _references(
         yield references
 
 
-def _service_prompt(prompt: BenchPrompt, raw: bool) -> Prompt:
-    return prompt.text if raw else (ChatMessage("user", prompt.text),)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Speculative against plain decoding on some of the prompts."""
+
+    num_prompts: int
+    speedup: float
+    """Median over the prompts of the ratio of speculative to plain tokens/s; with several requests
+    at a time the ratio of the totals."""
+    plain_tokens_per_second: float
+    """All tokens / all wall time, prefill included."""
+    speculative_tokens_per_second: float
+    acceptance_rate: float | None
+    """Accepted / proposed draft tokens; None where none were proposed."""
+    tokens_per_round: float
+    """Committed tokens / rounds, with speculation."""
+    num_tokens_plain: int
+    num_tokens_speculative: int
+    num_identical: int
+    """Prompts on which both sides wrote the same tokens. At temperature 0 all of them, but for
+    near ties, which bfloat16 may break either way."""
 
 
-def _to_standard_error(line: str) -> None:
-    sys.stderr.write(line + "\n")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What was measured."""
+
+    model: str
+    draft_model: str
+    dtype: str
+    num_draft_tokens: int
+    """The bound K."""
+    max_tokens: int
+    temperature: float
+    rule: str
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedupReport:
+    """The result at one concurrency."""
+
+    setup: Setup
+    overall: Comparison
+    categories: Mapping[str, Comparison]
+    """In the order of the prompts. With several requests at a time a category's wall time is the
+    sum over its requests, since categories run side by side."""
+    engine_tokens_per_second: float | None
+    """The same prompts, one at a time, without services; None where skipped, as the next."""
+    transformers_generate_tokens_per_second: float | None
+
+    def warnings(self) -> list[str]:
+        """What forbids to take the speed-up as it stands, a line each."""
+        return [
+            f"warning: plain decoding runs at {share:.2f}x the speed of {name}; under "
+            f"{PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow baseline"
+            for name, (share, _) in self._shares().items()
+            if share < PLAIN_SHARE_MIN
+        ]
+
+    def _shares(self) -> dict[str, tuple[float, float]]:
+        """Of plain decoding in each reference that was measured, and the reference's tokens/s."""
+        found = {
+            "the engine alone": self.engine_tokens_per_second,
+            "transformers generate": self.transformers_generate_tokens_per_second,
+        }
+        plain = self.overall.plain_tokens_per_second
+        return {name: (plain / rate, rate) for name, rate in found.items() if rate is not None}
+
+    def render(self) -> Group:
+        """For people."""
+        from rich.console import Group
+
+        setup, plain = self.setup, self.overall.plain_tokens_per_second
+        shown = table(
+            f"{setup.model} with {setup.draft_model}, K <= {setup.num_draft_tokens}, "
+            f"{setup.dtype}, temperature {setup.temperature:g}, rule {setup.rule}, "
+            f"{setup.concurrency} at a time; tokens/s",
+            ("prompts", "number", "plain", "speculative", "accepted", "per round",
+             "speed-up" if setup.concurrency > 1 else "median speed-up"),
+            [_row(name, found) for name, found in self.categories.items()],
+        )  # fmt: skip
+        shown.add_section()
+        shown.add_row(*_row("all", self.overall))
+        lines = [
+            f"plain decoding through the services runs at {share:.2f}x the speed of {name} "
+            f"({plain:.1f} against {rate:.1f} tokens/s over all)"
+            for name, (share, rate) in self._shares().items()
+        ]
+        return Group(
+            shown,
+            *lines,
+            f"speculative decoding runs at {self.overall.speedup:.2f}x the speed of plain "
+            "decoding, the median over the prompts; over all "
+            f"{self.overall.speculative_tokens_per_second:.1f} against {plain:.1f} tokens/s",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedupReports:
+    """The result of one `bench speedup`: a report for each concurrency."""
+
+    reports: Sequence[SpeedupReport]
+
+    def values(self) -> dict[str, object]:
+        """The first report's; of several, with each one's comparisons under `by_concurrency`
+        besides."""
+        first = self.reports[0]
+        found = {
+            **asdict(first.setup),
+            **_compared(first),
+            "engine_tokens_per_second": first.engine_tokens_per_second,
+            "transformers_generate_tokens_per_second": (
+                first.transformers_generate_tokens_per_second
+            ),
+        }
+        if len(self.reports) > 1:
+            found["by_concurrency"] = {
+                str(report.setup.concurrency): _compared(report) for report in self.reports
+            }
+        return found
+
+    def render(self) -> Group:
+        """For people."""
+        from rich.console import Group
+
+        return Group(*(report.render() for report in self.reports))
+
+
+def _compared(report: SpeedupReport) -> dict[str, object]:
+    categories = {name: asdict(found) for name, found in report.categories.items()}
+    return {**asdict(report.overall), "categories": categories}
+
+
+def summarise(
+    setup: Setup, prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult]
+) -> SpeedupReport:
+    """The report on the results of all sides over the same prompts."""
+    plain, speculative = results[Side.PLAIN], results[Side.SPECULATIVE]
+    several = setup.concurrency > 1
+    check(
+        len(prompts) == len(plain.completions) == len(speculative.completions) > 0,
+        "both sides must have decoded every prompt",
+    )
+    places: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        places.setdefault(prompt.category, []).append(index)
+    references = {
+        side: results[side].tokens_per_second if side in results else None
+        for side in (Side.ENGINE, Side.TRANSFORMERS)
+    }
+    return SpeedupReport(
+        setup=setup,
+        overall=_compare(plain, speculative, several),
+        categories={
+            name: _compare(_part(plain, chosen), _part(speculative, chosen), several)
+            for name, chosen in places.items()
+        },
+        engine_tokens_per_second=references[Side.ENGINE],
+        transformers_generate_tokens_per_second=references[Side.TRANSFORMERS],
+    )
+
+
+def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
+    """What a side did of the chosen prompts alone; its time is the sum over them."""
+    completions = tuple(result.completions[index] for index in chosen)
+    return SideResult(completions, sum(completion.seconds for completion in completions))
+
+
+def _compare(plain: SideResult, speculative: SideResult, several: bool) -> Comparison:
+    """Compares two sides that decoded the same prompts, `several` at a time or one by one."""
+    pairs = list(zip(plain.completions, speculative.completions, strict=True))
+    if several:
+        speedup = speculative.tokens_per_second / plain.tokens_per_second
+    else:
+        speedup = median(fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs)
+    drafted = sum(entry.num_draft_tokens for entry in speculative.completions)
+    accepted = sum(entry.num_accepted_draft_tokens for entry in speculative.completions)
+    num_rounds = sum(entry.num_rounds for entry in speculative.completions)
+    check(num_rounds > 0, "tokens were committed without a round")
+    return Comparison(
+        num_prompts=len(pairs),
+        speedup=speedup,
+        plain_tokens_per_second=plain.tokens_per_second,
+        speculative_tokens_per_second=speculative.tokens_per_second,
+        acceptance_rate=accepted / drafted if drafted else None,
+        tokens_per_round=speculative.num_tokens / num_rounds,
+        num_tokens_plain=plain.num_tokens,
+        num_tokens_speculative=speculative.num_tokens,
+        num_identical=sum(slow.token_ids == fast.token_ids for slow, fast in pairs),
+    )
+
+
+def _row(name: str, found: Comparison) -> tuple[str, ...]:
+    return (
+        name,
+        str(found.num_prompts),
+        f"{found.plain_tokens_per_second:.1f}",
+        f"{found.speculative_tokens_per_second:.1f}",
+        "-" if found.acceptance_rate is None else f"{found.acceptance_rate:.0%}",
+        f"{found.tokens_per_round:.2f}",
+        f"{found.speedup:.2f}x",
+    )

@@ -9,7 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from outrider.errors import SettingError
+from outrider.errors import BadRequest, SettingError
+from outrider.grammar.constraint import Constraint
 from outrider.limits import MAX_TOKENS_DEFAULT
 
 CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
@@ -20,8 +21,8 @@ PROMPT_FILE_BYTES_MAX: Final = 64 * 2**20
 PROMPTS_MAX: Final = 100_000
 """Prompts in one file."""
 _ALLOWED: Final = (
-    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category" and '
-    f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}'
+    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category", '
+    f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}, and "response_format" as OpenAI has it'
 )
 
 
@@ -32,8 +33,9 @@ class BenchPrompt:
     text: str
     category: str
     max_tokens: int | None = None
-    """Of its completion, for `bench serve`, whose answers differ in length as their prompts say;
-    None = what that is asked for."""
+    """Of its completion, for `bench serve`; None = what that is asked for."""
+    constraint: Constraint | None = None
+    """What the completion must be, for `bench speedup`."""
 
 
 WARM_UP_PROMPTS: Final = (
@@ -74,9 +76,8 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of JSONL text; empty lines are skipped, and keys other than `prompt`,
-    `category` and `max_tokens` belong to whoever made the data. `source` names it in the
-    `SettingError` that a wrong line raises."""
+    """The prompts of JSONL text; empty lines and unknown keys are skipped. `source` names it in
+    the `SettingError` that a wrong line raises."""
     prompts: list[BenchPrompt] = []
     # Not splitlines: a JSON text may hold other line separators than the line feed as they are.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -124,7 +125,22 @@ def _parse_line(line: str, where: str) -> BenchPrompt:
         type(max_tokens) is int and 1 <= max_tokens <= MAX_TOKENS_DEFAULT
     ):
         raise SettingError("prompts", f'{where}: "max_tokens" is {max_tokens!r}; {_ALLOWED}')
-    return BenchPrompt(text=str(text), category=category, max_tokens=max_tokens)
+    constraint = _constraint(value.get("response_format"), where)
+    return BenchPrompt(str(text), category, max_tokens, constraint)
+
+
+def _constraint(value: object, where: str) -> Constraint | None:
+    try:
+        match value:
+            case None:
+                return None
+            case {"type": "json_object"}:
+                return Constraint.any_object()
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return Constraint.of_schema(schema)
+    except BadRequest as error:
+        raise SettingError("prompts", f"{where}: {error.message}") from error
+    raise SettingError("prompts", f'{where}: "response_format" is wrong; {_ALLOWED}')
 
 
 def _has_surrogate(text: str) -> bool:

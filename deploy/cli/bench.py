@@ -3,124 +3,270 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from benchmarks import capacity, emulate, peers, speedup
+import click
+
+from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import running_deployment, state_directory
+from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
-from outrider.config import CoordinatorConfig
+from outrider.config import (
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+    deployment_settings,
+)
 from outrider.drafters.names import LookupKind, parse_drafter
-from outrider.replica.process_setup import available_cores
+from outrider.errors import SettingError
+from outrider.replica.process_setup import (
+    available_cores,
+    build_eagle,
+    build_engine,
+    build_lookup,
+    use_threads,
+)
 
-from . import bench_front_door, bench_models, bench_serve
-from .command import Arguments, Command, Group, Option, declared, option
+from .command import Arguments, Command, Group, declared, option
 from .connection import Connection, connected, connection_options
-from .options import REQUEST_KEYS, with_settings
-from .output import progress, show
+from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
+from .output import note, progress, show
 
 if TYPE_CHECKING:
+    from benchmarks.acceptance import Reader
     from benchmarks.references import ReferenceModel
-    from benchmarks.report import SpeedupReport
+    from benchmarks.serve import Load, ServeOptions
+    from benchmarks.serve_clients import HttpServer, ServingClient
+    from benchmarks.serve_report import ServeReport
+    from benchmarks.speedup import Subject
     from outrider.client import Client
+    from outrider.engine.interface import Engine
+    from outrider.tokenizer import TokenizerText
 
 ASKED_NAME: Final = "measured-prompts.json"
 """In the state directory: what measurements have asked the deployment that runs."""
+KEY_VARIABLE: Final = "OPENAI_API_KEY"
+REFRESH_S: Final = 0.25
+"""Between two states of the progress bar."""
+TARGET_SETTINGS: Final = (
+    "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
+    "target_num_threads",
+)  # fmt: skip
+DRAFT_SETTINGS: Final = (
+    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max", "suffix_depth",
+    "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
+)  # fmt: skip
 
 
-def _run_speedup(arguments: Arguments) -> int:
-    options = speedup.SpeedupOptions.from_arguments(
-        arguments, num_draft_tokens=arguments.num_draft_tokens
-    )
-    options.load_prompts()  # What is wrong with them shows before anything is started.
-    reports = asyncio.run(_speedup(options, arguments))
-    from benchmarks.report import render, to_json, warnings
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One of the commands."""
 
-    for report in reports:
-        for warning in warnings(report):
-            progress(warning)
+    purpose: str
+    options: str
+    """MODULE:CLASS of its options, in `benchmarks`."""
+    run: Callable[[Any, Arguments], int]
+    model_settings: tuple[str, ...] | None = None
+    """Settings of its models, where it needs no deployment; None = it calls one."""
+
+
+class _Measurements(Group):
+    """Of which only the one that runs pays for its imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the help."""
+        return list(MEASUREMENTS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The measurement of this name, with the options that it takes."""
+        found = MEASUREMENTS.get(name)
+        if found is None:
+            return None
+        options = _options_class(found)
+        own = [*options.flags(), *REQUEST_KEYS]
+        params = declared(options.add_arguments)
+        for one in params:
+            one.show_default = False  # type: ignore[attr-defined]  # Their help has it.
+        if name == "serve":
+            help_text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
+            params.append(option("--api-key", help=help_text))
+            own.append("api_key")
+        if found.model_settings is None:
+            params += connection_options(without=own)
+        elif found.model_settings:
+            others = [key for key in deployment_settings() if key not in found.model_settings]
+            params += setting_options(others, common=found.model_settings)
+
+        def run(arguments: Arguments) -> int:
+            return found.run(options.from_arguments(arguments), arguments)
+
+        purpose = f"{found.purpose[0].upper()}{found.purpose[1:]}."
+        return Command(name, params=params, callback=run, help=purpose)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each with its purpose, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.purpose) for name, found in MEASUREMENTS.items()])
+
+
+bench: Final = _Measurements("bench", subcommand_metavar="WHAT")
+
+
+def _options_class(found: Measurement) -> Any:
+    module, _, name = found.options.partition(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), name)
+
+
+def _tell(report: Report, arguments: Arguments) -> int:
     if arguments.json:
-        print(to_json(reports))
-        return 0
-    for report in reports:
-        show(render(report))
-        found = report.overall
-        print(
-            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding, the "
-            f"median over the prompts; over all {found.speculative_tokens_per_second:.1f} against "
-            f"{found.plain_tokens_per_second:.1f} tokens/s"
-        )
+        print(to_json(report.values()))
+    else:
+        show(report.render())
     return 0
 
 
-def _run_peers(arguments: Arguments) -> int:
-    options = peers.PeersOptions.from_arguments(
-        arguments, num_draft_tokens=arguments.num_draft_tokens
-    )
+def _run_speedup(options: Any, arguments: Arguments) -> int:
+    from benchmarks import speedup
+
+    options.load_prompts()  # What is wrong with them shows before anything is started.
+
+    async def measure() -> list[speedup.SpeedupReport]:
+        """A deployment that the command starts is for one concurrency: the next one's prompts are
+        the same, and answered ones are not measured as new ones are."""
+        reports = []
+        for level in options.levels():
+            async with connected(arguments) as connection, connection.client() as client:
+                subject = _subject(connection, client, options.raw, _reference(connection))
+                reports.append(await speedup.run(level, subject, progress))
+        return reports
+
+    reports = asyncio.run(measure())
+    for report in reports:
+        for warning in report.warnings():
+            progress(warning)
+    return _tell(speedup.SpeedupReports(reports), arguments)
+
+
+def _run_peers(options: Any, arguments: Arguments) -> int:
+    from benchmarks import peers
+
     options.load_prompts()  # What is wrong with them shows before anything is started.
     if options.servers:
         arguments = with_settings(arguments, http="true", port="0")
-    report = asyncio.run(peers.run(options, lambda: _two_tenants(arguments, options.raw), progress))
-    from benchmarks.peers_report import render
-
-    if arguments.json:
-        print(report.to_json())
-    else:
-        show(render(report))
-    return 0
+    start = lambda: _two_tenants(arguments, options.raw)  # noqa: E731
+    return _tell(asyncio.run(peers.run(options, start, progress)), arguments)
 
 
-def _run_capacity(arguments: Arguments) -> int:
-    report = asyncio.run(capacity.run(capacity.CapacityOptions.from_arguments(arguments), progress))
-    if arguments.json:
-        print(report.to_json())
-    else:
-        show(capacity.render(report))
-    return 0
+def _run_emulate(options: Any, arguments: Arguments) -> int:
+    from benchmarks import emulate
+
+    return _tell(asyncio.run(emulate.run(options, progress)), arguments)
 
 
-def _run_emulate(arguments: Arguments) -> int:
-    options = emulate.EmulateOptions.from_arguments(arguments)
-    report = asyncio.run(emulate.run(options, progress))
-    from benchmarks.emulate_report import render
+def _run_overhead(options: Any, arguments: Arguments) -> int:
+    from benchmarks import overhead
 
-    if arguments.json:
-        print(report.to_json())
-    else:
-        show(render(report))
-    return 0
+    config = deployment_config(arguments)
+    if "queueing" in options.parts and options.probes:
+        config = resolve_models(config)
+    return _tell(asyncio.run(overhead.run(options, config.target, progress)), arguments)
 
 
-async def _speedup(options: speedup.SpeedupOptions, arguments: Arguments) -> list[SpeedupReport]:
-    """A report for each concurrency. A deployment that the command starts is for one of them: the
-    next one's prompts are the same, and answered ones are not measured as new ones are."""
-    reports = []
-    for level in options.levels():
-        async with _subject(arguments, options.raw, _reference) as subject:
-            reports.append(await speedup.run(level, subject, progress))
-    return reports
+def _run_device(options: Any, arguments: Arguments) -> int:
+    from benchmarks import device
+
+    return _tell(device.run(options, progress), arguments)
+
+
+def _run_engine(options: Any, arguments: Arguments) -> int:
+    config = _model_config(arguments)
+    from benchmarks import engine
+    from benchmarks.prompts import built_in_prompts
+
+    text = _text(config)
+    texts = [text.encode(prompt.text) for prompt in built_in_prompts()]
+    return _tell(asyncio.run(engine.run(options, config.target, texts, progress)), arguments)
+
+
+def _run_acceptance(options: Any, arguments: Arguments) -> int:
+    options.load_prompts()
+    config = _model_config(arguments)
+    target = _engine(config.target, "target")
+    reader, draft, name = _reader(config, target)
+    from benchmarks.acceptance import measure
+    from benchmarks.references import encoder
+
+    lengths = [engine.info.max_model_len for engine in (target, draft) if engine is not None]
+    report = measure(
+        options, target, reader, encoder(_text(config), options.raw), draft=draft,
+        draft_model=name, max_model_len=min(lengths), progress=progress,
+    )  # fmt: skip
+    return _tell(report, arguments)
+
+
+def _reader(config: DeploymentConfig, target: Engine) -> tuple[Reader, Engine | None, str]:
+    """What reads the target's texts, the model behind it if it is one, and its name."""
+    from benchmarks.acceptance import (
+        EagleReader,
+        ExitReader,
+        HeadsReader,
+        LookupReader,
+        ModelReader,
+    )
+    from outrider.engine.paged_engine import PagedEngine
+
+    lookup, name = build_lookup(config.draft), config.draft.model
+    entries = config.draft.support_entries
+    own = target if isinstance(target, PagedEngine) else None
+    heads_name = f"{config.target.heads_kind}:{config.target.heads}"
+    if own is not None and own.draft_heads is not None:
+        return HeadsReader(own, own.draft_heads, entries), None, heads_name
+    if own is not None and own.exit_head is not None:
+        return ExitReader(own, own.exit_head, entries), None, heads_name
+    if own is not None and own.shows_features:
+        reader = EagleReader(own, build_eagle(config.draft)[0], entries)
+        return reader, None, name if lookup is None else f"the head of {name}"
+    if config.draft.drafter.model is None and lookup is not None:
+        return LookupReader(lookup), None, name
+    draft = _engine(config.draft, "draft")
+    return ModelReader(draft, entries), draft, name if lookup is None else f"the model of {name}"
+
+
+def _model_config(arguments: Arguments) -> DeploymentConfig:
+    """The models of a measurement in this process, with their files. Raises `ConfigError`."""
+    config = deployment_config(arguments)
+    if config.target.emulated is not None:
+        raise SettingError("engine", "an emulated one is no model; this measures models")
+    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
+    progress("finding the models")
+    return resolve_models(config)
+
+
+def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]) -> Engine:
+    """Loads a model. Raises `ConfigError`."""
+    progress(f"loading the {role}")
+    return build_engine(config, role, config.num_threads or available_cores())
+
+
+def _text(config: DeploymentConfig) -> TokenizerText:
+    from outrider.tokenizer import TokenizerText
+
+    return TokenizerText.load(Path(config.target.directory), config.target.model)
 
 
 @asynccontextmanager
-async def _subject(
-    arguments: Arguments,
-    raw: bool,
-    reference: Callable[[Connection], ReferenceModel | None],
-) -> AsyncIterator[speedup.Subject]:
-    """The deployment that is measured: the one that is named, the one that runs, or an own one."""
-    async with connected(arguments) as connection, connection.client() as client:
-        yield _subject_of(connection, client, raw, reference)
-
-
-@asynccontextmanager
-async def _two_tenants(
-    arguments: Arguments, raw: bool
-) -> AsyncIterator[tuple[speedup.Subject, speedup.Subject]]:
+async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
     """One deployment twice: where this command starts it as two tenants, neither of which finds
     cached what the other one asked."""
     key = new_key()
@@ -132,45 +278,41 @@ async def _two_tenants(
     if is_own:
         arguments = with_settings(arguments, api_key=key)
     async with connected(arguments) as connection, connection.client() as client:
-        subject = _subject_of(connection, client, raw, _drafting_reference)
+        reference = _drafting_reference(connection)
+        subject = _subject(connection, client, raw, reference)
         if not is_own:
             yield subject, subject
             return
         other = replace(connection, api_key=key)
         async with other.client() as other_client:
-            yield _subject_of(other, other_client, raw, _drafting_reference), subject
+            yield _subject(other, other_client, raw, reference), subject
 
 
-def _subject_of(
-    connection: Connection,
-    client: Client,
-    raw: bool,
-    reference: Callable[[Connection], ReferenceModel | None],
-) -> speedup.Subject:
+def _subject(
+    connection: Connection, client: Client, raw: bool, reference: ReferenceModel | None
+) -> Subject:
+    from benchmarks.speedup import AskedPrompts, ServiceClient, Subject
+
     settings = connection.settings
-    return speedup.Subject(
-        client=speedup.ServiceClient(client, raw=raw),
+    asked = None  # For a server of which only the address is known.
+    if connection.is_own:
+        asked = AskedPrompts(None, "")
+    elif connection.deployment:
+        asked = AskedPrompts(state_directory(os.environ) / ASKED_NAME, connection.deployment)
+    return Subject(
+        client=ServiceClient(client, raw=raw),
         model=str(settings.get("model", connection.address)),
         draft_model=str(settings.get("draft_model", "its own")),
         dtype=_dtype(connection),
         num_draft_tokens=int(
             settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
         ),
-        reference=reference(connection),
+        reference=reference,
         keeps_answers=_keeps_answers(connection),
-        asked=_asked(connection),
+        asked=asked,
         http_url=connection.http_address and f"http://{connection.http_address}",
         api_key=connection.api_key,
     )
-
-
-def _asked(connection: Connection) -> speedup.AskedPrompts | None:
-    """What it was asked by measurements; None for a server of which only the address is known."""
-    if connection.is_own:
-        return speedup.AskedPrompts(None, "")
-    if not connection.deployment:
-        return None
-    return speedup.AskedPrompts(state_directory(os.environ) / ASKED_NAME, connection.deployment)
 
 
 def _keeps_answers(connection: Connection) -> bool:
@@ -229,42 +371,196 @@ def _drafting_reference(connection: Connection) -> ReferenceModel | None:
     return replace(target, num_threads=num_threads, drafter=drafter)
 
 
-bench: Final = Group("bench", subcommand_metavar="WHAT")
+def _run_serve(options: ServeOptions, arguments: Arguments) -> int:
+    """Measures and reports; 1 where requests failed. Interrupted, it reports what there is."""
+    options.load_prompts()  # What is wrong with them shows before anything is started.
+    server = _http_server(arguments, options)
+    begun: list[Callable[[bool], ServeReport]] = []
+    try:
+        asyncio.run(_serve(arguments, options, server, begun))
+    except KeyboardInterrupt:
+        if begun:
+            _tell_load(arguments, options, begun[0](False))
+        raise
+    return _tell_load(arguments, options, begun[0](True))
 
 
-def _measurement(name: str, purpose: str, run: Callable[[Arguments], int], *params: Any) -> None:
-    bench.add_command(
-        Command(name, params=params, callback=run, help=f"{purpose[0].upper()}{purpose[1:]}.")
+def _http_server(arguments: Arguments, options: ServeOptions) -> HttpServer | None:
+    """Where HTTP goes; None = gRPC it is. Raises `SettingError` for flags of the other."""
+    if options.base_url is None:
+        for name in ("endpoint", "api_key"):
+            if getattr(arguments, name) is not None:
+                raise SettingError(name, "needs --base-url")
+        return None
+    from benchmarks.serve_clients import CHAT, TEXT, HttpServer
+
+    flags = dict(arguments.settings)
+    model = flags.pop("model", "")
+    others = [*sorted(flags), *(name for name in ("server", "config") if getattr(arguments, name))]
+    others += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
+    others += ["rounds"] if options.rounds else []
+    if others:
+        raise SettingError(others[0], "is for a deployment of ours by gRPC, not for --base-url")
+    endpoint = options.endpoint or (TEXT if options.raw else CHAT)
+    if options.raw and endpoint == CHAT:
+        raise SettingError("raw", f"cannot go with --endpoint {CHAT}, which applies the template")
+    key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
+    return HttpServer(
+        base_url=options.base_url, endpoint=endpoint, model=str(model), api_key=key.strip()
     )
 
 
-def _deployment_options() -> list[Option]:
-    draft = option(
-        "--num-draft-tokens", type=int, metavar="K",
-        help="draft tokens a round; by default the deployment's own",
+async def _serve(
+    arguments: Arguments,
+    options: ServeOptions,
+    server: HttpServer | None,
+    begun: list[Callable[[bool], ServeReport]],
+) -> None:
+    """Measures; `begun` has what reports it from its first request on."""
+    from benchmarks.serve import Load
+    from benchmarks.serve_report import ServeReport
+
+    async with _serving_client(arguments, options, server) as (client, *place):
+        load = Load(options, client)
+        if options.num_warmups:
+            progress(f"warming up with {options.num_warmups} requests")
+            await load.warm_up()
+        date = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+
+        def report(is_over: bool) -> ServeReport:
+            return ServeReport(
+                date=date,
+                settings=options.shown(*place),
+                options=options,
+                duration_s=load.duration_s,
+                records=sorted(load.records, key=lambda record: record.index),
+                is_over=is_over,
+                lags_s=load.lags_s,
+            )
+
+        begun.append(report)
+        gc.collect()
+        gc.freeze()  # What is always there is not looked through while times are taken.
+        async with _bar(load, options):
+            await load.measure()
+
+
+@asynccontextmanager
+async def _serving_client(
+    arguments: Arguments, options: ServeOptions, server: HttpServer | None
+) -> AsyncIterator[tuple[ServingClient, str, str, str]]:
+    """What asks the server; how, where, and for which model."""
+    from benchmarks import serve_clients as clients
+
+    async with AsyncExitStack() as stack:
+        if server is not None:
+            http = await stack.enter_async_context(clients.HttpServingClient(server, options))
+            await http.find_model()
+            yield http, clients.BACKENDS[server.endpoint], server.address, http.model
+            return
+        connection = await stack.enter_async_context(connected(arguments))
+        # What fails is told as it is, and not tried again.
+        client = await stack.enter_async_context(connection.client(tries_again=False))
+        model = (await client.describe()).model
+        grpc = clients.GrpcServingClient(client, options)
+        yield grpc, clients.GRPC_BACKEND, connection.address, model
+
+
+@asynccontextmanager
+async def _bar(load: Load, options: ServeOptions) -> AsyncIterator[None]:
+    """Shows on standard error, where that is a terminal, how far the load is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        progress.rest()
+    else:
+        progress("sending requests")
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console,
+        transient=True, auto_refresh=False, disable=not console.is_terminal or progress.quiet,
     )  # fmt: skip
-    return [draft, *connection_options(without=REQUEST_KEYS)]
+
+    async def refresh(task: Any) -> None:
+        while True:
+            over, seconds = len(load.records), load.duration_s
+            of = f" of {load.num_planned}" if load.num_planned else ""
+            failed = f", {load.num_failed} failed" if load.num_failed else ""
+            rate = load.num_tokens / seconds if seconds else 0.0
+            text = f"{over}{of} requests over, {load.num_running} running{failed}, "
+            text += f"{rate:.0f} tokens/s"
+            progress.update(text)
+            done = over if load.num_planned else seconds
+            bar.update(task, completed=done, description=text, refresh=True)
+            await asyncio.sleep(REFRESH_S)
+
+    with bar:
+        total = load.num_planned or options.duration
+        refreshing = asyncio.create_task(refresh(bar.add_task("", total=total)))
+        try:
+            yield
+        finally:
+            refreshing.cancel()
+            progress.rest()
 
 
-_measurement(
-    "speedup", "speculative against plain decoding, prompt by prompt", _run_speedup,
-    *declared(speedup.add_arguments), *_deployment_options(),
-)  # fmt: skip
-_measurement(
-    "peers",
-    "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
-    "weights, prompts and threads",
-    _run_peers, *declared(peers.add_arguments), *_deployment_options(),
-)  # fmt: skip
-bench_serve.add_measurement(_measurement)
-bench_front_door.add_measurement(_measurement)
-_measurement(
-    "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity,
-    *declared(capacity.add_arguments),
-)  # fmt: skip
-_measurement(
-    "emulate",
-    "ways to decode, by real services on emulated models of stated speed and acceptance",
-    _run_emulate, *declared(emulate.add_arguments),
-)  # fmt: skip
-bench_models.add_measurements(_measurement)
+def _tell_load(arguments: Arguments, options: ServeOptions, report: ServeReport) -> int:
+    """Writes what was asked for; the exit code."""
+    _tell(report, arguments)
+    if options.save_result is not None:
+        values = report.detailed_values() if options.save_detailed else report.values()
+        _write("save_result", options.save_result, to_json(values) + "\n")
+    if options.report is not None:
+        from benchmarks.serve_report import page
+
+        _write("report", options.report, page(report))
+    sys.stdout.flush()
+    for warning in report.warnings():
+        note(warning)
+    failed = report.failures()
+    if failed:
+        note("\n".join(failed))
+    return 1 if failed else 0
+
+
+def _write(name: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingError(name, f"cannot write {path}: {error.strerror}") from error
+
+
+MEASUREMENTS: Final = {
+    "speedup": Measurement(
+        "speculative against plain decoding, prompt by prompt", "speedup:SpeedupOptions",
+        _run_speedup,
+    ),
+    "peers": Measurement(
+        "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
+        "weights, prompts and threads", "peers:PeersOptions", _run_peers,
+    ),
+    "serve": Measurement(
+        "latency and throughput under load, as `vllm bench serve` has them", "serve:ServeOptions",
+        _run_serve,
+    ),
+    "emulate": Measurement(
+        "ways to decode, by real services on emulated models of stated speed and acceptance",
+        "emulate:EmulateOptions", _run_emulate, (),
+    ),
+    "overhead": Measurement(
+        "what rounds and requests cost beside the models, and how many one coordinator plays",
+        "overhead:OverheadOptions", _run_overhead, (*TARGET_SETTINGS, "engine"),
+    ),
+    "engine": Measurement(
+        "many sessions at once, steps against the library's, and verdicts",
+        "engine:EngineOptions", _run_engine, TARGET_SETTINGS,
+    ),
+    "acceptance": Measurement(
+        "how much of the target's text a draft would have proposed, and guessed",
+        "options:AcceptanceOptions", _run_acceptance, (*TARGET_SETTINGS, *DRAFT_SETTINGS),
+    ),
+    "device": Measurement(
+        "steps at batch 1 against the memory's speed", "options:DeviceOptions", _run_device, (),
+    ),
+}  # fmt: skip

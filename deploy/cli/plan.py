@@ -25,7 +25,6 @@ from deploy.planner.options import (
     OWN,
     PlanOptions,
     SimulationOptions,
-    add_plan_arguments,
     add_simulation_arguments,
 )
 from outrider.config import DeploymentConfig
@@ -41,7 +40,7 @@ from .output import progress, show
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from benchmarks.acceptance_reading import Encode
+    from benchmarks.acceptance import Encode
     from deploy.planner.acceptance import DraftKind, Sample
     from deploy.planner.choosing import Replays, TemperaturePlan
     from deploy.planner.rehearsal import Validation
@@ -57,7 +56,7 @@ DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
 
 @command(
     "plan",
-    *declared(add_plan_arguments, add_simulation_arguments),
+    *declared(add_simulation_arguments),
     *connection_options(without=OWN_FLAGS),
     epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
     "prompts all takes about two minutes on two free cores. With --validate a deployment as `bench "
@@ -211,7 +210,7 @@ def _kind(config: DeploymentConfig) -> DraftKind:
 
 def _read(config: DeploymentConfig, options: PlanOptions, kind: DraftKind) -> tuple[Sample, ...]:
     """The target's answers, read by the draft's model; both are gone afterwards."""
-    from benchmarks.acceptance_reading import ModelReader
+    from benchmarks.acceptance import ModelReader
     from deploy.planner.acceptance import Reading
 
     progress("loading the target")

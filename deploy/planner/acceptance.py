@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.acceptance_reading import Asked, Encode, ModelReader, write
+from benchmarks.acceptance import Asked, Encode, ModelReader, write
 from benchmarks.measurement import Progress
 from benchmarks.prompts import BenchPrompt
 from outrider.drafters.drafter import DraftRequest

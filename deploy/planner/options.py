@@ -7,10 +7,9 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
-from benchmarks.number_options import numbers, whole_numbers
-from benchmarks.prompt_options import PromptOptions, add_prompt_arguments, prompt_values
+from benchmarks.options import PromptOptions, numbers, option, whole_numbers
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -26,7 +25,7 @@ BUILT_IN_PROMPTS: Final = 12
 """Of the built-in ones, where neither a file nor a number is named."""
 TEMPERATURES_MAX: Final = 8
 COORDINATOR_S: Final = 0.00029
-"""Of a coordinator's one thread for a round, as `outrider bench capacity` measures it."""
+"""Of a coordinator's one thread for a round, as `outrider bench overhead` measures it."""
 SECONDS: Final = 10.0
 SESSIONS_MAX: Final = 10_000
 RATE_MAX: Final = 10_000.0
@@ -54,29 +53,35 @@ NUMBERS: Final = {
 --scenario 70b-1b`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(PromptOptions):
     """What `outrider plan` is asked for. Wrong values raise `SettingError`."""
 
     max_tokens: int = 96
-    temperature: tuple[float, ...] = (0.0, 1.0)
-    round_trip_ms: float = 0.0
-    """Of the link between coordinator and draft, beside what messages take on this machine."""
-    concurrency: int = 1
-    """Sessions that a target replica decodes at a time."""
-    separate_draft: bool = False
-    """Whether to plan for drafts that compute elsewhere than the target, though here they share."""
-    validate: bool = False
-    plot: Path | None = None
-    """Where to write the plot, an SVG."""
+    temperature: tuple[float, ...] = option(
+        (0.0, 1.0), "temperatures to plan for; the first is validated", low=0,
+        high=TEMPERATURE_MAX, metavar="T[,T..]", parse=numbers,
+    )  # fmt: skip
+    round_trip_ms: float = option(
+        0.0, "of the link between coordinator and draft, beside what messages take on one machine",
+        low=0, high=ROUND_TRIP_MS_MAX, metavar="MS", parse=float,
+    )  # fmt: skip
+    concurrency: int = option(
+        1, "sessions that a target replica decodes at a time", low=1,
+        high=SESSIONS_PER_COORDINATOR_MAX,
+    )  # fmt: skip
+    separate_draft: bool = option(
+        False,
+        "plan for drafts with a device of their own, also where here they share the target's",
+    )
+    plot: Path | None = option(
+        None, "write the speed-up over K there, as an SVG", metavar="FILE", parse=Path
+    )
+    validate: bool = option(False, "run the real thing, and print predicted beside measured")
 
     def __post_init__(self) -> None:
-        PromptOptions.__post_init__(self)
-        check_range("round_trip_ms", self.round_trip_ms, 0, ROUND_TRIP_MS_MAX)
-        check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
+        super().__post_init__()
         check_range("temperature", len(self.temperature), 1, TEMPERATURES_MAX)
-        for temperature in self.temperature:
-            check_range("temperature", temperature, 0, TEMPERATURE_MAX)
         if len(set(self.temperature)) < len(self.temperature):
             given = ",".join(f"{temperature:g}" for temperature in self.temperature)
             raise SettingError("temperature", f"{given!r} is wrong; one is named twice")
@@ -99,52 +104,12 @@ class PlanOptions(PromptOptions):
                 )
 
     @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> PlanOptions:
-        """From what a parser with `add_arguments` returned."""
-        names = (
-            "temperature",
-            "round_trip_ms",
-            "concurrency",
-            "separate_draft",
-            "validate",
-            "plot",
-        )
-        values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-        values |= prompt_values(arguments)
-        if values["num_prompts"] is None and values["prompts"] is None:
-            values["num_prompts"] = BUILT_IN_PROMPTS
-        return cls(**values)
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `plan`, but for those that describe the deployment."""
-    defaults = PlanOptions()
-    add_prompt_arguments(parser, defaults, BUILT_IN_PROMPTS)
-    temperatures = ",".join(f"{temperature:g}" for temperature in defaults.temperature)
-    parser.add_argument(
-        "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",
-        help=f"temperatures to plan for; the first is validated [{temperatures}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--round-trip-ms", type=float, default=defaults.round_trip_ms, metavar="MS",
-        help="of the link between coordinator and draft, beside what messages take on one machine "
-        "[%(default)g]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--concurrency", type=int, default=defaults.concurrency, metavar="N",
-        help="sessions that a target replica decodes at a time [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--separate-draft", action="store_true",
-        help="plan for drafts with a device of their own, also where here they share the target's",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the speed-up over K there, as an SVG"
-    )
-    parser.add_argument(
-        "--validate", action="store_true",
-        help="run the real thing, and print predicted beside measured",
-    )  # fmt: skip
+    def from_arguments(cls, arguments: argparse.Namespace, **others: object) -> PlanOptions:
+        """From what a parser with `add_arguments` returned; without a file or a number some of the
+        built-in prompts."""
+        if arguments.num_prompts is None and arguments.prompts is None:
+            others["num_prompts"] = BUILT_IN_PROMPTS
+        return super().from_arguments(arguments, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +262,7 @@ def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--coordinator-ms", type=float, default=default.coordinator_ms, metavar="MS",
-        help="of a coordinator's one thread for a round; see `bench capacity` [%(default)g]",
+        help="of a coordinator's one thread for a round; see `bench overhead --parts capacity` [%(default)g]",
     )  # fmt: skip
     group.add_argument(
         "--simulation-seed", type=int, default=default.simulation_seed, metavar="N",

@@ -13,8 +13,8 @@ from typing import Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.emulate_services import Replicas, running_pair
 from benchmarks.measurement import Progress
+from benchmarks.processes import Replicas, running_pair
 from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.engine.step_costs import StepCosts

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.figures import percentile
+from benchmarks.report import percentile
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER
 from deploy.fleet.reconciler import find_reconciler

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.figures import percentile
+from benchmarks.report import percentile
 from outrider.client import Client
 from outrider.errors import Overloaded
 from tests.chaos.load import END_S, Load

@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 
 from benchmarks import emulate
-from benchmarks.emulate_scenarios import SCENARIOS, Steps
+from benchmarks.emulate import SCENARIOS, Steps
 from deploy.cli.main import main
 from outrider.config import CoordinatorConfig
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 
 TINY = replace(
-    SCENARIOS["70b-1b"], name="tiny", vocab_size=1_000, support=8, num_draft_tokens_max=2,
+    SCENARIOS["70b-1b"], vocab_size=1_000, support=8, num_draft_tokens_max=2,
     steps=Steps(verify_ms=4.0, verify_tokens=16, draft_ms=0.5, draft_branches=64),
 )  # fmt: skip
 
@@ -296,7 +296,7 @@ def test_bench_emulate_runs_beside_a_deployment(
         pass
     monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
     monkeypatch.setattr(emulate, "MODES", emulate.MODES[:1])
-    assert main(["bench", "emulate", "--scenario", TINY.name, "--tokens", "32"]) == 0
+    assert main(["bench", "emulate", "--tokens", "32"]) == 0
     assert "tokens/s" in capsys.readouterr().out
 
 

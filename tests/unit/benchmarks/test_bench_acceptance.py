@@ -21,27 +21,32 @@ from models import (
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.acceptance import (
-    AcceptanceOptions,
-    PromptAcceptance,
-    render,
-    summarise,
-)
-from benchmarks.acceptance_reading import (
+    FAN_OUTS,
     GREEDY,
+    OUTCOMES,
     SAMPLED,
     Asked,
     EagleReader,
     ExitReader,
+    GuessedRound,
     HeadsReader,
     LookupReader,
     ModelReader,
+    PromptAcceptance,
     Reader,
     measure,
+    play_rounds,
+    summarise,
+    way_figures,
     write,
 )
+from benchmarks.options import AcceptanceOptions
+from benchmarks.report import to_json
 from deploy.cli.main import main
 from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
@@ -49,34 +54,40 @@ from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.text_acceptance import conditional_acceptance
-
-VOCAB_SIZE = 16
-SALT = 11
-"""Of a draft that is right now and then."""
-ROUNDING = VOCAB_SIZE / COUNT_TOTAL
-"""What quantised counts may add to or take from a sum over the vocabulary."""
 
 
-def engine(salt: int) -> ToyEngine:
-    return ToyEngine(vocab_size=VOCAB_SIZE, salt=salt, max_model_len=64)
-
-
-def measured(tmp_path: Path, reader: Reader, num_prompts: int = 4, max_tokens: int = 20) -> dict:  # type: ignore[type-arg]
+def measured(tmp_path: Path, reader: Reader, num_prompts: int = 4) -> dict[str, Any]:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"{i}", "category": "ab"[i % 2]} for i in range(num_prompts)]
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
     report = measure(
-        AcceptanceOptions(prompts=prompts, max_tokens=max_tokens),
-        engine(1),
-        reader,
-        lambda text: (1, 2, int(text) % VOCAB_SIZE),
-        draft_model="toy",
-        max_model_len=64,
+        AcceptanceOptions(prompts=prompts, max_tokens=20), engine(1), reader,
+        lambda text: (1, 2, int(text) % VOCAB_SIZE), draft_model="toy", max_model_len=64,
         progress=lambda line: None,
-    )
-    found: dict[str, object] = json.loads(report.to_json())
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(to_json(report.values()))
     return found
+
+
+def hits(deviation: float) -> dict[tuple[str, float], dict[str, Any]]:
+    """By rule and temperature."""
+    engines = engines_of(deviation)
+    asked = [Asked(tuple(range(place, place + 20)), place, 40) for place in range(7)]
+    ways = play_rounds(*engines, asked, 4, lambda line: None)
+    for engine in engines:
+        engine.check_integrity()
+    return {(way["rule"], way["temperature"]): way for way in ways}
+
+
+VOCAB_SIZE = 16
+
+SALT = 11
+
+ROUNDING = VOCAB_SIZE / COUNT_TOTAL
+
+
+def engine(salt: int) -> ToyEngine:
+    return ToyEngine(vocab_size=VOCAB_SIZE, salt=salt, max_model_len=64)
 
 
 def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-arg]
@@ -106,12 +117,6 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give(tmp_path: Path) ->
     assert found["greedy"] == pytest.approx(np.mean(hits), abs=1e-4)
     assert 0 < found["greedy"] < 1
     assert found["sampled"] == pytest.approx(np.mean(overlaps), abs=ROUNDING)
-
-
-def test_the_written_text_alone_tells_the_same_acceptance(tmp_path: Path) -> None:
-    """E over x ~ p of min(1, q(x) / p(x)) is sum min(p, q)."""
-    found = measured(tmp_path, ModelReader(engine(2)), num_prompts=8, max_tokens=40)
-    assert found["by_position"][0] == pytest.approx(found["sampled"], abs=0.06)
 
 
 def test_a_truncated_q_is_measured_as_it_goes_on_the_wire(tmp_path: Path) -> None:
@@ -256,18 +261,6 @@ def test_lookup_is_accepted_with_the_targets_own_probability(tmp_path: Path) -> 
     assert found["sampled"] == pytest.approx(np.mean(chances), abs=1e-4)
 
 
-def test_conditional_acceptance_is_the_ratio_of_prefix_products() -> None:
-    found = conditional_acceptance([(1.0, 0.5, 0.4), (0.2,)])
-    assert found[0] == pytest.approx((1.0 + 0.5 + 0.4 + 0.2) / 4)
-    assert found[1] == pytest.approx((1.0 * 0.5 + 0.5 * 0.4) / (1.0 + 0.5))
-    assert found[2] == pytest.approx(0.4)
-    assert found[3:] == (None,) * 5
-
-
-def test_nothing_is_known_behind_a_token_that_is_never_accepted() -> None:
-    assert conditional_acceptance([(0.0,) * 10]) == (0.0, *(None,) * 7)
-
-
 def test_places_count_alike_whichever_prompt_they_are_of() -> None:
     found = [
         PromptAcceptance("a", (True,), (1.0,), ((1.0,),)),
@@ -277,10 +270,10 @@ def test_places_count_alike_whichever_prompt_they_are_of() -> None:
     report = summarise(AcceptanceOptions(), found, model="m", draft_model="d")
     assert report.greedy == pytest.approx(2 / 5)
     assert report.sampled == pytest.approx(1.75 / 5)
-    assert report.by_category["a"].greedy == pytest.approx(2 / 4)
-    assert report.by_category["b"].sampled == pytest.approx(0.25)
+    assert report.by_category["a"]["greedy"] == pytest.approx(2 / 4)
+    assert report.by_category["b"]["sampled"] == pytest.approx(0.25)
     assert report.num_positions == 5
-    assert render(report).renderables
+    assert report.render().renderables
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
@@ -296,28 +289,6 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--max-tokens", "0"), "error: --max-tokens: "),
-        (("--num-prompts", "0"), "error: --num-prompts: "),
-        (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
-        (("--engine", "emulated:seed=1"), "--engine"),
-    ],
-)
-def test_wrong_flags_end_the_command(
-    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["bench", "acceptance", *flags])
-    except SystemExit as error:
-        code = int(str(error.code))
-    assert code == 2
-    shown = capsys.readouterr()
-    assert named in shown.err
-    assert shown.out == ""
-
-
 def test_the_command_loads_both_models_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,7 +301,7 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     flags = (
         "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
         "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
-        "--device", "cpu", "--json",
+        "--device", "cpu", "--hits", "--json",
     )  # fmt: skip
     assert main(["bench", "acceptance", *flags]) == 0
     shown = capsys.readouterr()
@@ -342,3 +313,42 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     assert len(value["by_position"]) == 8
     assert value["by_category"] == {"chat": {k: value[k] for k in ("greedy", "sampled")}}
     assert "chat" not in shown.err
+    assert len(value["hits"]) == 7
+    assert all(way["num_rounds"] > 0 for way in value["hits"])
+
+
+def engines_of(deviation: float) -> tuple[EmulatedEngine, EmulatedEngine]:
+    spec = EmulatedSpec(vocab_size=400, support=12, max_model_len=512, deviation=deviation)
+    return EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+
+
+def test_a_draft_that_is_the_target_knows_the_outcome() -> None:
+    """Under coupled and greedy all is accepted and the bonus is the first guess; under token and
+    block the bonus is, whose race is the target's own."""
+    for way in hits(0.0).values():
+        assert way["tokens_per_round"] > 4.5
+        assert way["by_noise"][1] == 1.0
+        assert way["planned"][OUTCOMES[-1]] > 0.95
+        if way["temperature"] == 1.0:
+            assert way["by_q"][1] < 0.9
+
+
+def test_noise_tells_more_than_q() -> None:
+    """Of a draft that errs, under coupled; and more guesses hit more often."""
+    found = hits(0.6)
+    way = found["coupled", 1.0]
+    assert way["by_noise"][2] > way["by_q"][2] + 0.1
+    assert found["greedy", 0.0]["by_noise"] == found["greedy", 0.0]["by_q"]
+    for way in found.values():
+        for shares, counts in ((way["by_noise"], FAN_OUTS), (way["planned"], OUTCOMES)):
+            assert tuple(shares) == counts
+            assert list(shares.values()) == sorted(shares.values())
+
+
+def test_shares_are_of_all_rounds() -> None:
+    rounds = [GuessedRound(4, 0, 2, 9), GuessedRound(1, None, 0, None)]
+    figures = way_figures(Rule.TOKEN, 1.0, rounds)
+    assert figures["tokens_per_round"] == 3.5
+    assert list(figures["by_noise"].values()) == [0.5] * 4
+    assert list(figures["by_q"].values()) == [0.5, 0.5, 1.0, 1.0]
+    assert list(figures["planned"].values()) == [0.0, 0.0, 0.5, 0.5, 0.5]

@@ -1,4 +1,4 @@
-"""`bench emulate`: its figures by hand, and one small run of everything."""
+"""`bench emulate`: its figures by hand, the pair's law against its engines, and one small run."""
 
 from __future__ import annotations
 
@@ -8,45 +8,46 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.emulate import EmulateOptions
-from benchmarks.emulate_pair import expected_tokens
-from benchmarks.emulate_report import EmulateReport, ModeFigures, figures, render
-from benchmarks.emulate_rounds import (
-    Hits,
+from benchmarks.emulate import (
+    MODES,
+    RULES,
+    SCENARIOS,
+    EmulateOptions,
+    Pair,
+    PairLaw,
     Round,
+    Steps,
     TimedRounds,
-    Window,
     best_num_draft_tokens,
+    expected_tokens,
+    figures,
     read_rounds,
     timed,
 )
-from benchmarks.emulate_scenarios import (
-    LOOK_AHEAD,
-    PLAIN,
-    RULES,
-    SCENARIOS,
-    SYNCHRONOUS,
-    Pair,
-    Steps,
-)
 from deploy.cli.main import main
+from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.errors import Unavailable
+from outrider.engine.interface import SequenceStep
+from outrider.errors import InvariantError, Unavailable
 from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 
+PLAIN, SYNCHRONOUS, LOOK_AHEAD = MODES
+
 SCENARIO = SCENARIOS["70b-1b"]
+
 TINY = replace(
     SCENARIO,
-    name="tiny",
     vocab_size=1_000,
     support=8,
     steps=Steps(verify_ms=4.0, verify_tokens=16, draft_ms=0.5, draft_branches=64),
     num_draft_tokens_max=3,
 )
+
 PAIR = Pair(SCENARIO, 0.65, {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
 
 
@@ -73,19 +74,6 @@ def rounds(*entries: tuple[int, int, float]) -> list[Round]:
 def report(index: int, num_draft_tokens: int, num_accepted: int, hit: bool) -> RoundReport:
     token_ids = tuple(range(num_draft_tokens))
     return RoundReport(index, token_ids, num_accepted, 0, 0, 0, 0, 0, look_ahead_hit=hit)
-
-
-def mode_figures(rate: float, rule: str = "token", num_draft_tokens: int = 7) -> ModeFigures:
-    return ModeFigures(
-        tokens_per_second=rate,
-        num_draft_tokens=num_draft_tokens,
-        rule=rule,
-        tokens_per_round=3.0,
-        fraction_of_ideal=0.5,
-        look_ahead_hit_rate=None,
-        overhead_ms_p50=1.25,
-        hits=None,
-    )
 
 
 def test_both_replicas_get_the_pair_whose_deviation_was_solved() -> None:
@@ -119,22 +107,21 @@ async def test_a_round_comes_with_its_tokens() -> None:
 def test_a_window_drops_the_first_tokens_and_what_comes_after_the_last() -> None:
     """Tokens 1 | 2, 3 | 4, 5, 6 | 7 | 8, 9: the third is dropped, the seventh is the last."""
     session = rounds((0, 1, 50), (2, 2, 10), (4, 3, 20), (4, 1, 30), (4, 2, 99))
-    found = timed(session, Window(num_tokens=7, num_dropped=3))
+    found = timed(session, 7, 3)
     assert found.rounds == tuple(session[2:4])
     assert found.milliseconds == pytest.approx((20, 30))
     assert found.num_tokens == 4
     assert found.tokens_per_second == pytest.approx(80)
-    assert found.tokens_per_round == 2
-    whole = timed(session, Window(num_tokens=6, num_dropped=1))
+    whole = timed(session, 6, 1)
     assert whole.rounds == tuple(session[1:3])
     with pytest.raises(Unavailable, match="before its 10 tokens had come"):
-        timed(session, Window(num_tokens=10, num_dropped=3))
+        timed(session, 10, 3)
 
 
 def test_a_round_is_charged_the_steps_that_it_waited_for() -> None:
     """The median of 25 - 18 - 2 * 1, 30 - 18 - 4 * 1 and 22 - 18 - 0."""
     session = rounds((0, 1, 0), (2, 1, 25), (4, 1, 30), (0, 1, 22))
-    found = timed(session, Window(num_tokens=4, num_dropped=1))
+    found = timed(session, 4, 1)
     assert found.overhead_ms(18.0, 1.0) == pytest.approx(5.0)
 
 
@@ -169,9 +156,8 @@ def test_hits_are_told_by_the_outcome_of_the_round_before() -> None:
     entries = [a_round(2, num_tokens, hit=hit) for num_tokens, hit in tokens_and_hits]
     entries += [a_round(1, 2, hit=True), a_round(2, 1, hit=True)]
     found = TimedRounds(tuple(entries), (20.0,) * len(entries))
-    assert found.hit_rate == pytest.approx(5 / 7)
-    assert found.hits(2) == Hits(all_accepted=1.0, rejected_at=(0.0, 1.0))
-    assert found.hits(3) == Hits(None, (None, None, None))
+    assert found.hits(2) == {"all_accepted": 1.0, "rejected_at": [0.0, 1.0]}
+    assert found.hits(3) == {"all_accepted": None, "rejected_at": [None] * 3}
 
 
 @pytest.mark.parametrize("lean", [-0.1, 0.1])
@@ -191,51 +177,6 @@ async def test_the_best_number_of_draft_tokens_is_found_in_few_sessions(
         assert await best_num_draft_tokens(rate, most) == peak
         assert len(set(tried)) == len(tried) <= -(-most // 2) + 2
         assert set(tried) <= set(range(1, most + 1))
-
-
-async def test_the_sweep_finds_what_the_pairs_law_says() -> None:
-    """Where a round takes 18.3 ms, 1.3 ms a draft token and 2 ms more."""
-    acceptance = Pair.of(SCENARIO).acceptance[Rule.TOKEN]
-
-    async def rate(num_draft_tokens: int) -> float:
-        return expected_tokens(acceptance, num_draft_tokens) / (20.3 + 1.3 * num_draft_tokens)
-
-    rates = [await rate(num_draft_tokens) for num_draft_tokens in range(1, 15)]
-    assert await best_num_draft_tokens(rate, 14) == 1 + rates.index(max(rates)) == 7
-
-
-def test_modes_are_keys_of_the_json_object_and_rows_of_the_table() -> None:
-    found = EmulateReport(
-        scenario="70b-1b",
-        seed=3,
-        tokens=400,
-        dropped=20,
-        look_ahead_outcomes=24,
-        deviation=0.645,
-        acceptance={"token": 0.8, "coupled": 0.76},
-        modes={"plain": mode_figures(50.0, num_draft_tokens=0), "synchronous": mode_figures(150.0)},
-        by_rule={
-            "token": {"synchronous": mode_figures(150.0)},
-            "coupled": {"synchronous": mode_figures(140.0, "coupled")},
-        },
-        round_trip_ms=5.0,
-        with_round_trip={"synchronous": mode_figures(120.0)},
-    )
-    value = json.loads(found.to_json())
-    assert value["plain"]["tokens_per_second"] == 50.0
-    assert value["synchronous"] == value["by_rule"]["token"]["synchronous"]
-    assert value["with_round_trip"]["ms"] == 5.0
-    assert value["with_round_trip"]["synchronous"]["tokens_per_second"] == 120.0
-    assert set(value["synchronous"]) == {
-        "tokens_per_second", "num_draft_tokens", "rule", "tokens_per_round", "fraction_of_ideal",
-        "look_ahead_hit_rate", "overhead_ms_p50", "hits",
-    }  # fmt: skip
-    table = render(found)
-    columns = [list(column.cells) for column in table.columns]
-    assert columns[0] == ["plain", "synchronous", "synchronous", "  + 5 ms"]
-    assert columns[1] == ["-", "token 7", "coupled 7", "token 7"]
-    assert columns[6] == ["-"] * 4
-    assert columns[3] == ["1.00x", "3.00x", "2.80x", "2.40x"]
 
 
 @pytest.mark.parametrize(
@@ -262,18 +203,12 @@ def test_wrong_flags_end_the_command(
     assert said in err
 
 
-def test_a_session_that_helps_to_choose_has_few_tokens() -> None:
-    assert EmulateOptions().sweep == Window(num_tokens=200, num_dropped=4)
-    assert EmulateOptions(tokens=40, dropped=8).sweep == Window(num_tokens=24, num_dropped=4)
-    assert EmulateOptions(tokens=40, dropped=8).window == Window(num_tokens=40, num_dropped=8)
-
-
 @pytest.mark.parametrize(
     ("tokens", "dropped"), [(32, 8), (100, 25), (215, 53), (800, 200), (4000, 200), (8000, 200)]
 )
 def test_few_tokens_alone_are_enough_to_say(tokens: int, dropped: int) -> None:
     """A part of them does not count where nobody says how many."""
-    assert EmulateOptions(tokens=tokens).window == Window(tokens, dropped)
+    assert EmulateOptions(tokens=tokens).num_dropped == dropped
 
 
 @pytest.mark.xdist_group("redis")
@@ -284,12 +219,12 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     as long as what is added to its way: on a busy machine tokens come together, so single rounds
     may look shorter, even all of a measurement, but not those of two."""
     monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
-    flags = ("--scenario", TINY.name, "--tokens", "60", "--dropped", "8", "--json")
+    flags = ("--tokens", "60", "--dropped", "8", "--json")
     assert main(["bench", "emulate", *flags]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1
     value = json.loads(shown.out)
-    assert (value["scenario"], value["tokens"], value["dropped"]) == ("tiny", 60, 8)
+    assert (value["scenario"], value["tokens"], value["dropped"]) == ("70b-1b", 60, 8)
     plain = value["plain"]
     assert (plain["num_draft_tokens"], plain["tokens_per_round"]) == (0, 1.0)
     assert 0 < plain["fraction_of_ideal"] < 1.1
@@ -316,3 +251,64 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     assert 0 <= ahead["look_ahead_hit_rate"] <= 1
     assert len(ahead["hits"]["rejected_at"]) == ahead["num_draft_tokens"]
     assert shown.err == ""
+
+
+NUM_CONTEXTS = 4_000
+
+
+@pytest.fixture(scope="module")
+def law() -> PairLaw:
+    return PairLaw(64, 1.706)
+
+
+@pytest.fixture(scope="module")
+def engine_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """log p and log q of the emulated engines after `NUM_CONTEXTS` prefixes, over the tokens that
+    have any."""
+    spec = EmulatedSpec(vocab_size=600, deviation=PairLaw(64, 1.706).solve_deviation(0.80))
+    tokens = tuple(torch.randint(600, (NUM_CONTEXTS,), generator=torch.Generator()).tolist())
+    step = SequenceStep("s", tokens, NUM_CONTEXTS)
+    p, q = (
+        EmulatedEngine(spec, role).forward([step])[0].double().log_softmax(-1)
+        for role in ("target", "draft")
+    )
+    ids = p.topk(64).indices
+    return p.gather(1, ids), q.gather(1, ids)
+
+
+def test_the_solved_pairs_engines_overlap_as_asked(
+    engine_rows: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """A prefix's overlap has a standard deviation of 0.08, and so the mean one of 0.0013."""
+    p, q = (rows.exp() for rows in engine_rows)
+    assert torch.minimum(p, q).sum(-1).mean().item() == pytest.approx(0.80, abs=0.005)
+
+
+def test_the_solved_pairs_coupled_draws_are_equal_as_often_as_told(
+    law: PairLaw, engine_rows: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """The share of 20 draws after each prefix; its standard deviation is about 0.002."""
+    p, q = (rows.repeat(20, 1) for rows in engine_rows)
+    noise = -torch.rand(p.shape, generator=torch.Generator(), dtype=torch.float64).log().neg().log()
+    equal = ((p + noise).argmax(-1) == (q + noise).argmax(-1)).double().mean().item()
+    deviation = law.solve_deviation(0.80)
+    assert law.acceptance(deviation, Rule.COUPLED) == pytest.approx(equal, abs=0.01)
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95])
+def test_a_solved_deviation_gives_what_was_asked_for(law: PairLaw, acceptance: float) -> None:
+    deviation = law.solve_deviation(acceptance)
+    assert law.acceptance(deviation, Rule.TOKEN) == pytest.approx(acceptance, abs=1e-4)
+    assert law.acceptance(deviation, Rule.COUPLED) < acceptance
+    assert PairLaw(64, 1.706).solve_deviation(acceptance) == deviation
+
+
+def test_what_no_deviation_gives_is_refused(law: PairLaw) -> None:
+    with pytest.raises(InvariantError, match=r"gives an acceptance of 0\.01"):
+        law.solve_deviation(0.01)
+
+
+def test_expected_tokens_by_hand() -> None:
+    assert expected_tokens(0.5, 0) == 1.0
+    assert expected_tokens(0.5, 3) == 1.875
+    assert expected_tokens(1.0, 14) == 15.0

@@ -1,116 +1,48 @@
-"""`bench engine`: its load generator against a target in one process, and one small run of all."""
+"""`bench engine`: its waits and verdicts against values known beforehand, and one small run."""
 
-import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import byte_level_tokenizer, quick_linear, save_tiny_model
-from toy_engine import ToyEngine, toy_logits
+from stack import running_stack
+from toy_engine import ToyEngine
+from verdict_laws import score
 
-from benchmarks.engine import LIBRARY_SESSIONS, EngineOptions, _Sides
-from benchmarks.engine_load import Load, Prompts
-from benchmarks.engine_roles import _decode
-from benchmarks.engine_steps import GENERIC_SHAPE, alternately, generic_step_times
-from benchmarks.engine_waits import Waits
+from benchmarks.engine import (
+    GENERIC_SHAPE,
+    HIGH_NATS,
+    LONG_TOKENS,
+    NUM_DRAFT_TOKENS,
+    OWN_TOKENS,
+    PREFIX_TOKENS,
+    Prompts,
+    _waits,
+    decode_with_engine,
+    gaps,
+    generic_step_times,
+    make_cases,
+    record_rows,
+    verdict_times,
+)
 from deploy.cli.main import main
-from outrider.clock import run_virtually
-from outrider.errors import InvariantError, SettingError, Unavailable
-from outrider.limits import ANSWERS_HELD_MS, RUN_AHEAD_ROUNDS_MAX
-from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.errors import ConfigError
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.sampling_params import Rule
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 SALT = 1
-VOCAB_SIZE = 8
 
-
-def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(toy_logits(SALT, tokens, VOCAB_SIZE).argmax()))
-    return tokens
-
-
-class _Target:
-    """A target on a toy engine, and what it was asked."""
-
-    def __init__(self, num_pages: int = 1024, step_s: float = 0.01) -> None:
-        self.engine = ToyEngine(VOCAB_SIZE, SALT, max_model_len=128, num_pages=num_pages)
-        service = TargetService(self.engine, InlineExecutor(lambda: step_s), max_num_seqs=8)
-        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
-        self.released: list[tuple[str, list[int]]] = []
-        forget = self.engine.release
-
-        def release(session_id: str) -> None:
-            if session_id in self.engine.held:
-                self.released.append((session_id, list(self.engine.held[session_id])))
-            forget(session_id)
-
-        self.engine.release = release  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("num_tokens", [1, RUN_AHEAD_ROUNDS_MAX, 3 * RUN_AHEAD_ROUNDS_MAX + 1])
-def test_every_session_decodes_all_its_tokens_and_is_released(num_tokens: int) -> None:
-    """What the engine held at the release is the target's own greedy text, but for the last
-    token, which was never run."""
-    prompts = [(1, 2, 3), (4,), (5, 6)]
-
-    async def decode() -> _Target:
-        target = _Target()
-        await Load(target.link).decode(prompts, num_tokens)
-        while len(target.released) < len(prompts):  # a release is a message like any other
-            await asyncio.sleep(0.01)
-        return target
-
-    target = run_virtually(decode())
-    texts = [tokens for _, tokens in target.released]
-    assert texts == [greedy(prompt, num_tokens)[:-1] for prompt in prompts]
-
-
-def test_a_session_that_lost_its_pages_goes_on() -> None:
-    """Two sessions of 22 tokens need 11 pages; where there are 8, one asks again from where it is
-    held."""
-
-    async def decode() -> float:
-        return await Load(_Target(num_pages=8).link).decode([(1, 2), (3, 4)], 20)
-
-    assert run_virtually(decode()) > 20 * 0.01
-
-
-def test_a_goal_is_told_when_its_token_comes_and_not_before() -> None:
-    """At a step so long that each verdict leaves at once, without waiting for the next."""
-
-    async def decode() -> None:
-        target = _Target(step_s=2 * ANSWERS_HELD_MS / 1e3)
-        async with Load(target.link).running([(1, 2, 3)], 5) as (session,):
-            second = session.reached(2)
-            await second
-            assert len(session.arrivals) == 2
-            assert session.reached(1).done()
-            assert session.reached(2) is second
-            with pytest.raises(InvariantError, match="it ends after 5 tokens"):
-                session.reached(6)
-
-    run_virtually(decode())
-
-
-def test_a_target_that_refuses_ends_the_measurement() -> None:
-    async def decode() -> None:
-        await Load(_Target().link).decode([(VOCAB_SIZE + 1,)], 4)
-
-    with pytest.raises(Unavailable, match="outside the vocabulary"):
-        run_virtually(decode())
+TOY_VOCAB = 8
 
 
 def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
-    engine = ToyEngine(VOCAB_SIZE, SALT)
-    assert _decode(engine, [[1, 2], [3]], 5) > 0
+    engine = ToyEngine(TOY_VOCAB, SALT)
+    assert decode_with_engine(engine, [[1, 2], [3]], 5)["num_tokens"] == 10
     assert not engine.held
     assert len(engine.batches) == 2 + 4
 
@@ -120,14 +52,6 @@ def test_no_two_prompts_begin_alike() -> None:
     taken = [prompt for number in (1, 16, 16, 4) for prompt in prompts.take(number, 20)]
     assert {len(prompt) for prompt in taken} == {20}
     assert len({prompt[0] for prompt in taken}) == len(taken)
-
-
-def test_what_is_compared_takes_turns() -> None:
-    order: list[str] = []
-    works = [lambda: order.append("a"), lambda: order.append("b")]
-    times = alternately(works, lambda: order.append("undone"))
-    assert len(times) == 2
-    assert order[:4] == ["a", "undone", "b", "undone"]
 
 
 def test_no_block_of_the_generic_model_is_fused(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,26 +66,12 @@ def test_no_block_of_the_generic_model_is_fused(caplog: pytest.LogCaptureFixture
     assert f"modules swapped: {{'{kind}': 5}}" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["repetitions", "prompt_tokens", "new_tokens"])
-def test_options_are_bounded(name: str) -> None:
-    assert getattr(EngineOptions(**{name: 1}), name) == 1
-    for value in (0, 10**6):
-        with pytest.raises(SettingError, match=f"{name}: {value} is wrong"):
-            EngineOptions(**{name: value})
-
-
-def test_sessions_that_do_not_fit_the_model_are_refused_before_any_is_timed() -> None:
-    options = EngineOptions(prompt_tokens=100, new_tokens=28)
-    options.check_fits(128)
-    with pytest.raises(SettingError, match="100 and 28 new tokens are more than the 127"):
-        options.check_fits(127)
-
-
 def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = save_tiny_model(
         tmp_path, vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
     )
     words = ["--prompt-tokens", "8", "--new-tokens", "2", "--repetitions", "1", "--json"]
+    words += ["--parts", "sessions,waits,steps"]
     assert main(["bench", "engine", "--model", str(directory), *words]) == 0
     found = json.loads(capsys.readouterr().out)
     for sessions in (found["sessions"], found["engine_sessions"]):
@@ -173,31 +83,129 @@ def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
         "generic_verify_step_ms", "generic_transformers_forward_ms",
     ):  # fmt: skip
         assert found[name] > 0
-    assert all(found[field.name] is None for field in fields(Waits)), "for 512 tokens"
+    assert found["prefix_ratio"] is found["gap_ratio"] is None, "for 512 tokens"
+    assert found["verdict_ms"] is None, "left out"
 
 
-class _Asked:
-    """A process or a load generator that notes how many prompts it is given for what."""
+VOCAB_SIZE = 512
+
+
+class RowsEngine:
+    """Logits of the token before: of an even token nearly flat (over 4 nats), of an odd one
+    nearly certain."""
+
+    info = ModelInfo("rows", VOCAB_SIZE, 64, "float32", (), "w", "t")
 
     def __init__(self) -> None:
-        self.prompts: list[tuple[str, int]] = []
+        self.released = 0
 
-    async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.prompts.append((question["measure"], len(question["prompts"])))
-        return {"seconds": 1.0, "num_tokens": 1}
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        found = []
+        for step in steps:
+            rows = []
+            for token_id in step.token_ids[-step.num_logits :]:
+                row = np.random.default_rng(token_id).normal(
+                    0, 0.5 + 5 * (token_id % 2), VOCAB_SIZE
+                )
+                rows.append(torch.from_numpy(row).float())
+            found.append(torch.stack(rows))
+        return found
 
-    async def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        return 1.0
+    def length(self, sequence_id: str) -> int:
+        return 0
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+        raise NotImplementedError
+
+    def release(self, sequence_id: str) -> None:
+        self.released += 1
+
+    def take_step_seconds(self) -> float:
+        return 0.0
 
 
-def test_the_library_first_gets_as_many_prompts_as_are_measured() -> None:
-    """The first ones decide for how many it makes room."""
-    asked = _Asked()
-    processes: Any = dict.fromkeys(("engine", "generate_batch", "generate"), asked)
-    load: Any = asked
-    sides = _Sides(EngineOptions(), Prompts(range(4096)), load, processes)
-    asyncio.run(sides.warm_up(lambda _: None))
-    warmed = [number for measure, number in asked.prompts if measure == "generate_batch"]
-    asyncio.run(sides.rates(lambda _: None))
-    assert warmed == [LIBRARY_SESSIONS]
-    assert ("generate_batch", LIBRARY_SESSIONS) in asked.prompts[len(warmed) :]
+def nats(rows: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Categorical(logits=rows.double()).entropy()
+
+
+def cases(rule: Rule) -> list[Question]:
+    return make_cases(record_rows(RowsEngine(), [tuple(range(64))], 21), rule)
+
+
+def test_every_second_row_has_more_than_four_nats() -> None:
+    rows = record_rows(RowsEngine(), [tuple(range(30)), tuple(range(30, 60))], 40)
+    assert rows.shape == (40, VOCAB_SIZE)
+    assert bool((nats(rows[::2]) > HIGH_NATS).all())
+    assert bool((nats(rows[1::2]) <= HIGH_NATS).all())
+
+
+def test_no_text_is_read_when_there_are_rows_enough() -> None:
+    engine = RowsEngine()
+    record_rows(engine, [tuple(range(30))] * 5, 10)
+    assert engine.released == 1
+
+
+def test_texts_without_uncertain_rows_are_refused() -> None:
+    odd = tuple(range(1, 60, 2))
+    with pytest.raises(ConfigError, match="gave 0 rows over 4 nats and 30 others; 5 of each"):
+        record_rows(RowsEngine(), [odd], 10)
+
+
+def test_a_text_longer_than_the_model_takes_is_cut() -> None:
+    assert len(record_rows(RowsEngine(), [tuple(range(200))], 60)) == 60
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_what_is_timed_is_the_verdict(rule: Rule) -> None:
+    found = cases(rule)
+    assert len(found) == 4  # one row of 21 is left over
+    for case in found:
+        assert case.logits.shape == (NUM_DRAFT_TOKENS + 1, VOCAB_SIZE)
+        assert len(case.proposal.q) == (NUM_DRAFT_TOKENS if rule.needs_q else 0)
+        expected = score(target_probabilities(case.logits, case.params), case.proposal, case.noise)
+        (verdict,) = verdicts_from_logits([case])
+        assert verdict.correction == expected.correction
+        assert verdict.accept_probability == pytest.approx(expected.accept_probability, abs=1e-6)
+
+
+def test_drafts_are_neither_all_accepted_nor_all_refused() -> None:
+    """Else half of a verdict's work would be left out."""
+    verdicts = verdicts_from_logits(cases(Rule.TOKEN))
+    shares = [share for verdict in verdicts for share in verdict.accept_probability]
+    assert 0.2 < np.mean(shares) < 0.999
+
+
+def test_every_rule_is_timed_and_so_is_a_draw() -> None:
+    found = verdict_times(RowsEngine(), [tuple(range(64))], repetitions=3, num_cases=4)
+    for name in ("verdict_ms", "verdict_of_several_ms"):
+        times = found[name]
+        assert isinstance(times, dict)
+        assert set(times) == {"token", "block", "coupled", "greedy"}
+        assert all(ms > 0 for ms in times.values())
+    assert found["vocab_size"] == VOCAB_SIZE
+
+
+def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
+    """Two tokens at 1 s, one at 2 s, one at 5 s; a gap that lies outside in part counts."""
+    assert gaps([[1.0, 1.0, 2.0, 5.0]], 0.0, 9.0) == [0.5, 0.5, 3.0]
+    assert gaps([[1.0, 1.0, 2.0, 5.0]], 3.0, 4.0) == [3.0]
+    assert gaps([[1.0, 2.0], [1.5, 2.5]], 2.0, 2.1) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "known"),
+    [(PREFIX_TOKENS, 0), (PREFIX_TOKENS + OWN_TOKENS + 1, 3), (LONG_TOKENS + 300, 8)],
+)
+async def test_waits_are_measured_as_far_as_the_model_is_long_enough(
+    max_model_len: int, known: int, tmp_path: Path
+) -> None:
+    """A prefix that was seen before is read from the cache, and a long prompt takes longer."""
+    engine = ToyEngine(64, max_model_len=max_model_len, num_pages=8192)
+    prompts = Prompts(np.random.default_rng(1).integers(64, size=10_000).tolist())
+    async with running_stack(engine, None, tmp_path) as stack:
+        found = await _waits(stack.client, prompts, max_model_len)
+    assert len(found) == known
+    assert all(value > 0 for value in found.values())
+    if known == 8:
+        assert found["prefix_ratio"] < 1
+        assert found["long_alone_first_token_ms"] > found["prefix_second_first_token_ms"]

@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from benchmarks.identity import Identity, passes
+from benchmarks.identity import IdentityOptions, WayReport, compare, passes
+from benchmarks.measurement import Completion, Decoding
 from benchmarks.prompts import BenchPrompt
-from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule
 
-PROMPTS = [BenchPrompt(text, "other") for text in ("a", "b")]
 
-
-class Client:
-    """Answers with the length of its prompt, but otherwise in one way to one prompt."""
+class Side:
+    """Answers with the length of its prompt, but otherwise to one that is drafted for."""
 
     def __init__(self, differs: str = "", accepts: int = 1) -> None:
         self.differs, self.accepts = differs, accepts
-        self.requests: list[GenerateRequest] = []
+        self.calls: list[Decoding] = []
 
-    async def complete(self, request: GenerateRequest) -> Any:
-        self.requests.append(request)
-        message: Any = request.prompt[0]
-        drafted = bool(request.num_draft_tokens)
-        tokens = (len(message.content), drafted and message.content == self.differs)
-        accepted = self.accepts if drafted else 0
-        return SimpleNamespace(
-            token_ids=tokens, metrics=SimpleNamespace(num_accepted_draft_tokens=accepted)
-        )
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        self.calls.append(decoding)
+        drafted = bool(decoding.num_draft_tokens)
+        tokens = (len(prompt.text), int(drafted and prompt.text == self.differs))
+        return Completion(tokens, 0.0, 1.0, num_accepted_draft_tokens=drafted * self.accepts)
 
 
-async def reports(client: Any) -> Any:
-    identity = Identity(client, PROMPTS, 16, context_words=100)
-    ways, rules = ("alone", "beside", "context"), (Rule.GREEDY, Rule.COUPLED)
-    return await identity.reports(ways, rules, (1, 8), 2)
+async def reports(side: Side, tmp_path: Path) -> list[WayReport]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
+    options = IdentityOptions(
+        prompts=prompts, num_draft_tokens=(1, 8), at_once=2, context_words=100
+    )
+    return await compare(side, options)
 
 
-async def test_all_ways_are_held_against_plain_decoding() -> None:
-    client = Client()
-    found = await reports(client)
+async def test_all_ways_are_held_against_plain_decoding(tmp_path: Path) -> None:
+    side = Side()
+    found = await reports(side, tmp_path)
     assert passes(found)
     assert [(r.way, r.num_draft_tokens) for r in found[:4]] == [
         ("alone", 1), ("alone", 8), ("beside", 1), ("beside", 8),
     ]  # fmt: skip
     assert {r.num_same for r in found} == {2}
-    coupled = [r for r in client.requests if r.rule is Rule.COUPLED]
-    assert {(r.seed, r.sampling.temperature) for r in coupled} == {(0, 1.0), (1, 1.0)}
-    assert sum(r.num_draft_tokens == 0 for r in coupled) == 4  # without a context, and with one
+    coupled = [call for call in side.calls if call.rule is Rule.COUPLED]
+    assert {(call.seed, call.temperature) for call in coupled} == {(0, 1.0), (1, 1.0)}
+    assert sum(call.num_draft_tokens == 0 for call in coupled) == 4  # With and without a context.
 
 
-@pytest.mark.parametrize("client", [Client(differs="b"), Client(accepts=0)])
-async def test_a_difference_fails_and_so_do_drafts_that_were_never_accepted(client: Any) -> None:
-    found = await reports(client)
+@pytest.mark.parametrize("side", [Side(differs="b"), Side(accepts=0)])
+async def test_a_difference_fails_and_so_do_drafts_that_were_never_accepted(
+    side: Side, tmp_path: Path
+) -> None:
+    found = await reports(side, tmp_path)
     assert not passes(found)
-    if client.differs:
+    if side.differs:
         assert found[0].different == (1,)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure
+from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure, medians_ms
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.clock import run_virtually
 from outrider.errors import InvariantError, OutriderError, Unavailable
@@ -14,6 +14,7 @@ from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
 
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
+
 WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
 
 
@@ -122,18 +123,6 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     assert texts == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
 
 
-async def test_results_are_in_the_order_of_prompts_whichever_ends_first() -> None:
-    side = ScriptedSide(
-        lambda prompt, decoding: (
-            (int(prompt.text[1:]) + 1, 9.0 - 2 * int(prompt.text[1:]))
-            if prompt.text[0] == "p"
-            else (1, 1.0)
-        )
-    )
-    results = await measure(PROMPTS[:4], pair(side, concurrency=4), silent)
-    assert [len(done.token_ids) for done in results[Side.PLAIN].completions] == [1, 2, 3, 4]
-
-
 async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() -> None:
     class Failing(ScriptedSide):
         async def generate(self, prompt: BenchPrompt, decoding: Decoding):  # type: ignore[no-untyped-def]
@@ -176,18 +165,6 @@ async def test_an_empty_completion_is_no_measurement() -> None:
         await measure(PROMPTS, pair(side), silent)
 
 
-async def test_progress_names_every_turn() -> None:
-    lines: list[str] = []
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
-    await measure(PROMPTS[:2], pair(side), lines.append)
-    assert lines == [
-        "warming up: plain",
-        "warming up: speculative",
-        "prompt 1 of 2: a",
-        "prompt 2 of 2: a",
-    ]
-
-
 class _Batching(ScriptedSide):
     """Takes all prompts of a turn at once."""
 
@@ -214,3 +191,11 @@ async def test_a_side_that_schedules_itself_gets_all_prompts_of_a_turn() -> None
     side.log.clear()
     await measure(prompts[:1], [Contestant("batch", side, decoding(0), 1)], silent)
     assert not [entry for entry in side.log if entry[0] == "all"]
+
+
+def test_works_in_this_process_take_turns_and_are_undone() -> None:
+    order: list[str] = []
+    works = [lambda index: order.append(f"a{index}"), lambda index: order.append(f"b{index}")]
+    times = medians_ms(works, 2, lambda: order.append("undone"), warm_up=1)
+    assert len(times) == 2
+    assert order == [word for i in (-1, 0, 1) for name in "ab" for word in (f"{name}{i}", "undone")]

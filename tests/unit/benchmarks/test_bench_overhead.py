@@ -1,49 +1,42 @@
-"""`bench overhead`: its statistics by hand, its canned data, and one small run of everything."""
+"""`bench overhead`: its figures by hand, its canned data, and one small run of each part."""
 
+from __future__ import annotations
+
+import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from rounds import make_head
 
-from benchmarks.overhead import full_rounds, render, summarise
-from benchmarks.overhead_canned import (
+from benchmarks.overhead import (
+    CANNED,
     Q_ENTRIES,
-    VOCAB_SIZE,
-    canned_draft,
-    canned_proposal,
-    canned_target,
-    canned_verdict,
+    OverheadOptions,
+    RoundClock,
+    canned_replica,
+    full_rounds,
+    round_figures,
+    take_turns,
+    transport_figures,
 )
-from benchmarks.overhead_clocks import ClockedExecutor, RoundClock, RoundStamps, counted, now_ns
-from benchmarks.overhead_load import QueueTimes
-from benchmarks.role_process import RoleProcess
+from benchmarks.prompts import BenchPrompt
+from benchmarks.serve_clients import Answer, StreamTimes
 from deploy.cli.main import main
-from outrider.errors import ConfigError, Unavailable
+from outrider.clock import run_virtually
+from outrider.errors import Unavailable
 from outrider.messages import (
-    DraftAnswer,
     DraftItem,
     ProposalReply,
     Refused,
-    ReplyKey,
     VerdictReply,
-    VerifyAnswer,
     VerifyItem,
 )
 from outrider.sessions.store import Append, CacheState, Counters
 from outrider.speculation.sampling_params import Rule
-from outrider.transport import codec as codecs
 
 MS = 1_000_000
+
 STEP_MS = 20.0
-
-
-def stamps(start_ms: float, round_ms: float = 10.0, num_bytes: int = 100) -> RoundStamps:
-    """Parts of 1, 2, 3 and 1 ms, and the rest for the commit."""
-    times = [start_ms + part for part in (0, 1, 3, 6, 7, round_ms)]
-    ns = [int(MS * (1 + time)) for time in times]
-    return RoundStamps(8, *ns, num_bytes=num_bytes)
 
 
 def append(session: int, num_rounds: int) -> Append:
@@ -57,179 +50,185 @@ def draft_item(session: int, round_index: int, num_draft_tokens: int = 8) -> Dra
     return DraftItem(head, num_draft_tokens)
 
 
+def test_steps_take_their_time_and_as_many_as_fit() -> None:
+    """Five at once and one in between, two a step of 10 ms: they end at 10, 20 and 30 ms."""
+    heard: list[tuple[float, int]] = []
+
+    async def play() -> list[float]:
+        replica = canned_replica("draft", CANNED, step_s=0.01, sessions_max=2)
+        loop = asyncio.get_running_loop()
+        connection = replica.connect(lambda answers: heard.append((loop.time(), len(answers))))
+        connection.receive([draft_item(session) for session in range(1, 6)])
+        await asyncio.sleep(0.015)
+        connection.receive([draft_item(6)])
+        await asyncio.sleep(0.1)
+        connection.receive([draft_item(7)])
+        await asyncio.sleep(0.1)
+        return [seconds for _, _, seconds in replica.held]
+
+    held = run_virtually(play())
+    assert heard == [
+        (pytest.approx(end), number)
+        for end, number in ((0.01, 2), (0.02, 2), (0.03, 2), (0.125, 1))
+    ]
+    assert held == pytest.approx([0.01, 0.01, 0.02, 0.02, 0.03, 0.015, 0.01])
+
+
+def stamps(start_ms: float, round_ms: float = 10.0) -> dict[str, int]:
+    """Parts of 1, 2, 3 and 1 ms, and the rest for the commit."""
+    names = ("draft_sent", "draft_heard", "verify_sent", "verdict_heard", "commit_sent")
+    times = dict(zip((*names, "committed"), (0, 1, 3, 6, 7, round_ms), strict=True))
+    return {name: int(MS * (1 + start_ms + at)) for name, at in times.items()} | {
+        "num_draft_tokens": 8
+    }
+
+
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
-    rounds = [stamps(20.0 * i, round_ms=10.0 + i, num_bytes=100 + i) for i in range(5)]
-    report = summarise(rounds, None, "demo")
-    assert report.round_ms_p50 == pytest.approx(12.0)
-    assert report.round_ms_p99 == pytest.approx(13.96)
-    assert report.bytes_per_round == 102
-    assert report.round_parts_ms.draft == pytest.approx(1.0)
-    assert report.round_parts_ms.between == pytest.approx(2.0)
-    assert report.round_parts_ms.verify == pytest.approx(3.0)
-    assert report.round_parts_ms.decide == pytest.approx(1.0)
-    assert report.round_parts_ms.commit == pytest.approx(5.0)
-    assert report.round_parts_ms.cycle == pytest.approx(20.0)
-    assert report.model is None
-    assert report.receive_to_queue_ms_p99 is None
-
-
-def test_queueing_is_reported_beside_the_rounds() -> None:
-    times = QueueTimes((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (20.0, 30.0, 40.0))
-    report = summarise([stamps(0.0)], times, "demo")
-    value = json.loads(report.to_json())
-    assert value["receive_to_queue_ms_p50"] == 2.0
-    assert value["receive_to_queue_ms_p99"] == 2.98
-    assert value["verdict_to_wire_ms_p50"] == 5.0
-    assert value["verdict_to_wire_ms_p99"] == 5.98
-    assert value["step_ms_p50"] == 30.0
-    assert (value["model"], value["num_probes"]) == ("demo", 3)
+    found = round_figures([stamps(20.0 * i, round_ms=10.0 + i) for i in range(5)])
+    assert found["round_ms_p50"] == pytest.approx(12.0)
+    assert found["round_ms_p99"] == pytest.approx(13.96)
+    assert found["round_parts_ms"] == pytest.approx(
+        {"draft": 1, "between": 2, "verify": 3, "decide": 1, "commit": 5, "cycle": 20}
+    )
 
 
 def test_rounds_at_a_sessions_end_do_not_count_and_broken_ones_do_not_hide() -> None:
-    short = replace(stamps(0.0), num_draft_tokens=3)
+    short = stamps(0.0) | {"num_draft_tokens": 3}
     assert full_rounds([stamps(0.0), short, stamps(9.0)]) == [stamps(0.0), stamps(9.0)]
+    broken = stamps(0.0)
+    del broken["verdict_heard"]
     with pytest.raises(Unavailable, match="not played to its end"):
-        full_rounds([replace(stamps(0.0), verdict_heard=0)])
+        full_rounds([broken])
 
 
 def test_one_append_may_commit_several_rounds_of_one_session() -> None:
+    """A round is told once, when it is over."""
     clock = RoundClock()
     for session, index in ((1, 1), (1, 2), (2, 1), (1, 3)):
-        clock.draft_sent(draft_item(session, index))
-    first = clock.commit_sent([append(1, num_rounds=3)])
+        clock.sent(draft_item(session, index))
+    first = clock.commits([append(1, num_rounds=3)])
     assert len(first) == 2
-    assert clock.commit_sent([append(1, num_rounds=3)]) == []
-    assert len(clock.commit_sent([append(1, num_rounds=4), append(2, num_rounds=2)])) == 2
-    clock.committed(first)
-    assert [entry.committed > 0 for entry in clock.rounds] == [True, True, False, False]
-    assert all(entry.commit_sent for entry in clock.rounds)
+    assert clock.commits([append(1, num_rounds=3)]) == []
+    assert len(clock.commits([append(1, num_rounds=4), append(2, num_rounds=2)])) == 2
+    clock.stamp(first, "committed")
+    assert [index for _, index, _ in clock.take(everything=False)] == [1, 2]
+    assert clock.take(everything=False) == []
+    assert all("commit_sent" in found for _, _, found in clock.take(everything=True))
 
 
 def test_the_prompt_alone_and_a_repeated_question_begin_no_round() -> None:
+    """And only answers of the right kind are stamped."""
     clock = RoundClock()
-    clock.draft_sent(draft_item(1, 0, num_draft_tokens=0))
-    assert clock.rounds == []
-    clock.draft_sent(draft_item(1, 1))
-    first = clock.rounds
-    clock.draft_sent(draft_item(1, 1))
-    assert clock.rounds == first
-    assert first[0].draft_sent > 0
-
-
-def test_only_answers_of_the_right_kind_are_stamped() -> None:
-    clock = RoundClock()
+    clock.sent(draft_item(1, 0, num_draft_tokens=0))
     item = draft_item(1, 1)
-    clock.draft_sent(item)
-    clock.draft_heard(Refused(item.head.key, 14, "busy"))
-    assert clock.rounds[0].draft_heard == 0
-    clock.draft_heard(canned_draft().answer(item))
-    [found] = clock.rounds
-    assert found.draft_heard >= found.draft_sent > 0
-
-
-def test_bytes_are_those_of_the_serialised_frames() -> None:
-    clock = RoundClock()
-    item = draft_item(1, 1)
-    clock.draft_sent(item)
-    codec = counted(codecs.DRAFT, clock)
-    request = codec.request_frame([codec.item_to_proto(item)]).SerializeToString()
-    answer = codec.answer_to_proto(canned_draft().answer(item))
-    reply = codec.reply_frame([answer]).SerializeToString()
-    assert codec.parse_reply(reply).items[0] == answer
-    [found] = clock.rounds
-    assert found.num_bytes == len(request) + len(reply) > 8 * Q_ENTRIES * 6
-
-
-def test_canned_proposals_are_well_formed() -> None:
-    proposal = canned_proposal(8)
-    assert proposal == canned_proposal(8)
-    q = proposal.open().q
-    assert [len(entry.token_ids) for entry in q if entry] == [Q_ENTRIES] * 8
-    assert max(max(entry.token_ids) for entry in q if entry) < VOCAB_SIZE
-    assert len(set(proposal.token_ids)) == 8
-
-
-def test_canned_verdicts_fit_their_proposals() -> None:
-    verdict = canned_verdict(8)
-    assert len(verdict.accept_probability) == 8
-    assert len(verdict.correction) == 9
-    assert 0 < max(verdict.accept_probability) < 1
+    clock.sent(item)
+    clock.sent(item)
+    clock.heard(Refused(item.head.key, 14, "busy"))
+    [(_, index, found)] = clock.take(everything=True)
+    assert index == 1
+    assert set(found) == {"num_draft_tokens", "draft_sent"}
 
 
 def test_canned_replicas_answer_within_the_call() -> None:
-    drafted: list[DraftAnswer] = []
-    item = draft_item(1, 1)
-    canned_draft().connect(drafted.extend).receive([item])
-    [proposed] = drafted
+    """With well-formed proposals and verdicts, always the same."""
+    item, heard = draft_item(1, 1), list[ProposalReply | VerdictReply]()
+    canned_replica("draft", CANNED).connect(heard.extend).receive([item])
+    proposed = heard.pop()
     assert isinstance(proposed, ProposalReply)
     assert (proposed.base_length, proposed.cached_length) == (3, 11)
-    judged: list[VerifyAnswer] = []
-    connection = canned_target().connect(judged.extend)
-    connection.receive([VerifyItem(item.head, proposed.proposal)])
-    [verdict] = judged
+    q = proposed.proposal.open().q
+    assert [len(entry.token_ids) for entry in q if entry] == [Q_ENTRIES] * 8
+    assert max(max(entry.token_ids) for entry in q if entry) < CANNED.vocab_size
+    question = VerifyItem(item.head, proposed.proposal)
+    canned_replica("target", CANNED).connect(heard.extend).receive([question])
+    verdict = heard.pop()
     assert isinstance(verdict, VerdictReply)
-    assert verdict.cached_length == 11
-    assert verdict.key == item.head.key
+    assert (verdict.key, verdict.cached_length) == (item.head.key, 11)
+    assert len(verdict.verdict.accept_probability) == 8
+    assert len(verdict.verdict.correction) == 9
 
 
-async def test_a_verdict_is_stamped_at_the_end_of_its_step() -> None:
-    """Of the time that the step is said to take, too; what the event loop does is measured."""
-    executor = ClockedExecutor("test", lambda: STEP_MS / 1e3)
-    key = ReplyKey("1", 1, 1)
-    ended = 0
+def passed(firsts: list[float], delivery: float) -> list[list[float]]:
+    return [[first, delivery, delivery, delivery * 3] for first in firsts]
 
-    def step() -> Sequence[Refused]:
-        nonlocal ended
-        ended = now_ns()
-        return [Refused(key, 1, "")]
 
-    await executor.run(step)
-    returned = now_ns()
-    executor.close()
-    assert ended + STEP_MS * MS <= executor.judged[key] <= returned
+def test_what_a_transport_adds_is_a_median_of_pairs_and_a_difference_of_medians() -> None:
+    """Pairs, so that a slow turn is slow by every transport."""
+    found = transport_figures(
+        OverheadOptions(),
+        {
+            "in_process": passed([0.010, 0.050, 0.020], 0.0001),
+            "grpc": passed([0.011, 0.052, 0.020], 0.0003),
+            "http": passed([0.013, 0.053, 0.029], 0.0007),
+        },
+    )
+    assert found["in_process_ttft_ms_p50"] == pytest.approx(20)
+    assert found["grpc_ttft_added_ms_p50"] == pytest.approx(1)
+    assert found["http_ttft_added_ms_p50"] == pytest.approx(3)
+    assert found["grpc_chunk_added_ms"] == pytest.approx(0.2)
+    assert found["http_chunk_added_ms"] == pytest.approx(0.6)
+    assert found["http_chunk_added_ms_p99"] == pytest.approx(2.0)
+
+
+async def test_a_transport_that_loses_chunks_is_no_measurement() -> None:
+    had: list[float] = []
+
+    class Losing:
+        async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
+            had.extend((0.0, 0.0))
+            times.chunk(1)
+            return Answer()
+
+    with pytest.raises(Unavailable, match="by http came 1 chunks where the coordinator had 2"):
+        await take_turns(OverheadOptions(turns=1), {"http": Losing()}, had, lambda line: None)
 
 
 @pytest.mark.xdist_group("redis")
-def test_the_command_measures_everything_and_prints_one_json_object(
+def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Steps of a stated time: a message does not wait for the step that runs when it comes."""
-    flags = ("--rounds", "20", "--probes", "10", "--engine", f"emulated:verify_ms={STEP_MS}")
-    assert main(["bench", "overhead", *flags, "--target-num-threads", "1", "--json"]) == 0
+    """Steps of a stated time: a message does not wait for the step that runs when it comes. Three
+    sessions whose rounds take 28.7 ms and more cannot have more than 104 a second. A chunk is there
+    in this process almost as soon as the coordinator has it; a socket takes longer."""
+    flags = (
+        "--parts", "rounds,queueing,capacity,transports", "--rounds", "20", "--probes", "10",
+        "--engine", f"emulated:verify_ms={STEP_MS}", "--target-num-threads", "1", "--sessions", "3",
+        "--seconds", "1", "--load", "0.5", "--turns", "3", "--max-tokens", "8", "--step-ms", "4",
+    )  # fmt: skip
+    assert main(["bench", "overhead", *flags, "--json"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1
     value = json.loads(shown.out)
     assert value["num_rounds"] == 20
     assert 0 < value["round_ms_p50"] <= value["round_ms_p99"]
     # The draft's answer and the target's question carry q; nothing else is large.
-    assert 2 * 8 * Q_ENTRIES * 6 < value["bytes_per_round"] < 8_192
+    assert 2 * 8 * Q_ENTRIES * 5 < value["bytes_per_round"] < 8_192
     assert value["num_probes"] == 10
     assert value["step_ms_p50"] >= STEP_MS
     assert 0 < value["receive_to_queue_ms_p50"] < STEP_MS
     assert 0 < value["verdict_to_wire_ms_p50"] < STEP_MS
+    most, at_load = value["capacity"]["most"], value["capacity"]["at_load"]
+    assert 3 < most["rounds_per_second"] < 105
+    assert at_load["step_sessions"] >= 1
+    for found in (most, at_load):
+        assert 0 < found["added_ms_p50"] <= found["added_ms_p99"]
+        assert 0 < found["coordinator_cpu"] <= 1.5
+    added = value["transports"]
+    assert 0 < added["in_process_chunk_ms"] < 4
+    assert added["in_process_ttft_ms_p50"] > 4
+    for name in ("grpc", "http"):
+        assert 0 < added[f"{name}_chunk_added_ms"] < 500
+        assert added[f"{name}_chunk_added_ms_p99"] >= added[f"{name}_chunk_added_ms"]
     assert "probe 0" not in shown.err
 
 
-def test_the_table_has_a_row_for_every_figure() -> None:
-    times = QueueTimes((1.0,), (2.0,), (3.0,))
-    assert render(summarise([stamps(0.0)], times, "demo")).row_count == 10
-    assert render(summarise([stamps(0.0)], None, "demo")).row_count == 8
-
-
-async def test_a_process_that_cannot_start_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"the model process: engine: 'no such' is wrong"):
-        async with RoleProcess("overhead_roles", "model", {"config": {"engine": "no such"}}):
-            pass
-
-
-async def test_a_process_that_is_not_there_is_not_asked() -> None:
-    with pytest.raises(Unavailable, match="has not been started"):
-        await RoleProcess("overhead_roles", "draft", {}).seen()
-
-
-@pytest.mark.parametrize("flag", ["rounds", "probes"])
-def test_wrong_numbers_end_the_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overhead", f"--{flag}", "-1"]) == 2
+@pytest.mark.parametrize(
+    ("flag", "value"), [("rounds", "-1"), ("probes", "-1"), ("load", "1.5"), ("parts", "all")]
+)
+def test_wrong_options_end_the_command(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "overhead", f"--{flag}", value]) == 2
     shown = capsys.readouterr()
-    assert f"{flag}: -1 is wrong" in shown.err
+    assert f"--{flag}: " in shown.err
     assert shown.out == ""

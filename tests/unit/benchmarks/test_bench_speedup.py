@@ -1,33 +1,32 @@
-"""Options, requests and the whole of `bench speedup` over a side that decodes nothing."""
+"""Options, requests and statistics of `bench speedup`, over a side that decodes nothing."""
 
-import argparse
+import io
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from bench_sides import ScriptedSide
+from rich.console import Console
 
-from benchmarks.measurement import Decoding
-from benchmarks.prompts import BenchPrompt
+from benchmarks.measurement import Completion, Decoding, Side, SideResult
+from benchmarks.prompts import BenchPrompt, parse_prompts
+from benchmarks.report import to_json
 from benchmarks.speedup import (
     AskedPrompts,
     ServiceClient,
+    Setup,
     SpeedupOptions,
+    SpeedupReports,
     Subject,
-    add_arguments,
     run,
+    summarise,
 )
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError, InvariantError, Unavailable
 from outrider.request import ChatMessage, GenerateRequest, Metrics
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule
-
-
-def parse(*words: str) -> SpeedupOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return SpeedupOptions.from_arguments(parser.parse_args(words))
 
 
 def subject(
@@ -45,25 +44,6 @@ def subject(
         reference=None,
         keeps_answers=keeps_answers,
         asked=asked,
-    )
-
-
-def test_flags_default_to_the_options() -> None:
-    assert parse() == SpeedupOptions()
-
-
-def test_flags_reach_the_options() -> None:
-    words = "--prompts x.jsonl --num-prompts 6 --max-tokens 9 --temperature 0.5 --rule block"
-    found = parse(*words.split(), "--concurrency", "3,1,16", "--raw", "--no-reference", "--json")
-    assert found == SpeedupOptions(
-        prompts=Path("x.jsonl"),
-        num_prompts=6,
-        max_tokens=9,
-        temperature=0.5,
-        rule=Rule.BLOCK,
-        concurrency=(3, 1, 16),
-        raw=True,
-        reference=False,
     )
 
 
@@ -89,19 +69,9 @@ def test_every_limit_holds_on_both_sides_and_names_its_option(
             SpeedupOptions(**{option: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("words", ["four", "1,", "1.5", ""])
-def test_a_concurrency_that_is_no_number_is_refused(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse("--concurrency", words)
-    assert ended.value.code == 2
-    assert "--concurrency" in capsys.readouterr().err
-
-
 async def test_each_concurrency_is_measured_alone_and_references_once() -> None:
     levels = SpeedupOptions(concurrency=(1, 4), num_prompts=12).levels()
-    assert [(level.concurrency, level.reference) for level in levels] == [
+    assert [(level.concurrency, not level.no_reference) for level in levels] == [
         ((1,), True),
         ((4,), False),
     ]
@@ -150,12 +120,6 @@ async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
     assert done.seconds > 0
 
 
-async def test_plain_decoding_is_asked_for_as_no_draft_tokens() -> None:
-    client = RecordingClient(FinishReason.STOP)
-    await ServiceClient(client, raw=True).generate(BenchPrompt("a", "b"), decoding(0))  # type: ignore[arg-type]
-    assert client.requests[0].num_draft_tokens == 0
-
-
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])
 async def test_a_request_that_was_cut_short_is_no_measurement(reason: FinishReason) -> None:
     side = ServiceClient(RecordingClient(reason), raw=True)  # type: ignore[arg-type]
@@ -194,7 +158,7 @@ async def test_temperature_zero_is_greedy_and_the_deployment_says_how_much_is_dr
 
 async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> None:
     side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
-    options = SpeedupOptions(num_prompts=6, temperature=1.0, rule=Rule.BLOCK, num_draft_tokens=3)
+    options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
     await run(options, subject(side), lambda line: None)
     assert {found.rule for _, found in side.calls} == {Rule.BLOCK}
     assert {found.num_draft_tokens for _, found in side.calls} == {0, 3}
@@ -252,18 +216,180 @@ def test_what_was_asked_is_kept_for_one_deployment(tmp_path: Path) -> None:
         assert AskedPrompts(path, "two").count(prompts) == 0
 
 
-async def test_a_wrong_prompt_file_stops_before_anything_is_sent(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
-        await run(SpeedupOptions(prompts=path), subject(side), lambda line: None)
-    assert not side.calls
+PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aabbb"))
 
 
-async def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
-    await run(SpeedupOptions(num_prompts=6), subject(side))
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "prompt 6 of 6: extract" in captured.err
+def setup(concurrency: int = 1) -> Setup:
+    return Setup(
+        model="demo",
+        draft_model="ngram",
+        dtype="bfloat16",
+        num_draft_tokens=8,
+        max_tokens=64,
+        temperature=0.0,
+        rule="greedy",
+        concurrency=concurrency,
+    )
+
+
+def completion(
+    num_tokens: int, seconds: float, rounds: int = 1, drafted: int = 0, accepted: int = 0
+) -> Completion:
+    return Completion(
+        token_ids=tuple(range(num_tokens)),
+        started_s=0.0,
+        seconds=seconds,
+        num_rounds=rounds,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+    )
+
+
+def result(*completions: Completion, seconds: float | None = None) -> SideResult:
+    total = sum(found.seconds for found in completions) if seconds is None else seconds
+    return SideResult(completions, total)
+
+
+def both_sides() -> dict[Side, SideResult]:
+    """Ratios of tokens/s: 1, 4, 2, 3 and 12; the last with half as many tokens as plain."""
+    plain = [completion(20, 2.0) for _ in PROMPTS]
+    fast = [
+        completion(20, 2.0, rounds=20, drafted=10, accepted=0),
+        completion(20, 0.5, rounds=5, drafted=40, accepted=15),
+        completion(20, 1.0, rounds=10, drafted=20, accepted=10),
+        completion(18, 0.6, rounds=6, drafted=30, accepted=12),
+        completion(12, 0.1, rounds=4, drafted=20, accepted=8),
+    ]
+    return {Side.PLAIN: result(*plain), Side.SPECULATIVE: result(*fast)}
+
+
+def test_speedup_is_the_median_of_the_ratios_of_tokens_per_second() -> None:
+    """Not of wall times: the sides may write different numbers of tokens. Not the ratio of totals,
+    which here is 90 / 4.2 to 100 / 10 = 2.14."""
+    report = summarise(setup(), PROMPTS, both_sides())
+    assert report.overall.speedup == pytest.approx(3.0)
+    assert report.categories["a"].speedup == pytest.approx(2.5)
+    assert report.categories["b"].speedup == pytest.approx(3.0)
+
+
+def test_rates_are_all_tokens_over_all_wall_time() -> None:
+    report = summarise(setup(), PROMPTS, both_sides())
+    assert report.overall.plain_tokens_per_second == pytest.approx(100 / 10.0)
+    assert report.overall.speculative_tokens_per_second == pytest.approx(90 / 4.2)
+    assert report.categories["a"].speculative_tokens_per_second == pytest.approx(40 / 2.5)
+    assert report.overall.num_tokens_plain == 100
+    assert report.overall.num_tokens_speculative == 90
+
+
+def test_acceptance_and_tokens_per_round_are_of_the_speculative_side() -> None:
+    report = summarise(setup(), PROMPTS, both_sides())
+    assert report.overall.acceptance_rate == pytest.approx(45 / 120)
+    assert report.overall.tokens_per_round == pytest.approx(90 / 45)
+    assert report.categories["b"].acceptance_rate == pytest.approx(30 / 70)
+    assert report.categories["b"].tokens_per_round == pytest.approx(50 / 20)
+
+
+def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
+    """The wall time is that of the whole side, less than the sum over requests; of a category it
+    is the sum over its requests on both sides."""
+    sides = both_sides()
+    sides[Side.PLAIN] = result(*sides[Side.PLAIN].completions, seconds=5.0)
+    sides[Side.SPECULATIVE] = result(*sides[Side.SPECULATIVE].completions, seconds=3.0)
+    report = summarise(setup(concurrency=2), PROMPTS, sides)
+    assert report.overall.plain_tokens_per_second == pytest.approx(20.0)
+    assert report.overall.speedup == pytest.approx((90 / 3.0) / (100 / 5.0))
+    assert report.categories["a"].speedup == pytest.approx((40 / 2.5) / (40 / 4.0))
+
+
+def test_sides_that_decoded_other_prompts_are_refused() -> None:
+    sides = both_sides()
+    sides[Side.PLAIN] = result(*sides[Side.PLAIN].completions[1:])
+    with pytest.raises(InvariantError, match="every prompt"):
+        summarise(setup(), PROMPTS, sides)
+
+
+def test_json_holds_every_number_by_its_name() -> None:
+    sides = both_sides()
+    sides[Side.ENGINE] = result(*[completion(20, 1.6) for _ in PROMPTS])
+    sides[Side.TRANSFORMERS] = result(*[completion(20, 2.5) for _ in PROMPTS])
+    value = json.loads(to_json(SpeedupReports([summarise(setup(), PROMPTS, sides)]).values()))
+    assert value["speedup"] == 3.0
+    assert value["plain_tokens_per_second"] == 10.0
+    assert value["speculative_tokens_per_second"] == round(90 / 4.2, 4)
+    assert value["acceptance_rate"] == 0.375
+    assert value["tokens_per_round"] == 2.0
+    assert value["engine_tokens_per_second"] == 12.5
+    assert value["transformers_generate_tokens_per_second"] == 8.0
+    assert list(value["categories"]) == ["a", "b"]
+    assert value["categories"]["a"]["speedup"] == 2.5
+    assert value["num_prompts"] == 5
+    assert value["model"] == "demo"
+    assert value["draft_model"] == "ngram"
+
+
+def test_several_concurrencies_are_told_beside_the_first_one() -> None:
+    """What one report says stays where it is; each of several is found by its number, too."""
+    alone = json.loads(
+        to_json(SpeedupReports([summarise(setup(), PROMPTS, both_sides())]).values())
+    )
+    reports = [summarise(setup(number), PROMPTS, both_sides()) for number in (1, 16)]
+    both = json.loads(to_json(SpeedupReports(reports).values()))
+    found = both.pop("by_concurrency")
+    assert both == alone
+    assert list(found) == ["1", "16"]
+    assert found["1"]["speedup"] == alone["speedup"]
+    assert found["1"]["categories"] == alone["categories"]
+    assert found["16"]["speedup"] == pytest.approx((90 / 4.2) / (100 / 10.0), abs=1e-4)
+
+
+def test_a_number_that_is_none_in_json_is_refused() -> None:
+    """NaN and infinity are no JSON; writing them would break whoever reads the report."""
+    sides = both_sides()
+    sides[Side.ENGINE] = result(*[completion(20, 1.0) for _ in PROMPTS], seconds=math.nan)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(SpeedupReports([summarise(setup(), PROMPTS, sides)]).values())
+
+
+def test_the_table_shows_categories_totals_and_references() -> None:
+    sides = both_sides()
+    sides[Side.ENGINE] = result(*[completion(20, 1.6) for _ in PROMPTS])
+    output = io.StringIO()
+    Console(file=output, width=120).print(summarise(setup(), PROMPTS, sides).render())
+    shown = output.getvalue()
+    row = next(line for line in shown.splitlines() if " all " in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "all", "5", "10.0", "21.4", "38%", "2.00", "3.00x",
+    ]  # fmt: skip
+    line = (
+        "plain decoding through the services runs at 0.80x the speed of the engine alone "
+        "(10.0 against 12.5 tokens/s over all)"
+    )
+    assert line in shown
+    assert "transformers generate" not in shown
+    assert "median speed-up" in shown  # Which is not the ratio of the totals beside it.
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(1.81, 0), (1.79, 1)])
+def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
+    """Under 0.9 of a reference; plain takes 2 s a prompt here."""
+    sides = both_sides()
+    assert summarise(setup(), PROMPTS, sides).warnings() == []
+    sides[Side.ENGINE] = result(*[completion(20, 2.0) for _ in PROMPTS])
+    sides[Side.TRANSFORMERS] = result(*[completion(20, seconds) for _ in PROMPTS])
+    found = summarise(setup(), PROMPTS, sides).warnings()
+    assert len(found) == warned
+    assert all("transformers generate" in line and "slow baseline" in line for line in found)
+
+
+async def test_a_prompt_may_ask_for_json(tmp_path: Path) -> None:
+    """By OpenAI's `response_format`."""
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
+    [prompt] = parse_prompts(json.dumps({"prompt": "a", "response_format": schema}), "here")
+    client = RecordingClient(FinishReason.STOP)
+    await ServiceClient(client, raw=True).generate(prompt, decoding())  # type: ignore[arg-type]
+    constraint = client.requests[0].constraint
+    assert constraint is not None
+    assert constraint.text == '{"type":"array"}'
+    for wrong in ({"type": "xml"}, {"type": "json_schema"}, 5):
+        with pytest.raises(ConfigError, match="here:1"):
+            parse_prompts(json.dumps({"prompt": "a", "response_format": wrong}), "here")

@@ -1,5 +1,6 @@
-"""The processes of other libraries, with stand-ins for these in environments of their own: what
-they are told, what becomes of their tokens and errors, and which of their settings is chosen."""
+"""The processes of other libraries, with fakes of these in environments of their own: what they are
+told, what becomes of their tokens and errors, which of their settings is chosen, and their GGUF
+file."""
 
 from __future__ import annotations
 
@@ -7,8 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import torch
 from peer_stand_ins import EOS, make_environment, notes
+from safetensors.torch import load_file
+from tiny_gguf import save_tiny_gguf
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from benchmarks import peers_process
 from benchmarks.measurement import Decoding
@@ -19,14 +27,18 @@ from benchmarks.peers_libraries import (
     Peer,
     Setting,
     Sweep,
+    bfloat16_gguf,
     sweep_prompts,
 )
 from benchmarks.prompts import BenchPrompt
 from outrider.errors import ConfigError
+from outrider.models.sources import converted
 from outrider.speculation.sampling_params import Rule
 
 PROMPTS = [BenchPrompt(f"{first}", "chat") for first in (1, 11, EOS - 2)]
+
 TOKEN_IDS = {prompt.text: [5, int(prompt.text)] for prompt in PROMPTS}
+
 BY_NAME = {peer.name: peer for peer in PEERS}
 
 
@@ -188,3 +200,58 @@ def test_the_process_imports_the_standard_library_alone() -> None:
         text=True,
     )  # fmt: skip
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_gguf(tmp_path_factory.mktemp("source") / "tiny.Q8_0.gguf")
+
+
+@pytest.fixture(scope="module")
+def target(source: Path) -> Path:
+    return converted(source, source.parent)
+
+
+@pytest.fixture(scope="module")
+def written(source: Path) -> Path:
+    return bfloat16_gguf(source, source.parent)
+
+
+def _values(path: Path) -> dict[str, np.ndarray]:
+    return {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(str(path)).tensors
+    }
+
+
+def test_the_library_reads_the_target_from_it(target: Path, written: Path) -> None:
+    """Bit for bit, and every tensor: through the library's own renaming and reordering of rows."""
+    module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    found = load_gguf_checkpoint(
+        str(written), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
+    )["tensors"]
+    expected = load_file(target / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_every_value_is_that_of_the_source_up_to_rounding(source: Path, written: Path) -> None:
+    """bfloat16 has 8 significant bits. Names, their order and shapes are the source's, and float16
+    loses nothing of what is not tiny."""
+    before, after = _values(source), _values(written)
+    assert list(before) == list(after)
+    for name in before:
+        assert before[name].shape == after[name].shape
+        assert (np.abs(before[name] - after[name]) <= np.abs(before[name]) * 2.0**-8).all()
+        as_bfloat16 = torch.from_numpy(after[name].copy()).bfloat16().float().numpy()
+        assert np.array_equal(as_bfloat16, after[name])
+
+
+def test_metadata_is_the_source_s_but_for_the_type(source: Path, written: Path) -> None:
+    before, after = (
+        {field.name: field.contents() for field in gguf.GGUFReader(str(path)).fields.values()}
+        for path in (source, written)
+    )
+    assert after["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed <= {"general.file_type", "GGUF.tensor_count", "GGUF.kv_count"}

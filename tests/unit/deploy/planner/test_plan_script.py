@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from toy_engine import ToyEngine
 
-from benchmarks.acceptance_reading import ModelReader
+from benchmarks.acceptance import ModelReader
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.acceptance import DraftKind, Reading, Sample, rules_at, scripted, total
 from deploy.planner.choosing import SWEEP, Replays, TemperaturePlan, choose

@@ -1,16 +1,21 @@
-"""The relay that makes a way longer: order, delay, ends."""
+"""Other processes of a benchmark: what they answer, how they end, and the relay between two."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from benchmarks.processes import Process, ending
 from benchmarks.relay import relay
+from outrider.errors import ConfigError, Unavailable
 
 DELAY_S = 0.05
+
 PARTS = 40
 
 
@@ -84,3 +89,25 @@ async def test_open_connections_end_with_the_relay(caplog: pytest.LogCaptureFixt
             await asyncio.sleep(0.01)
             await writer.drain()
     assert not caplog.records  # asyncio logs what goes wrong where nobody waits
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit(3)", "ended with exit status 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed, as the system does where memory"),
+    ],
+)
+def test_a_kill_is_told_as_one(program: str, said: str) -> None:
+    status = subprocess.run([sys.executable, "-c", program], check=False).returncode
+    assert said in ending(status)
+
+
+async def test_a_process_that_cannot_start_says_why() -> None:
+    setup = {"service": "target", "config": {"engine": "no such"}}
+    process = Process("benchmarks.processes:service", "the target process", setup)
+    with pytest.raises(ConfigError, match=r"the target process: engine: 'no such' is wrong"):
+        async with process:
+            pass
+    with pytest.raises(Unavailable, match="has not been started"):
+        await process.ask({})

@@ -1,29 +1,39 @@
-"""A server with OpenAI's HTTP interface under the load of `bench serve`."""
+"""Servers under the load of `bench serve`: by our gRPC, or by OpenAI's HTTP interface."""
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
 import httpx2
 
-from outrider.errors import SettingError, Unavailable
+from outrider.client import (
+    ChatMessage,
+    Client,
+    Finished,
+    GenerateRequest,
+    RoundReport,
+    SamplingParams,
+    Tokens,
+)
+from outrider.errors import OutriderError, SettingError, Unavailable
 
 from .prompts import BenchPrompt
-from .serving import ServingOptions
-from .serving_records import Answer, Heard, RequestFailed, Speculation
-from .sse import DONE, EventReader
+
+if TYPE_CHECKING:
+    from .serve import ServeOptions
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
-ENDPOINTS: Final = (CHAT, TEXT)
 BACKENDS: Final = {CHAT: "openai-chat", TEXT: "openai"}
 """What vLLM calls them."""
+GRPC_BACKEND: Final = "outrider-grpc"
 CONNECT_S: Final = 60.0
 SILENCE_S: Final = 600.0
 """How long a server may be silent before a request counts as failed."""
@@ -35,9 +45,109 @@ _CONTENT: Final = ("content", "reasoning_content", "reasoning", "tool_calls")
 """What holds tokens in the delta of a chat."""
 
 
+class RequestFailed(Exception):
+    """A request was refused, or its stream broke. One line, that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a server says that speculative decoding did for a request."""
+
+    num_rounds: int
+    """Steps of the target."""
+    num_draft_tokens: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server says at the end of a stream; None = it does not."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    speculation: Speculation | None = None
+    rounds: tuple[RoundReport, ...] | None = None
+
+
+class StreamTimes:
+    """When the chunks of one stream came."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.chunk_s = array("d")
+        self.chunk_tokens: array[int] | None = array("l")
+        self.ended_s: float | None = None
+
+    def chunk(self, num_tokens: int | None) -> None:
+        """Notes a chunk with tokens; None = their number is not known."""
+        self.ended_s = self._clock()
+        self.chunk_s.append(self.ended_s)
+        if num_tokens is None:
+            self.chunk_tokens = None
+        elif self.chunk_tokens is not None:
+            self.chunk_tokens.append(num_tokens)
+
+    def end(self) -> None:
+        """Notes that the server says that the answer is whole."""
+        self.ended_s = self._clock()
+
+
+class ServingClient(Protocol):
+    """A server under load. One for all requests, on one event loop."""
+
+    async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
+        """One request, streamed into `times`. Raises `RequestFailed`."""
+        ...
+
+
+class GrpcServingClient:
+    """A `ServingClient` over a client, which stays its owner's."""
+
+    def __init__(self, client: Client, options: ServeOptions) -> None:
+        self._client = client
+        self._options = options
+
+    async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
+        """See `ServingClient.answer`."""
+        options = self._options
+        request = GenerateRequest(
+            prompt=prompt.text if options.raw else (ChatMessage("user", prompt.text),),
+            sampling=SamplingParams(temperature=options.temperature),
+            max_tokens=max_tokens,
+            ignore_eos=options.ignore_eos,
+            num_draft_tokens=options.num_draft_tokens,
+            include_rounds=options.rounds,
+        )
+        rounds: list[RoundReport] = []
+        finished: Finished | None = None
+        try:
+            async with aclosing(self._client.generate(request)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        times.chunk(len(event.token_ids))
+                    elif isinstance(event, RoundReport):
+                        rounds.append(event)
+                    elif isinstance(event, Finished):
+                        times.end()
+                        finished = event
+        except OutriderError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error.message}") from error
+        if finished is None:
+            raise RequestFailed("the stream ended before its last event")
+        metrics = finished.metrics
+        return Answer(
+            finished.usage.prompt_tokens,
+            finished.usage.completion_tokens,
+            Speculation(
+                metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
+            ),
+            tuple(rounds) if options.rounds else None,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpServer:
-    """Where to call."""
+    """Where to call by HTTP."""
 
     base_url: str
     """Without the endpoint; a `/v1` at its end is not said twice."""
@@ -54,9 +164,9 @@ class HttpServer:
             raise SettingError(
                 "base_url", f"{self.base_url!r} is wrong; it must be http://HOST:PORT or https://.."
             )
-        if self.endpoint not in ENDPOINTS:
+        if self.endpoint not in BACKENDS:
             raise SettingError(
-                "endpoint", f"{self.endpoint!r} is wrong; it must be one of {', '.join(ENDPOINTS)}"
+                "endpoint", f"{self.endpoint!r} is wrong; it must be one of {', '.join(BACKENDS)}"
             )
         if any(not 32 < ord(character) < 127 for character in self.api_key):
             raise SettingError("api_key", "must be of printable ASCII without blanks")
@@ -82,13 +192,14 @@ def _is_base_url(text: str) -> bool:
 
 
 class HttpServingClient:
-    """Implements `ServingClient`; an async context manager. Any number of connections, which are
-    used again."""
+    """A `ServingClient`, and an async context manager. Any number of connections, which are used
+    again."""
 
-    def __init__(self, server: HttpServer, options: ServingOptions) -> None:
+    def __init__(self, server: HttpServer, options: ServeOptions) -> None:
         self._server = server
         self._options = options
-        self._model = server.model
+        self.model = server.model
+        """What requests call it."""
         self._url = httpx2.URL(server.root + server.endpoint)  # Parsed once.
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         self._client = httpx2.AsyncClient(
@@ -108,47 +219,41 @@ class HttpServingClient:
     ) -> None:
         await self._client.aclose()
 
-    @property
-    def model(self) -> str:
-        """What requests call the model."""
-        return self._model
-
     async def find_model(self) -> None:
         """Takes the first model that the server lists, where none is named. Raises
         `Unavailable`."""
-        if self._model:
+        if self.model:
             return
         url = f"{self._server.root}/v1/models"
         try:
             response = await self._client.get(url)
             if response.status_code != httpx2.codes.OK:
                 raise Unavailable(f"{url}: {_refusal(response.status_code, response.content)}")
-            self._model = str(response.json()["data"][0]["id"])
+            self.model = str(response.json()["data"][0]["id"])
         except httpx2.HTTPError as error:
             raise Unavailable(f"{url}: {_reason(error)}") from error
         except (ValueError, LookupError, TypeError):
             raise Unavailable(f"{url} lists no models; name one (--model)") from None
 
-    async def answer(self, prompt: BenchPrompt, max_tokens: int, heard: Heard) -> Answer:
+    async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
         """See `ServingClient.answer`."""
-        reading = _Reading(heard)
+        stream = _OpenAiStream(times)
+        body = self._body(prompt, max_tokens)
         try:
-            async with self._client.stream(
-                "POST", self._url, json=self._body(prompt, max_tokens)
-            ) as response:
-                if response.status_code != httpx2.codes.OK:
-                    raise RequestFailed(_refusal(response.status_code, await _beginning(response)))
-                async for data in response.aiter_bytes():
-                    reading.feed(data)
+            async with self._client.sse(self._url, method="POST", json=body) as events:
+                if events.response.status_code != httpx2.codes.OK:
+                    beginning = await _beginning(events.response)
+                    raise RequestFailed(_refusal(events.response.status_code, beginning))
+                async for event in events:
+                    stream.take(event.data)
         except httpx2.HTTPError as error:
             raise RequestFailed(_reason(error)) from error
-        return reading.answer()
+        return stream.answer()
 
     def _body(self, prompt: BenchPrompt, max_tokens: int) -> dict[str, Any]:
-        options = self._options
         body: dict[str, Any] = {
-            "model": self._model,
-            "temperature": options.temperature,
+            "model": self.model,
+            "temperature": self._options.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._server.extra_body,
@@ -158,52 +263,46 @@ class HttpServingClient:
             body["max_completion_tokens"] = max_tokens
         else:
             body |= {"prompt": prompt.text, "max_tokens": max_tokens}
-        if options.ignore_eos:
+        if self._options.ignore_eos:
             body["ignore_eos"] = True  # Not OpenAI's, which refuses what it does not know.
         return body
 
 
-class _Reading:
-    """The stream of one answer as it comes."""
+class _OpenAiStream:
+    """The events of one answer as they come."""
 
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-        self._events = EventReader()
+    def __init__(self, times: StreamTimes) -> None:
+        self._times = times
         self._is_whole = False
         self._usage: dict[str, int] = {}
         self._speculation: Speculation | None = None
 
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes. Raises `RequestFailed`."""
-        self._take_all(lambda: self._events.feed(data))
-
-    def _take_all(self, events: Callable[[], list[str]]) -> None:
+    def take(self, data: str) -> None:
+        """Takes an event's data. Raises `RequestFailed`."""
+        if data == "[DONE]":
+            self._is_whole = True
+            return
         try:
-            for event in events():
-                if event == DONE:
-                    self._is_whole = True
-                else:
-                    self._take(json.loads(event))
+            self._take_chunk(json.loads(data))
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise RequestFailed(f"the stream is not as OpenAI's: {error}") from error
 
-    def _take(self, chunk: dict[str, Any]) -> None:
+    def _take_chunk(self, chunk: dict[str, Any]) -> None:
         if error := chunk.get("error"):
             message = error.get("message") if isinstance(error, dict) else error
             raise RequestFailed(f"the stream ended with an error: {_one_line(str(message))}")
         for choice in chunk.get("choices") or ():
             if _has_tokens(choice):
-                self._heard.chunk(None)
+                self._times.chunk(None)
             if choice.get("finish_reason") is not None:
-                self._heard.end()
+                self._times.end()
         if usage := chunk.get("usage"):
             self._usage = {
                 name: int(usage[name])
                 for name in ("prompt_tokens", "completion_tokens")
                 if usage.get(name) is not None
             }
-        told = (chunk.get("metrics") or {}).get("speculative_decoding")
-        if told:
+        if told := (chunk.get("metrics") or {}).get("speculative_decoding"):
             self._speculation = Speculation(
                 int(told["num_spec_steps"]),
                 int(told["num_draft_tokens"]),
@@ -212,14 +311,10 @@ class _Reading:
 
     def answer(self) -> Answer:
         """Once the stream has ended. Raises `RequestFailed` where it broke."""
-        self._take_all(self._events.finish)
         if not self._is_whole:
             raise RequestFailed("the stream ended before [DONE]")
-        return Answer(
-            self._usage.get("prompt_tokens"),
-            self._usage.get("completion_tokens"),
-            self._speculation,
-        )
+        usage = self._usage
+        return Answer(usage.get("prompt_tokens"), usage.get("completion_tokens"), self._speculation)
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
@@ -251,7 +346,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What somebody else's server says, as it may go to a terminal."""
+    """What another server says, as it may go to a terminal."""
     line = " ".join(text.split())[:ERROR_CHARS_MAX]
     return "".join(character if character.isprintable() else "?" for character in line)
 

@@ -1,0 +1,221 @@
+"""Options of a benchmark: a frozen dataclass, whose fields are the flags of its command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+
+from outrider.errors import SettingError
+from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, SEED_MAX
+from outrider.settings import check_range
+from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
+
+from .measurement import Decoding
+from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
+
+RANDOM_MODEL: Final = "random-7b"
+"""For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
+_OPTION: Final = "option"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How a field is given on the command line."""
+
+    help: str
+    low: float | None
+    high: float
+    choices: tuple[str, ...]
+    metavar: str | None
+    parse: Callable[[str], Any]
+    several: bool
+
+
+def option(
+    default: object,
+    help: str,  # noqa: A002 (as argparse calls it)
+    *,
+    low: float | None = None,
+    high: float = math.inf,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = "N",
+    parse: Callable[[str], Any] = int,
+    several: bool = False,
+) -> Any:
+    """A field with a flag. A boolean is a switch; the entries of a tuple have the bounds or
+    choices. `several` = the flag takes words, instead of one with commas."""
+    metavar = None if choices and not isinstance(default, tuple) else metavar
+    found = Option(help, low, high, choices, metavar, parse, several)
+    return field(default=default, metadata={_OPTION: found})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The base of all. Wrong values raise `SettingError`. A subclass may give a field another
+    default and keeps its flag."""
+
+    def __post_init__(self) -> None:
+        for name, found in self.flags().items():
+            value = getattr(self, name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if found.low is not None:
+                    check_range(name, one, found.low, found.high)
+                if found.choices and one not in found.choices:
+                    allowed = ", ".join(found.choices)
+                    raise SettingError(name, f"{one!r} is wrong; it must be one of {allowed}")
+
+    @classmethod
+    def flags(cls) -> dict[str, Option]:
+        """By name of the field."""
+        found = {}
+        for entry in fields(cls):
+            for base in cls.__mro__:
+                declared = vars(base).get("__dataclass_fields__", {}).get(entry.name)
+                if declared is not None and _OPTION in declared.metadata:
+                    found[entry.name] = declared.metadata[_OPTION]
+                    break
+        return found
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds a flag for each option, and that of the JSON report."""
+        defaults = {entry.name: entry.default for entry in fields(cls)}
+        for name, found in cls.flags().items():
+            add = partial(parser.add_argument, f"--{name.replace('_', '-')}")
+            default = defaults[name]
+            if isinstance(default, bool):
+                add(action="store_true", help=found.help)
+                continue
+            text = "" if default in (None, ()) else f" [{_shown(default)}]".replace("%", "%%")
+            more: dict[str, Any] = {"nargs": "+"} if found.several else {}
+            if found.choices and not isinstance(default, tuple):
+                more["choices"] = list(found.choices)
+            add(
+                type=found.parse, default=default, metavar=found.metavar,
+                help=found.help.replace("%", "%%") + text, **more,
+            )  # fmt: skip
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON object on standard output"
+        )
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace, **others: object) -> Self:
+        """From what a parser with `add_arguments` returned."""
+        values = {name: getattr(arguments, name) for name in cls.flags()}
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | others
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _separated(kind: Callable[[str], Any], what: str, text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is wrong; it must be {what} with commas between"
+        ) from None
+
+
+whole_numbers: Final = partial(_separated, int, "whole numbers")
+"""Parses `1,2,3`; the next ones likewise."""
+numbers: Final = partial(_separated, float, "numbers")
+words: Final = partial(_separated, str.strip, "names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Options):
+    """Prompts, and the lengths of their completions."""
+
+    prompts: Path | None = option(
+        None, "JSONL of `prompt` and, if wanted, `category`, `max_tokens` and `response_format` "
+        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", parse=Path,
+    )  # fmt: skip
+    num_prompts: int | None = option(
+        None, "take N prompts in all, the same number of first ones of each category; of fewer "
+        "than there are categories, one of each of the first N", low=1, high=PROMPTS_MAX,
+    )  # fmt: skip
+    max_tokens: int = option(256, "tokens of a completion", low=1, high=MAX_TOKENS_DEFAULT)
+    raw: bool = option(False, "do not apply the model's chat template")
+    seed: int = 0
+    """Of the first prompt; each one after it has the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("seed", self.seed, 0, SEED_MAX)
+
+    def load_prompts(self) -> tuple[BenchPrompt, ...]:
+        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
+        prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
+        return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(PromptOptions):
+    """Prompts, and how they are decoded."""
+
+    rule: str = option(
+        Rule.TOKEN.value, "how drafts are accepted at a temperature above 0", parse=str,
+        choices=(Rule.TOKEN.value, Rule.BLOCK.value, Rule.COUPLED.value),
+    )  # fmt: skip
+    num_draft_tokens: int | None = option(
+        None, "draft tokens a round [the deployment's own]", low=1, high=NUM_DRAFT_TOKENS_MAX,
+        metavar="K",
+    )  # fmt: skip
+
+    def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
+        """How the first prompt is decoded with drafts, by a deployment that drafts so many tokens
+        where a request does not say. Raises `SettingError` where none would be drafted."""
+        bound = self.num_draft_tokens or num_draft_tokens
+        if bound == 0:
+            raise SettingError(
+                "num_draft_tokens", "0 is plain decoding; there is nothing to compare"
+            )
+        sampling = SamplingParams(temperature=temperature)
+        return Decoding(
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            rule=resolve_rule(sampling, Rule(self.rule), seeded=True),
+            seed=self.seed,
+            num_draft_tokens=bound,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceOptions(PromptOptions):
+    """What `bench acceptance` is asked for. Wrong values raise `SettingError`."""
+
+    max_tokens: int = 128
+    hits: bool = option(
+        False, "play rounds besides: how often a draft model guesses what a round comes to"
+    )
+    num_draft_tokens: int = option(
+        4, "draft tokens of a round, with --hits", low=1, high=NUM_DRAFT_TOKENS_MAX, metavar="K"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    """What `bench device` is asked for. Wrong values raise `SettingError`."""
+
+    model: str = option(
+        RANDOM_MODEL, f"a model, or {RANDOM_MODEL}: random numbers of that size", metavar="MODEL",
+        parse=str,
+    )  # fmt: skip
+    device: str = option("auto", "auto, cpu or cuda[:N]", metavar="DEVICE", parse=str)
+    dtype: str = option("bfloat16", "of weights and keys and values", metavar="DTYPE", parse=str)
+    context_tokens: int = option(256, "tokens before the steps", low=1, high=1_000_000)
+    num_draft_tokens: int = option(
+        8, "tokens of a draft and a verification", low=1, high=NUM_DRAFT_TOKENS_MAX
+    )
+    repetitions: int = option(50, "of each step, of which medians are taken", low=1, high=10_000)

@@ -1,0 +1,322 @@
+"""Other processes of a benchmark: one way to start them, to ask them, and to play a role in one.
+
+A process reads JSON lines until its input ends. The first one says what it is to be, and is
+answered when it is ready; each later one has one answer. An answer with an `error` is a refusal.
+The services of a deployment run so as well, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import selectors
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from outrider.client import Client
+from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, unlocked
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.sessions.embedded import EmbeddedRedis
+
+START_TIMEOUT_S: Final = 900.0
+"""What a process may take until it is ready; a model may have to be loaded."""
+ANSWER_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 10.0
+"""What it may take to end when told to, before it is killed."""
+LINE_BYTES_MAX: Final = 2**26
+"""Of one question or answer."""
+DRAFT_TIMEOUT_MS: Final = 30_000
+"""A draft that stalls is to be measured, not done without."""
+EXACT_TIMERS: Final = "--exact-timers"
+_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_GRACE_S: Final = 1.0
+
+
+class Process:
+    """One process. An async context manager: entering starts it."""
+
+    def __init__(
+        self,
+        role: str,
+        name: str,
+        setup: Mapping[str, object],
+        *,
+        advice: str = "",
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "benchmarks.processes"),
+    ) -> None:
+        """`role` is MODULE:FUNCTION, see `Opens`, or what else `command` takes; `name` is what
+        errors call it, `setup` its first line. `advice` follows the news that it has ended.
+        `environment` replaces this process's own."""
+        self._command = (*command, *role.split())
+        self._name = name
+        self._setup = setup
+        self._advice = advice
+        self._environment = environment
+        self._process: asyncio.subprocess.Process | None = None
+        self.ready: dict[str, Any] = {}
+        """Its answer to `setup`, once started."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its server, where its role has one."""
+        return str(self.ready["address"])
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES_MAX,
+            env=self._environment,
+            start_new_session=True,  # An interrupt is for the measurement; the input then ends.
+        )
+        try:
+            self.ready = await self.ask(self._setup, START_TIMEOUT_S)
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    async def ask(
+        self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Its answer; one question at a time. Raises `Unavailable` where it is gone or takes longer
+        than `timeout_s`, and `ConfigError` where it refuses."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise Unavailable(f"{self._name} has not been started")
+        try:
+            async with asyncio.timeout(timeout_s):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise Unavailable(f"{self._name} did not answer within {timeout_s:.0f} s") from None
+        except (ConnectionError, ValueError) as error:
+            raise Unavailable(f"{self._name} broke off: {error}") from error
+        if not line.endswith(b"\n"):
+            status = await process.wait()
+            raise Unavailable(
+                f"{self._name} {ending(status)}; what it said is on standard error{self._advice}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ConfigError(f"{self._name}: {answer['error']}")
+        return answer
+
+    async def _stop(self) -> None:
+        """Ends the process: it stops at the end of its input, and is killed if it does not."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            pass  # It is killed below.
+        finally:
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
+
+
+def ending(status: int) -> str:
+    """How a process ended, by what waiting for it returned."""
+    if status != -signal.SIGKILL:
+        return f"ended with exit status {status}"
+    return "was killed, as the system does where memory runs out"
+
+
+def unbounded_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what services set to bound the threads of theirs."""
+    return {key: value for key, value in environment.items() if key not in _THREAD_VARIABLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a process is once it has been set up."""
+
+    ready: Mapping[str, object]
+    """Its answer to its first line."""
+    answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
+    """Its answer to every later line."""
+
+
+Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
+"""Opens a role from the first line."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Plays the role that the first word names, until the input ends. With `EXACT_TIMERS` the event
+    loop waits by `select`, whose timers are exact to microseconds; those of `epoll` are late by up
+    to a millisecond."""
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # What libraries print is no answer.
+
+    def answer(value: Mapping[str, object]) -> None:
+        output.write(json.dumps(value) + "\n")
+        output.flush()
+
+    module, _, name = words[0].partition(":")
+    opens: Opens = getattr(importlib.import_module(module), name)
+    selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector())) as runner:
+        runner.run(_play(opens, answer))
+
+
+async def _play(opens: Opens, answer: Callable[[Mapping[str, object]], None]) -> None:
+    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    first = await reader.readline()
+    if not first:
+        return  # What started this has ended.
+    try:
+        async with opens(json.loads(first)) as role:
+            answer(role.ready)
+            while line := await reader.readline():
+                try:
+                    answer(role.answer(json.loads(line)))
+                except OutriderError as error:
+                    answer({"error": error.message})
+    except OutriderError as error:
+        answer({"error": error.message})
+
+
+@asynccontextmanager
+async def service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
+    `config` the fields of its configuration."""
+    actor: Any
+    config: Any
+    values = setup["config"]
+    if setup["service"] == "target":
+        from target_service.actor import TargetActor
+
+        actor, config = TargetActor(), TargetConfig(**values)
+    elif setup["service"] == "draft":
+        from draft_service.actor import DraftActor
+
+        actor, config = DraftActor(), DraftConfig(**values)
+    else:
+        from coordinator.actor import CoordinatorActor
+
+        actor, config = CoordinatorActor(), CoordinatorConfig(**values)
+        if config.lookup is not None:
+            config = replace(config, lookup=DraftConfig(**values["lookup"]))
+    address = await actor.start(config, log_directory="")
+    try:
+        yield Role({"address": address, "pid": os.getpid()})
+    finally:
+        await actor.stop(_GRACE_S)
+
+
+def service_process(
+    name: str, config: TargetConfig | DraftConfig | CoordinatorConfig,
+    role: str = "benchmarks.processes:service",
+) -> Process:  # fmt: skip
+    """A process of the service of this name."""
+    setup = {"service": name, "config": asdict(config)}
+    return Process(role, f"the {name} process", setup, environment=unbounded_threads(os.environ))
+
+
+@asynccontextmanager
+async def embedded_redis() -> AsyncIterator[str]:
+    """The URL of a Redis that runs as long as this lasts."""
+    with (
+        tempfile.TemporaryDirectory(prefix="outrider-") as directory,
+        EmbeddedRedis(Path(directory)) as redis,
+    ):
+        yield redis.url
+
+
+def coordinator_config(
+    settings: CoordinatorConfig, redis_url: str, target: str, draft: str = "", look_ahead: int = 0
+) -> CoordinatorConfig:
+    """`settings` for a coordinator of a benchmark, with the addresses of its replicas."""
+    return replace(
+        unlocked(settings),
+        grpc_port=0,
+        port=0,
+        http=False,
+        telemetry="",
+        redis_url=redis_url,
+        target_address=target,
+        draft_address=draft,
+        draft_timeout_ms=DRAFT_TIMEOUT_MS,
+        look_ahead=look_ahead,
+        length_control=False,  # Each K is measured by itself.
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """A target, a draft and a store that run."""
+
+    target_address: str
+    draft_address: str
+    """Empty where the coordinators look drafts up."""
+    redis_url: str
+    settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    """Of coordinators, as far as they are not said here."""
+
+    @asynccontextmanager
+    async def coordinator(self, look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
+        """Calls a coordinator that runs as long as this lasts, with `settings` but for
+        `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
+        Raises `Unavailable` where a process breaks off."""
+        async with AsyncExitStack() as stack:
+            draft = self.draft_address
+            if delay_ms > 0 and draft:
+                way = {"address": draft, "delay_ms": delay_ms}
+                role = f"benchmarks.relay:relay_role {EXACT_TIMERS}"
+                draft = (await stack.enter_async_context(Process(role, "the relay", way))).address
+            config = coordinator_config(
+                self.settings, self.redis_url, self.target_address, draft, look_ahead
+            )
+            process = service_process("coordinator", config)
+            coordinator = await stack.enter_async_context(process)
+            yield await stack.enter_async_context(Client(coordinator.address))
+
+
+@asynccontextmanager
+async def running_pair(
+    target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
+) -> AsyncIterator[Replicas]:
+    """A target, a draft where a model drafts, and an embedded Redis, for coordinators with these
+    settings. No process binds a port that they name, as a deployment with the same ones may run
+    here. Raises `Unavailable` where a process breaks off, and `ConfigError`."""
+    async with AsyncExitStack() as stack:
+        redis_url = await stack.enter_async_context(embedded_redis())
+        addresses = {}
+        pair: dict[str, TargetConfig | DraftConfig] = {"target": target}
+        if draft is not None and draft.drafter.model is not None:
+            pair["draft"] = draft
+        for name, config in pair.items():
+            config = replace(unlocked(config), port=0, telemetry="")
+            process = service_process(name, config)
+            addresses[name] = (await stack.enter_async_context(process)).address
+        yield Replicas(addresses["target"], addresses.get("draft", ""), redis_url, coordinator)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
