@@ -1,15 +1,15 @@
 """`outrider bench overhead`: what rounds and requests cost beside the models.
 
-| part | who takes part, a process each | what is measured |
-| --- | --- | --- |
-| rounds | client -> coordinator -> canned draft, canned target, Redis | a round, from the `DraftRequest`'s sending to the store's acknowledgement |
-| queueing | the same with a target that has a model | how long a message waits for its receiver while steps run |
-| capacity | the same with replicas that answer at the ends of steps of a stated time | how many rounds one coordinator plays for many sessions, and what it adds to each |
-| transports | clients and coordinator in this process, an emulated target | what gRPC and HTTP add to a request and to each of its chunks |
+rounds      a round, from the `DraftRequest`'s sending to the store's acknowledgement
+            client -> coordinator -> canned draft, canned target, Redis: a process each
+queueing    how long a message waits for its receiver while the steps of a model run
+capacity    how many rounds one coordinator plays for many sessions, and what it adds to each
+transports  what gRPC and HTTP add to a request and to each of its chunks
+            clients and coordinator in this process, an emulated target in another one
 
 Canned replicas answer at once, or at the end of a step, with well-formed answers that no model
 made. Stamps are of the machine's monotonic clock, which all processes of one machine share.
-"""  # noqa: E501 (a table)
+"""
 
 from __future__ import annotations
 
