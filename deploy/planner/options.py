@@ -262,7 +262,8 @@ def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--coordinator-ms", type=float, default=default.coordinator_ms, metavar="MS",
-        help="of a coordinator's one thread for a round; see `bench overhead --parts capacity` [%(default)g]",
+        help="of a coordinator's one thread for a round; see `bench overhead --parts capacity` "
+        "[%(default)g]",
     )  # fmt: skip
     group.add_argument(
         "--simulation-seed", type=int, default=default.simulation_seed, metavar="N",
