@@ -56,7 +56,7 @@ DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
 
 @command(
     "plan",
-    *declared(add_simulation_arguments),
+    *declared(PlanOptions.add_arguments, add_simulation_arguments),
     *connection_options(without=OWN_FLAGS),
     epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
     "prompts all takes about two minutes on two free cores. With --validate a deployment as `bench "
