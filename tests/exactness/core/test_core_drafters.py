@@ -16,8 +16,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from core_chi_square import ChiSquare, chi_square, power
-from core_rounds import accepted_of, cells_of, seeds_of
+from core_rounds import ChiSquare, accepted_of, cells_of, chi_square, power, seeds_of
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import NoiseRows, draft_rows, score_rows
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from core_chi_square import ChiSquare, chi_square, power
 from core_lengths import ENDLESS, NERVOUS, ChosenLate
-from core_rounds import K_MAX, PROMPT_LENGTH, accepted_of, seeds_of
+from core_rounds import K_MAX, PROMPT_LENGTH, ChiSquare, accepted_of, chi_square, power, seeds_of
 from core_toys import flat_pair
 from verdict_laws import NoiseRows, draft_rows, score_rows
 

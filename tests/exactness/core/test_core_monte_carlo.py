@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from core_chi_square import chi_square, power
 from core_lengths import TELLING, ChosenLengths, Times
 from core_rounds import (
     K_MAX,
     cells_of,
+    chi_square,
     fixed,
     generate,
+    power,
     reads_everything,
     seeds_of,
     stops_after_a_weak_slot,

@@ -6,16 +6,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from core_chi_square import ChiSquare, chi_square
 from core_lengths import TELLING, ChosenLate, ChosenLengths
 from core_rounds import (
     K_MAX,
     PROMPT_LENGTH,
     Broken,
+    ChiSquare,
     Controller,
     Plan,
     Seen,
     cells_of,
+    chi_square,
     fixed,
     generate,
     seeds_of,

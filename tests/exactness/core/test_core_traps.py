@@ -9,11 +9,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from core_chi_square import chi_square
 from core_enumeration import assert_exact
 from core_rounds import (
     Broken,
     cells_of,
+    chi_square,
     fixed,
     generate,
     reads_everything,

@@ -87,24 +87,12 @@ def test_accepted_guesses_stay_and_refused_ones_go(replica: Replica) -> None:
     replica.table.check_integrity()
 
 
-def test_an_unknown_session_asks_for_everything(replica: Replica) -> None:
-    at = head([1, 2, 3], 2)
-    assert replica.answer(at) == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
-    assert replica.answer(head([1, 2, 3], 0)) == 3
-
-
 def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
     """Guesses are not offered: the coordinator may have refused them."""
     replica.answer(head([1, 2, 3], 0), (4, 5))
     answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
     assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
     assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
-
-
-def test_resync_beyond_what_is_held(replica: Replica) -> None:
-    replica.answer(head([1, 2, 3], 0))
-    answer = replica.answer(head(list(range(9)), 8))
-    assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
 
 
 def test_views_that_parted_inside_the_confirmed_prefix_start_again(replica: Replica) -> None:
@@ -118,17 +106,6 @@ def test_resync_cuts_nothing(replica: Replica) -> None:
     replica.answer(head([1, 2, 3], 0), (4, 5))
     assert isinstance(replica.answer(head([1, 9, 9, 9], 3)), Resync)
     assert replica.answer(head([1, 2, 3, 4, 5, 6], 5)) == 6
-
-
-def test_a_repeated_message_finds_its_prefix(replica: Replica) -> None:
-    """The same message twice: the same tokens are to be run again, on the same prefix."""
-    replica.answer(head([1, 2], 0), (3,))
-    at = head([1, 2, 3, 4], 3)
-    first = replica.answer(at, (5, 6))
-    again = replica.table.align(at)
-    assert isinstance(again, Aligned)
-    assert again.new_tokens == (4,)
-    assert replica.answer(at, (5, 6)) == first == 6
 
 
 def test_nothing_to_append_runs_the_last_token_again(replica: Replica) -> None:
@@ -165,15 +142,6 @@ def test_the_table_makes_room(replica: Replica) -> None:
     assert "11" not in replica.table
     assert "12" in replica.table
     replica.table.check_integrity()
-
-
-def test_slots_of_a_step_that_was_not_recorded_are_given_back() -> None:
-    replica = Replica()
-    replica.answer(head([1, 2, 3], 0))
-    assert replica.engine is not None
-    replica.engine.forward([SequenceStep("s", (7, 7), 1)])
-    assert replica.answer(head([1, 2, 3, 4], 3)) == 4
-    assert replica.engine.length("s") == 4
 
 
 def test_a_drafter_records_only_what_has_slots() -> None:

@@ -1,0 +1,236 @@
+"""Packed, widened and rounded linear layers against plain products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import quick_linear, tiny_config, tiny_module, twin
+from torch import nn
+
+from outrider.errors import ConfigError
+from outrider.models import linear_layers, module_replacement
+from outrider.models.linear_layers import (
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    WidenedLinear,
+    can_pack,
+    must_widen,
+    quantized,
+)
+from outrider.models.module_replacement import speed_up
+
+ROW_COUNTS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 100, 256, 512)
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+DTYPES = (torch.float32, torch.bfloat16) if HAS_BFLOAT16 else (torch.float32,)
+SUM_TOLERANCE = 1e-6
+"""Of the largest output: rounding in float32 of sums of 192 products."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def random_layer(dtype: torch.dtype, bias: bool, out_features: int = 97) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Linear(192, out_features, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def random_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def assert_right(layer: nn.Linear, quick: nn.Module, rows: torch.Tensor) -> None:
+    """Sums are float32's, and rounded once to the dtype of the output."""
+    wide = [None if t is None else t.double() for t in (layer.weight, layer.bias)]
+    expected, actual = nn.functional.linear(rows.double(), *wide), quick(rows)
+    assert actual.shape == expected.shape
+    assert actual.dtype == rows.dtype
+    if expected.numel():
+        rounding = torch.finfo(rows.dtype).eps / 2 * expected.abs()
+        bound = 1.01 * rounding + SUM_TOLERANCE * expected.abs().max()
+        assert ((actual.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_features", [1, 97, 256])
+def test_any_number_of_rows(dtype: torch.dtype, bias: bool, out_features: int) -> None:
+    """The layout, made for one typical number of rows, is right for all, none included."""
+    layer = random_layer(dtype, bias, out_features)
+    packed = PackedLinear(layer.weight, layer.bias)
+    for num_rows in ROW_COUNTS:
+        assert_right(layer, packed, random_rows(1, num_rows, 192, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_shape_of_rows(dtype: torch.dtype) -> None:
+    """One row alone, plain matrices, batches, and rows that do not lie side by side in memory."""
+    layer = random_layer(dtype, bias=True)
+    packed = PackedLinear(layer.weight, layer.bias)
+    for shape in ((192,), (5, 192), (2, 3, 192), (2, 1, 3, 192), (2, 0, 192)):
+        assert_right(layer, packed, random_rows(*shape, dtype=dtype))
+    assert_right(layer, packed, random_rows(192, 6, dtype=dtype).t())
+    assert_right(layer, packed, random_rows(1, 4, 384, dtype=dtype)[..., ::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weight_can_be_had_back_and_is_a_copy(dtype: torch.dtype) -> None:
+    """Bit for bit, though the layout pads and reorders it; and what the caller does to the dense
+    weight afterwards changes nothing."""
+    layer = random_layer(dtype, bias=True)
+    packed = PackedLinear(layer.weight, layer.bias)
+    original = layer.weight.clone()
+    layer.weight.zero_()
+    assert torch.equal(packed.weight, original)
+    assert packed.bias is not None
+    assert torch.equal(packed.bias, layer.bias)
+    assert (packed.in_features, packed.out_features) == (192, 97)
+    assert list(packed.parameters()) == []
+    assert str(packed) == "PackedLinear(192, 97, bias=True)"
+
+
+def test_what_cannot_be_packed() -> None:
+    assert can_pack(torch.empty(3, 4))
+    assert can_pack(torch.empty(3, 4, dtype=torch.bfloat16)) is HAS_BFLOAT16
+    for dtype in (torch.float64, torch.float16, torch.int8):
+        assert not can_pack(torch.empty(3, 4, dtype=dtype))
+    assert not can_pack(torch.empty(3, 4, device="meta"))
+    assert not can_pack(torch.empty(0, 4))
+    assert not can_pack(torch.empty(3, 4, 5))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("block_weights", [1, 1_000, 2**20])
+def test_many_rows_are_widened(
+    bias: bool, block_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are multiplied in float32, by blocks of any size, and rounded once."""
+    monkeypatch.setattr(linear_layers, "_BLOCK_WEIGHTS", block_weights)
+    layer = random_layer(torch.bfloat16, bias)
+    widened = WidenedLinear(layer.weight, layer.bias)
+    for num_rows in (0, 4, 5, 64):
+        assert_right(layer, widened, random_rows(2, num_rows, 192, dtype=torch.bfloat16))
+    few = random_rows(3, 192, dtype=torch.bfloat16)
+    assert torch.equal(widened(few), layer(few))
+
+
+def test_the_weight_is_shared() -> None:
+    """Nothing is copied, and what was a parameter may go; rows that lie apart are put together."""
+    layer = random_layer(torch.bfloat16, bias=True)
+    widened = WidenedLinear(layer.weight, layer.bias)
+    assert widened.weight.data_ptr() == layer.weight.data_ptr()
+    assert list(widened.parameters()) == []
+    assert str(widened) == "WidenedLinear(192, 97, bias=True)"
+    turned = WidenedLinear(layer.weight.t(), None)
+    assert turned.weight.is_contiguous()
+    assert torch.equal(turned.weight, layer.weight.t())
+
+
+def test_where_weights_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without products of bfloat16, in bfloat16 alone; there every linear layer is."""
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert must_widen(torch.empty(3, 4, dtype=torch.bfloat16)) is not supported
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert must_widen(torch.empty(3, 4, dtype=torch.bfloat16))
+    assert not must_widen(torch.empty(3, 4))
+    assert not must_widen(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
+    model = nn.Sequential(random_layer(torch.bfloat16, bias=True), nn.Linear(97, 4)).eval()
+    module_replacement.speed_up(model)
+    assert [type(layer) for layer in model] == [WidenedLinear, nn.Linear]
+
+
+KINDS = {8: Int8Linear, 4: Int4Linear}
+
+
+def weight_of(out: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of different sizes, as a model's are."""
+    generator = torch.Generator().manual_seed(out)
+    sizes = torch.logspace(-2, 0, out)[:, None]
+    return (torch.randn(out, width, generator=generator) * sizes).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_it_multiplies_by_its_rounded_weight(dtype: torch.dtype, bits: int, num_rows: int) -> None:
+    """Of any shape of rows, with the bias; and that weight is within half a step of the given one,
+    a step being a 127th of a row's largest weight, or a 15th of a group's range."""
+    weight = weight_of(48, 64, dtype)
+    bias = weight_of(48, 1, dtype)[:, 0]
+    layer = quantized(weight, bias, bits)
+    assert type(layer) is KINDS[bits]
+    rows = torch.randn(num_rows, 1, 64).to(dtype)
+    exact = rows.double() @ layer.weight.double().t() + bias.double()
+    eps = torch.finfo(dtype).eps
+    found = layer(rows)
+    assert found.shape == (num_rows, 1, 48)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() <= 16 * eps * exact.abs().max()
+    wide = weight.double()
+    if bits == 8:
+        steps = wide.abs().amax(1, keepdim=True) / 127
+    else:
+        groups = wide.view(48, 2, 32)
+        steps = ((groups.amax(2) - groups.amin(2)) / 15).repeat_interleave(32, 1)
+    error = (layer.weight.double() - wide).abs()
+    assert (error <= 0.5 * steps + 2 * eps * wide.abs().amax(1, keepdim=True)).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_of_zeros_stays_one(bits: int) -> None:
+    weight = weight_of(16, 32, torch.bfloat16)
+    weight[3] = 0
+    layer = quantized(weight, None, bits)
+    assert layer is not None
+    assert (layer(torch.ones(1, 32, dtype=torch.bfloat16))[0, 3] == 0).all()
+
+
+def test_a_shape_that_a_kernel_does_not_take_is_left_alone() -> None:
+    """4 bits need groups of 32, and outputs in sixteens."""
+    assert quantized(weight_of(16, 48, torch.bfloat16), None, 4) is None
+    assert quantized(weight_of(10, 32, torch.bfloat16), None, 4) is None
+    assert quantized(weight_of(10, 48, torch.bfloat16), None, 8) is not None
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one that takes another level for the offset. Whether it can is asked once a shape."""
+    weight = weight_of(32, 96, torch.bfloat16)
+    monkeypatch.setattr(linear_layers, "_CENTRE", 7)
+    assert quantized(weight, None, 4) is None
+    monkeypatch.undo()
+    assert quantized(weight, None, 4) is None
+    linear_layers._has_kernel.cache_clear()
+    assert quantized(weight, None, 4) is not None
+
+
+def test_a_model_is_rounded_as_a_whole() -> None:
+    """Fused blocks and the head included, all but the layers that cannot be, which are packed; its
+    logits are near the model's own, and nearer with more bits."""
+    torch.set_num_threads(1)
+    config = tiny_config("llama", 96)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 80, 16
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    original = tiny_module(config, 1, torch.bfloat16)
+    ids = torch.arange(1, 20)[None]
+    distances = {}
+    with torch.inference_mode():
+        exact = original(ids).logits.float()
+        for bits, kind in KINDS.items():
+            module = twin(original)
+            speed_up(module, bits=bits)
+            kinds = [type(layer) for layer in module.modules()]
+            assert nn.Linear not in kinds
+            assert kinds.count(kind) > config.num_hidden_layers
+            if bits == 4:  # the width of what comes out of an MLP is no multiple of 32
+                assert kinds.count(quick_linear(torch.bfloat16)) == config.num_hidden_layers
+            distances[bits] = float((module(ids).logits.float() - exact).norm() / exact.norm())
+    assert 0 < distances[8] < distances[4] < 0.7
+
+
+def test_a_model_without_a_layer_to_round_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rounded to 4 bits"):
+        speed_up(nn.Sequential(nn.Linear(8, 8)).eval(), bits=4)
