@@ -60,11 +60,11 @@ def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
     """A follower of the model that `config` names: the whole of one but for Ray."""
     import asyncio
 
-    from outrider.engine.tensor_parallel.rank_process import RankHost, Seat
+    from outrider.engine.tensor_parallel.rank_process import RankAssignment, RankHost
 
     async def follow() -> None:
         host = RankHost()
-        await host.start(config, "target", Seat(rendezvous, rank, 1), JOIN_S, "")
+        await host.start(config, "target", RankAssignment(rendezvous, rank, 1), JOIN_S, "")
         await host.wait()
 
     asyncio.run(follow())

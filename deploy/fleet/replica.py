@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final, Self
 
-from outrider.engine.tensor_parallel.rank_process import Seat
+from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
 from outrider.registry.registry import ROLES, Engagement, Role
@@ -107,7 +107,7 @@ class Replica:
             self.http_address = found.http_address
         self.address = address
 
-    async def _seats_of_followers(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
+    async def _seats_of_followers(self, timeout_s: float) -> list[tuple[Actor, RankAssignment]]:
         if not self._followers:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)
@@ -115,7 +115,7 @@ class Replica:
             "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
         )
         return [
-            (actor, Seat(rendezvous, actor.rank, neighbours[actor.place.node]))
+            (actor, RankAssignment(rendezvous, actor.rank, neighbours[actor.place.node]))
             for actor in self._followers
         ]
 

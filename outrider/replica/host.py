@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
-from outrider.engine.tensor_parallel.rank_process import Leadership
+from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import RoundItem
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
@@ -51,15 +51,15 @@ class ReplicaHost(Generic[Item, Answer]):
         self._announcer: Lease | None = None
         self._engagement = Engagement(address="")
         self._stopping: asyncio.Task[None] | None = None
-        self.leadership: Leadership | None = None
+        self.leadership: RankLeader | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
     async def open_meeting(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
         """Where the other ranks of this replica's model join, while `start` loads it here. See
-        `Leadership`."""
-        self.leadership = Leadership(num_ranks, num_neighbours, timeout_s)
+        `RankLeader`."""
+        self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
     def observe(

@@ -22,7 +22,7 @@ from rank_processes import JOIN_S, follow_model, processes
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
-from outrider.engine.tensor_parallel.rank_process import Leadership
+from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.errors import BadRequest, ConfigError, EngineLost
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
@@ -34,7 +34,7 @@ AT_ONCE_S = 5.0
 @contextmanager
 def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]]]:
     """The leader's engine, and the processes of the other ranks."""
-    leadership = Leadership(size, size, JOIN_S)
+    leadership = RankLeader(size, size, JOIN_S)
     arguments = [(config, leadership.rendezvous, rank) for rank in range(1, size)]
     with processes(follow_model, arguments) as followers:
         engine: Any = leadership.engine(config, "target", 1)
@@ -153,7 +153,7 @@ def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
     """As where two machines hold different versions of a model."""
     ours = _config(save_tiny_model(tmp_path / "ours", seed=1), "float32")
     theirs = replace(ours, directory=str(save_tiny_model(tmp_path / "theirs", seed=2)))
-    leadership = Leadership(2, 2, JOIN_S)
+    leadership = RankLeader(2, 2, JOIN_S)
     arguments = [(theirs, leadership.rendezvous, 1)]
     with (
         processes(follow_model, arguments) as followers,

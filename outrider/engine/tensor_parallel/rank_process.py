@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What a follower is told of its place among the ranks."""
+class RankAssignment:
+    """Which rank a follower is, and where it joins."""
 
     rendezvous: Rendezvous
     rank: int
@@ -47,7 +47,7 @@ class Seat:
     """Ranks of the same model on the follower's machine, itself included."""
 
 
-class Leadership:
+class RankLeader:
     """What the leader of several ranks needs before it loads its share."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
@@ -96,10 +96,10 @@ def engine_of_a_replica(
     config: TargetConfig | DraftConfig,
     role: Literal["target", "draft"],
     num_threads: int,
-    leadership: Leadership | None,
+    leadership: RankLeader | None,
 ) -> Engine:
     """The engine that a configuration names, on this process alone or on all ranks. Blocks; raises
-    as `build_engine` and `Leadership.engine`. Call it on a passing thread: without ranks the
+    as `build_engine` and `RankLeader.engine`. Call it on a passing thread: without ranks the
     calling thread gives way to replicas that serve on the same cores. Threads that ranks start for
     their sums keep their priority."""
     if leadership is None:
@@ -109,7 +109,7 @@ def engine_of_a_replica(
 
 
 def threads_of_a_rank(
-    config: TargetConfig | DraftConfig, num_cores: int, ranks: Leadership | Seat | None
+    config: TargetConfig | DraftConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
     """What the configuration says, else an equal part of the cores for each rank on the machine."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
@@ -133,18 +133,20 @@ class RankHost:
         self,
         config: TargetConfig | DraftConfig,
         role: Literal["target", "draft"],
-        seat: Seat,
+        assignment: RankAssignment,
         timeout_s: float,
         log_directory: str,
     ) -> None:
         """Joins, loads this rank's share and follows; returns once it is ready for steps. Raises
         `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
-        num_threads = threads_of_a_rank(config, cores_for(role), seat)
+        num_threads = threads_of_a_rank(config, cores_for(role), assignment)
         use_threads(num_threads)
-        log_to(log_directory, f"{config.log_name(role)}-rank-{seat.rank}")
+        log_to(log_directory, f"{config.log_name(role)}-rank-{assignment.rank}")
         log_at(config.log_level)
         try:
-            engine = await on_passing_thread(self._join, config, role, num_threads, seat, timeout_s)
+            engine = await on_passing_thread(
+                self._join, config, role, num_threads, assignment, timeout_s
+            )
         except BaseException:
             self._leave()
             raise
@@ -168,7 +170,7 @@ class RankHost:
         config: TargetConfig | DraftConfig,
         role: Literal["target", "draft"],
         num_threads: int,
-        seat: Seat,
+        assignment: RankAssignment,
         timeout_s: float,
     ) -> Engine:
         from outrider.engine.tensor_parallel.group import join
@@ -176,7 +178,7 @@ class RankHost:
 
         device = resolve_device(config.device)
         self._group, self._frames = join(
-            seat.rendezvous, seat.rank, device, timeout_s, in_order=config.deterministic
+            assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
         engine = build_engine(config, role, num_threads, self._group)
         self._frames.confirm(_digest(engine))

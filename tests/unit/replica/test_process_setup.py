@@ -19,7 +19,11 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.tensor_parallel.rank_process import RankHost, Seat, engine_of_a_replica
+from outrider.engine.tensor_parallel.rank_process import (
+    RankAssignment,
+    RankHost,
+    engine_of_a_replica,
+)
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
@@ -146,8 +150,10 @@ async def test_a_follower_logs_at_the_level_of_its_configuration(
     before, level = logging.root.handlers[:], logging.root.level
     try:
         with pytest.raises(Unavailable):
-            seat = Seat(Rendezvous("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2)
-            await RankHost().start(TargetConfig(log_level="debug"), "target", seat, 1.0, "")
+            assignment = RankAssignment(
+                Rendezvous("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2
+            )
+            await RankHost().start(TargetConfig(log_level="debug"), "target", assignment, 1.0, "")
         assert logging.getLogger("outrider").level == logging.DEBUG
     finally:
         log_at("notset")

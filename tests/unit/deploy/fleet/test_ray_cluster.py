@@ -13,7 +13,7 @@ import ray
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica import _of_the_first
 from outrider.config import DraftConfig, TargetConfig
-from outrider.engine.tensor_parallel.rank_process import Leadership, threads_of_a_rank
+from outrider.engine.tensor_parallel.rank_process import RankLeader, threads_of_a_rank
 from outrider.errors import ConfigError, Unavailable
 from outrider.replica.process_setup import Place
 
@@ -97,7 +97,7 @@ async def test_a_reason_is_told_at_once_where_all_have_ended() -> None:
 
 def test_neighbours_share_the_cores() -> None:
     """At least one each; what a configuration says is what each rank gets."""
-    ranks = Leadership(4, 4, 1.0)
+    ranks = RankLeader(4, 4, 1.0)
     try:
         assert threads_of_a_rank(TargetConfig(), 16, None) == 16
         assert threads_of_a_rank(TargetConfig(), 16, ranks) == 4
