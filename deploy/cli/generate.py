@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -172,27 +173,18 @@ def printer(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
     return begin
 
 
-def _tokens_per_second(completion: Completion, seconds: float) -> float:
-    """Committed completion tokens over the time from request to last event, prefill included."""
-    return float(completion.usage.completion_tokens / seconds)
-
-
 def _report(completion: Completion, seconds: float) -> dict[str, Any]:
     metrics = completion.metrics
+    names = ("num_rounds", "num_draft_tokens", "num_accepted_draft_tokens",
+             "mean_acceptance_length")  # fmt: skip
     report: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
-        "usage": {
-            "prompt_tokens": completion.usage.prompt_tokens,
-            "completion_tokens": completion.usage.completion_tokens,
-        },
+        "usage": asdict(completion.usage),
         "metrics": {
-            "tokens_per_second": _tokens_per_second(completion, seconds),
-            "num_rounds": metrics.num_rounds,
-            "num_draft_tokens": metrics.num_draft_tokens,
-            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-            "mean_acceptance_length": metrics.mean_acceptance_length,
+            "tokens_per_second": completion.usage.completion_tokens / seconds,
+            **{name: getattr(metrics, name) for name in names},
         },
         "model": completion.model,
         "session_id": completion.session_id,
@@ -200,10 +192,7 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
         "rule": completion.rule.value,
     }
     if completion.logprobs:
-        report["logprobs"] = [
-            {"logprob": at.logprob, "top": [list(top) for top in at.top]}
-            for at in completion.logprobs
-        ]
+        report["logprobs"] = [asdict(at) for at in completion.logprobs]
     return report
 
 
@@ -213,7 +202,7 @@ def _closing_line(completion: Completion, seconds: float) -> str:
     acceptance = f"{accepted / proposed:.0%} of {proposed}" if proposed else "nothing proposed"
     rounds = metrics.num_rounds
     return (
-        f"{_tokens_per_second(completion, seconds):.1f} tokens/s, {tokens} tokens, "
+        f"{tokens / seconds:.1f} tokens/s, {tokens} tokens, "
         f"{rounds} rounds, acceptance {acceptance}, "
         f"{tokens / rounds if rounds else 0:.2f} tokens per round ({completion.finish_reason})"
     )

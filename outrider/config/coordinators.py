@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Final, Self
+from dataclasses import fields, replace
+from typing import Annotated, Any, Final, Self
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -143,35 +143,19 @@ class CoordinatorConfig(FrontConfig):
 
     @property
     def redis(self) -> RedisAddress:
-        """The session store."""
+        """The session store: its fields are `redis_NAME` here."""
         return RedisAddress(
-            url=self.redis_url,
-            username=self.redis_username,
-            password=self.redis_password,
-            ca_file=self.redis_ca_file,
-            sentinel_password=self.redis_sentinel_password,
-            key_prefix=self.redis_key_prefix,
-            password_file=self.redis_password_file,
-            asks_for_password=self.redis_asks_for_password,
-            sentinel_password_file=self.redis_sentinel_password_file,
-            asks_for_sentinel_password=self.redis_asks_for_sentinel_password,
+            **{one.name: getattr(self, f"redis_{one.name}") for one in fields(RedisAddress)}
         )
 
     def reaching(self, redis: RedisAddress) -> Self:
         """The same coordinator with another way to its session store."""
-        member = self.membership
-        return replace(
-            self,
-            redis_url=redis.url,
-            redis_username=redis.username,
-            redis_password=redis.password,
-            redis_password_file=redis.password_file,
-            redis_asks_for_password=redis.asks_for_password,
-            redis_sentinel_password=redis.sentinel_password,
-            redis_sentinel_password_file=redis.sentinel_password_file,
-            redis_asks_for_sentinel_password=redis.asks_for_sentinel_password,
-            membership=None if member is None else replace(member, redis=redis),
-        )
+        changes: dict[str, Any] = {
+            f"redis_{one.name}": getattr(redis, one.name) for one in fields(redis)
+        }
+        if self.membership is not None:
+            changes["membership"] = replace(self.membership, redis=redis)
+        return replace(self, **changes)
 
     def __post_init__(self) -> None:
         super().__post_init__()

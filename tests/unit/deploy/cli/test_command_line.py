@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from deploy.cli.connection import own_config
 from deploy.cli.main import main, parse
 from deploy.cli.options import error_line
-from outrider.config import CoordinatorConfig, DeploymentConfig
+from outrider.config import CoordinatorConfig, DeploymentConfig, deployment_settings
 from outrider.errors import BadRequest, SettingError, Unauthenticated
 
 
@@ -257,20 +258,48 @@ def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:
     assert given == {"insecure": True, "max_num_seqs": "3"}
 
 
-def test_help_is_quick_to_load() -> None:
-    """Reading the command line imports no model library, no Ray and no Redis client."""
+def shown_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "upgrade", "generate", "chat"])
+def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Every setting has its option in one of the two, under the title of what it is about."""
+    option = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.M)
+    short, everything = (shown_by(capsys, command, flag) for flag in ("--help", "--help=all"))
+    flags = {one.flag for one in deployment_settings().values()}
+    common, found = set(option.findall(short)), set(option.findall(everything))
+    assert common <= found
+    assert flags <= found
+    assert {"--draft-model", "--config", "--help"} <= common
+    assert len(common & flags) <= 14
+    assert f"--help=all shows {len(found - common)} more options." in short
+    assert "\nSettings of drafts:\n" in everything
+
+
+@pytest.mark.parametrize(
+    ("words", "more"), [(["--help"], {"pydantic", "rich"}), (["serve", "--help"], set())]
+)
+def test_help_is_quick_to_load(words: list[str], more: set[str]) -> None:
+    """Reading the command line imports no model library, no Ray and no Redis client; the list of
+    commands not even the settings."""
+    heavy = {"torch", "transformers", "ray", "redis", "grpc", "numpy", *more}
     program = (
         "import sys\n"
         "from deploy.cli.main import main\n"
         "try:\n"
-        "    main(['serve', '--help'])\n"
+        f"    main({words})\n"
         "except SystemExit:\n"
         "    pass\n"
-        "heavy = {'torch', 'transformers', 'ray', 'redis', 'grpc', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(','.join(sorted(heavy)) or 0)\n"
+        f"sys.exit(','.join(sorted({heavy} & set(sys.modules))) or 0)\n"
     )
     completed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
     assert completed.returncode == 0, completed.stderr
-    assert "--draft-model" in completed.stdout
+    assert "--help" in completed.stdout
