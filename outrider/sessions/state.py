@@ -11,6 +11,7 @@ the rest again, and what was shown stays shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from outrider.errors import InvariantError, OutriderError, check
@@ -51,8 +52,8 @@ class Session:
         """The running session that `SessionStore.open` has just stored, or `SessionStore.take_over`
         given to `record.owner`."""
         check(record.state is SessionState.RUNNING, "a finished session is not resumed")
-        self.record = record
-        """The session as it was when this owner got it: what never changes is read here."""
+        self.record = replace(record, token_ids=(), logprobs="")
+        """The session as this owner got it, without its tokens: what never changes is read here."""
         self.tokens = TokenSequence(record.token_ids)
         """All decided tokens, prompt first. Grown by `decide` only."""
         self.counters = record.counters
