@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from deploy.fleet.ray_cluster import Actor, Demand, Topic
@@ -68,7 +67,7 @@ class Sitter(Actor):
             self.config = arguments[0]
             return f"{self.name}:1"
         if method == "traffic":
-            return SimpleNamespace(num_items=self.num_items)
+            return self.num_items
         if method == "engagement":
             try:
                 async with asyncio.timeout(timeout_s):

@@ -12,7 +12,6 @@ from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
 from outrider.registry.registry import ROLES, Engagement, Role
-from outrider.transport.link import Traffic
 
 from .ray_cluster import Actor
 from .status import ReplicaView
@@ -145,9 +144,9 @@ class Replica:
             await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
             give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
             while loop.time() < min(give_up_at, since + QUIET_S):
-                traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
-                if traffic.num_items != before:
-                    before, since = traffic.num_items, loop.time()
+                num_items: int = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
+                if num_items != before:
+                    before, since = num_items, loop.time()
                 await asyncio.sleep(QUIET_S / 4)
         except Unavailable as error:
             _log.warning("%s did not drain: %s", self.name, error)

@@ -20,7 +20,6 @@ from outrider.messages import RoundItem
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import Place, advertised
 from outrider.settings import blaming
-from outrider.transport.link import Traffic
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
@@ -83,8 +82,9 @@ class ReplicaHost(Generic[Item, Answer]):
     async def engagement(self) -> Engagement:
         return self._engagement
 
-    async def traffic(self) -> Traffic:
-        return Traffic() if self._service is None else self._service.traffic
+    async def traffic(self) -> int:
+        """Items that its streams have received."""
+        return 0 if self._service is None else self._service.num_items
 
     async def wait(self) -> None:
         """Returns when the server has stopped. Raises `EngineLost` where it did so by itself."""
@@ -173,7 +173,7 @@ class ReplicaHost(Generic[Item, Answer]):
                 weights=runs.weights,
                 device=config.device,
                 leaving=self._engagement.leaving,
-                load=service.traffic.num_items,
+                load=service.num_items,
                 figures=service.figures,
             )
 

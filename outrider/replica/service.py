@@ -30,7 +30,7 @@ from outrider.replica.step_request import (
     expiry,
     refusal,
 )
-from outrider.transport.link import Connection, Traffic
+from outrider.transport.link import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class SteppedService(Generic[Item, Answer]):
             batching_delay=batching_delay,
         )
         self._scheduler.watch_pages(self._park_the_silent)
-        self._num_items = 0
-        self._num_answers = 0
+        self.num_items = 0
+        """That its streams have received."""
         self._observer = observer
         self._filter = StaleRoundFilter()
         self._tracker = SessionTracker()
@@ -88,10 +88,6 @@ class SteppedService(Generic[Item, Answer]):
     def figures(self) -> Figures:
         return self._scheduler.figures
 
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(self._num_items, self._num_answers)
-
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Registers a callback, on the loop's thread, for changes of `healthy`."""
         self._scheduler.watch(on_health)
@@ -99,7 +95,6 @@ class SteppedService(Generic[Item, Answer]):
     def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
 
         def note_and_send(answers: Sequence[Any]) -> None:
-            self._num_answers += len(answers)
             now = asyncio.get_running_loop().time()
             for answer in answers:
                 self._tracker.answer(answer.key.session_id, now)
@@ -135,7 +130,7 @@ class SteppedService(Generic[Item, Answer]):
 
     def take(self, item: Item, sender: AnswerSender[Answer]) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
-        self._num_items += 1
+        self.num_items += 1
         stale = self._filter.admit(item.head)
         if stale is not None:
             self._refuse_stale(stale, sender)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import LinkLost, Unavailable, check
@@ -26,15 +25,6 @@ class LinkBytes:
     def __init__(self, sent: int = 0, received: int = 0) -> None:
         self.sent = sent
         self.received = received
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What crossed the streams of a replica since it started."""
-
-    num_items: int = 0
-    """Items received."""
-    num_answers: int = 0
 
 
 class Link(Protocol, Generic[Item_contra, Answer_co]):

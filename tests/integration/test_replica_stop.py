@@ -59,7 +59,7 @@ class Hosted:
     async def received(self, num_items: int) -> None:
         """Returns when so many items have come to the replica."""
         async with asyncio.timeout(PATIENCE_S):
-            while (await self.host.traffic()).num_items < num_items:
+            while await self.host.traffic() < num_items:
                 await asyncio.sleep(0.001)
 
 

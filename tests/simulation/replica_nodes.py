@@ -12,7 +12,6 @@ from outrider.errors import InvariantError, OutriderError
 from outrider.messages import ProposalReply
 from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
 from outrider.replica.scheduler import InlineExecutor
-from outrider.transport.link import Traffic
 from target_service.service import TargetService
 from tests.simulation.processes import Process
 from tests.simulation.shown import (
@@ -170,16 +169,16 @@ class ReplicaNode:
         return ReplicaRecord(
             role=self.role, name=self.name, address=self.address, host="host", pid=1,
             model=runs.model, weights=runs.weights, leaving=self._is_leaving,
-            load=self.service.traffic.num_items,
+            load=self.service.num_items,
         )  # fmt: skip
 
     async def wait(self) -> None:
         """Until it has stopped."""
         await self._ended.wait()
 
-    async def traffic(self) -> Traffic:
+    async def traffic(self) -> int:
         """See `ReplicaHost`."""
-        found: Traffic = self.service.traffic
+        found: int = self.service.num_items
         return found
 
     async def leave(self) -> None:
