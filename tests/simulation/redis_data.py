@@ -6,7 +6,6 @@ Has the commands that the scripts and the stores use, with the answers and error
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,24 +26,12 @@ class ReplyError(Exception):
     """An error as Redis words it, its code first."""
 
 
-class SortedSet(dict[bytes, float]):
-    """Members and their scores."""
-
-
 OK = Status(b"OK")
-DENY_OOM = frozenset(
-    (
-        b"SET", b"APPEND", b"SETRANGE", b"INCR", b"INCRBY", b"HSET", b"HINCRBY", b"SADD", b"ZADD",
-    )
-)  # fmt: skip
+DENY_OOM = frozenset((b"SET", b"SETRANGE", b"HSET", b"SADD"))
 """Commands that a server refuses while its memory is full."""
-WRITES = DENY_OOM | {
-    b"DEL", b"UNLINK", b"EXPIRE", b"PEXPIRE", b"PERSIST", b"HDEL", b"SREM", b"ZREM",
-    b"ZREMRANGEBYSCORE",
-}  # fmt: skip
+WRITES = DENY_OOM | {b"DEL", b"EXPIRE", b"PEXPIRE", b"SREM"}
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 _NOT_AN_INTEGER = "ERR value is not an integer or out of range"
-_NOT_A_FLOAT = "ERR value is not a valid float"
 _SYNTAX = "ERR syntax error"
 
 
@@ -185,20 +172,6 @@ def _integer(text: bytes) -> int:
     raise ReplyError(_NOT_AN_INTEGER)
 
 
-def _score(text: bytes) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ReplyError(_NOT_A_FLOAT) from None
-    if math.isnan(number):
-        raise ReplyError(_NOT_A_FLOAT)
-    return number
-
-
-def _score_text(score: float) -> bytes:
-    return (str(int(score)) if score == int(score) else f"{score:.17g}").encode()
-
-
 # Any type of value.
 
 
@@ -212,7 +185,7 @@ def _exists(data: RedisData, arguments: Sequence[bytes]) -> Reply:
 
 def _type(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     [key] = _exactly(arguments, 1)
-    names = {bytes: b"string", dict: b"hash", set: b"set", SortedSet: b"zset"}
+    names = {bytes: b"string", dict: b"hash", set: b"set"}
     return Status(names.get(type(data.get(key)), b"none"))
 
 
@@ -224,11 +197,6 @@ def _expires(unit_ms: int, arguments: Sequence[bytes], data: RedisData) -> Reply
 def _pttl(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     [key] = _exactly(arguments, 1)
     return data.ttl_ms(key)
-
-
-def _persist(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return int(data.get(key) is not None and data._expires_ms.pop(key, None) is not None)
 
 
 # Strings.
@@ -280,13 +248,6 @@ def _set(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     return OK
 
 
-def _append(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, more = _exactly(arguments, 2)
-    value = (data._typed(key, bytes) or b"") + more
-    data._put(key, value)
-    return len(value)
-
-
 def _strlen(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     [key] = _exactly(arguments, 1)
     return len(data._typed(key, bytes) or b"")
@@ -315,19 +276,6 @@ def _setrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     value = value[:start] + more + value[start + len(more) :]
     data._put(key, value)
     return len(value)
-
-
-def _incrby(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, by = _exactly(arguments, 2)
-    old = data._typed(key, bytes)
-    number = _integer(b"0" if old is None else old) + _integer(by)
-    data._put(key, str(number).encode())
-    return number
-
-
-def _incr(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return _incrby(data, (key, b"1"))
 
 
 # Hashes.
@@ -360,35 +308,7 @@ def _hgetall(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     return [part for pair in fields.items() for part in pair]
 
 
-def _hdel(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *names = _at_least(arguments, 2)
-    fields = data._typed(key, dict)
-    if fields is None:
-        return 0
-    number = sum(fields.pop(name, None) is not None for name in names)
-    if not fields:
-        data._drop(key)
-    return number
-
-
-def _hexists(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, field = _exactly(arguments, 2)
-    return int(field in (data._typed(key, dict) or {}))
-
-
-def _hincrby(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, field, by = _exactly(arguments, 3)
-    step = _integer(by)
-    old = (data._typed(key, dict) or {}).get(field, b"0")
-    try:
-        number = _integer(old) + step
-    except ReplyError:
-        raise ReplyError("ERR hash value is not an integer") from None
-    data._made(key, dict)[field] = str(number).encode()
-    return number
-
-
-# Sets and sorted sets.
+# Sets.
 
 
 def _sadd(data: RedisData, arguments: Sequence[bytes]) -> Reply:
@@ -417,47 +337,6 @@ def _smembers(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     return sorted(data._typed(key, set) or ())
 
 
-def _zadd(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *pairs = _at_least(arguments, 3)
-    if len(pairs) % 2:
-        raise ReplyError(_SYNTAX)
-    scores = [_score(text) for text in pairs[::2]]
-    there = data._made(key, SortedSet)
-    before = len(there)
-    there.update(zip(pairs[1::2], scores, strict=True))
-    return len(there) - before
-
-
-def _zrem(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *members = _at_least(arguments, 2)
-    there = data._typed(key, SortedSet)
-    if there is None:
-        return 0
-    number = sum(there.pop(member, None) is not None for member in set(members))
-    if not there:
-        data._drop(key)
-    return number
-
-
-def _zscore(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, member = _exactly(arguments, 2)
-    score = (data._typed(key, SortedSet) or {}).get(member)
-    return None if score is None else _score_text(score)
-
-
-def _zcard(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return len(data._typed(key, SortedSet) or ())
-
-
-def _zremrangebyscore(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, least, most = _exactly(arguments, 3)
-    low, high = _score(least or b"0"), _score(most or b"0")  # Redis takes nothing for 0, too.
-    there = data._typed(key, SortedSet) or {}
-    gone = [member for member, score in there.items() if low <= score <= high]
-    return _zrem(data, (key, *gone)) if gone else 0
-
-
 # The server.
 
 
@@ -484,16 +363,12 @@ def _wait(data: RedisData, arguments: Sequence[bytes]) -> Reply:
 
 
 _COMMANDS: dict[str, Callable[[RedisData, Sequence[bytes]], Reply]] = {
-    "DEL": _del, "UNLINK": _del, "EXISTS": _exists, "TYPE": _type,
+    "DEL": _del, "EXISTS": _exists, "TYPE": _type,
     "EXPIRE": lambda data, arguments: _expires(1000, arguments, data),
-    "PEXPIRE": lambda data, arguments: _expires(1, arguments, data),
-    "PTTL": _pttl, "PERSIST": _persist,
-    "GET": _get, "MGET": _mget, "SET": _set, "APPEND": _append, "STRLEN": _strlen,
-    "GETRANGE": _getrange, "SETRANGE": _setrange, "INCR": _incr, "INCRBY": _incrby,
-    "HSET": _hset, "HGET": _hget, "HMGET": _hmget, "HGETALL": _hgetall, "HDEL": _hdel,
-    "HEXISTS": _hexists, "HINCRBY": _hincrby,
+    "PEXPIRE": lambda data, arguments: _expires(1, arguments, data), "PTTL": _pttl,
+    "GET": _get, "MGET": _mget, "SET": _set, "STRLEN": _strlen,
+    "GETRANGE": _getrange, "SETRANGE": _setrange,
+    "HSET": _hset, "HGET": _hget, "HMGET": _hmget, "HGETALL": _hgetall,
     "SADD": _sadd, "SREM": _srem, "SMEMBERS": _smembers,
-    "ZADD": _zadd, "ZREM": _zrem, "ZSCORE": _zscore, "ZCARD": _zcard,
-    "ZREMRANGEBYSCORE": _zremrangebyscore,
     "TIME": _time, "PING": _ping, "FLUSHALL": _flushall, "WAIT": _wait,
 }  # fmt: skip

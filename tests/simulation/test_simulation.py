@@ -10,9 +10,8 @@ import pytest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.simulation.adversary import CALM, NOISE
 from tests.simulation.faults import GREATER, NUM_FAULTS
-from tests.simulation.results import P_VALUE_MIN, Result
+from tests.simulation.results import P_VALUE_MIN, RankCounts, Result
 from tests.simulation.scenario import run_seed
-from tests.simulation.token_law import RankCounts
 from tests.simulation.toy import ranked_law
 
 NUM_SEEDS = 60
