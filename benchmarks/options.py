@@ -82,8 +82,8 @@ class Options:
         return found
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds a flag for each option, and that of the JSON report."""
+    def add_arguments(cls, parser: Any, *, json: bool = True) -> None:
+        """Adds a flag for each option, and that of the JSON report, to a parser or a group."""
         defaults = {entry.name: entry.default for entry in fields(cls)}
         for name, found in cls.flags().items():
             add = partial(parser.add_argument, f"--{name.replace('_', '-')}")
@@ -99,9 +99,10 @@ class Options:
                 type=found.parse, default=default, metavar=found.metavar,
                 help=found.help.replace("%", "%%") + text, **more,
             )  # fmt: skip
-        parser.add_argument(
-            "--json", action="store_true", help="print one JSON object on standard output"
-        )
+        if json:
+            parser.add_argument(
+                "--json", action="store_true", help="print one JSON object on standard output"
+            )
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace, **others: object) -> Self:

@@ -22,7 +22,6 @@ from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from deploy.planner.options import (
-    OWN,
     PlanOptions,
     SimulationOptions,
     add_simulation_arguments,
@@ -109,8 +108,8 @@ def plan(arguments: Arguments) -> int:
 def _simulation(arguments: Arguments) -> SimulationOptions | None:
     """What is to be simulated; None without `--simulate`, which nothing else goes without."""
     if arguments.simulate:
-        return SimulationOptions.from_arguments(arguments)
-    for name in OWN:
+        return SimulationOptions.from_arguments(arguments, round_trip_ms=arguments.round_trip_ms)
+    for name in SimulationOptions.flags():
         if name in arguments.given:
             raise SettingError(name, "is for --simulate: without it nothing is simulated")
     return None

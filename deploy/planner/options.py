@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from benchmarks.options import PromptOptions, numbers, option, whole_numbers
+from benchmarks.options import Options, PromptOptions, numbers, option, whole_numbers
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -34,12 +34,6 @@ ROUND_TRIP_MS_MAX: Final = 10_000.0
 RUNS_MAX: Final = 64
 """Loads and fleets that one command looks at."""
 LOSSES_MAX: Final = 16
-OWN: Final = (
-    "sessions", "rate", "prompt_tokens", "answer_tokens", "targets", "drafts", "coordinators",
-    "tpot_ms", "lose", "simulated_seconds", "coordinator_ms", "simulation_seed", "from_report",
-    "from_numbers",
-)  # fmt: skip
-"""Options that say nothing without `--simulate`."""
 _LOSS: Final = re.compile(r"(\w+)@([\d.]+)(?:-([\d.]+))?")
 ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
 """In the order in which their numbers are found: those that cost most first."""
@@ -127,52 +121,98 @@ Counts = tuple[int, ...]
 """Numbers of replicas to look at; empty = the smallest that keeps the time per token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOptions:
+def _counts(text: str) -> Counts:
+    return () if text == "auto" else whole_numbers(text)
+
+
+_TO_LOOK_AT: Final = "to look at; auto = the fewest that keep --tpot-ms [auto]"
+
+
+def _losses(text: str) -> tuple[Loss, ...]:
+    found = []
+    for part in text.split(","):
+        match = _LOSS.fullmatch(part.strip())
+        try:
+            if match is None or match[1] not in ROLES:
+                raise ValueError
+            back_s = math.inf if match[3] is None else float(match[3])
+            found.append(Loss(cast(Role, match[1]), float(match[2]), back_s))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is wrong; it must be ROLE@SECONDS or ROLE@SECONDS-SECONDS with one of "
+                f"{', '.join(ROLES)}"
+            ) from None
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions(Options):
     """What `outrider plan --simulate` is asked for. Wrong values raise `SettingError`."""
 
-    sessions: tuple[int, ...] = ()
-    """At a time; empty where a rate is given."""
-    rate: tuple[float, ...] = ()
-    """Requests a second."""
-    prompt_tokens: int = 256
-    answer_tokens: int = 256
-    """Mean."""
-    targets: Counts = ()
-    drafts: Counts = ()
-    coordinators: Counts = ()
-    tpot_ms: float | None = None
-    """What 99 % of the tokens are to keep where numbers of replicas are found."""
-    lose: tuple[Loss, ...] = ()
-    simulated_seconds: float = SECONDS
-    coordinator_ms: float = 1e3 * COORDINATOR_S
+    from_report: Path | None = option(
+        None, "simulate what `outrider plan --json` printed before, and run no model",
+        metavar="FILE", parse=Path,
+    )  # fmt: skip
+    from_numbers: str | None = option(
+        None, "simulate a pair of such numbers, and run no model "
+        f"[{','.join(f'{key}={value}' for key, value in NUMBERS.items())}]; a time may be a table, "
+        "ROWS:MS/ROWS:MS, and the acceptance one by position, A/A/..",
+        metavar="KEY=VALUE,..", parse=str,
+    )  # fmt: skip
+    sessions: tuple[int, ...] = option(
+        (), "sessions at a time: where one ends the next begins", low=1, high=SESSIONS_MAX,
+        metavar="N[,N..]", parse=whole_numbers,
+    )  # fmt: skip
+    rate: tuple[float, ...] = option(
+        (), "requests a second instead", low=0.001, high=RATE_MAX, metavar="R[,R..]", parse=numbers
+    )
+    prompt_tokens: int = option(256, "tokens of a prompt", low=1, high=PROMPT_TOKENS_MAX)
+    answer_tokens: int = option(256, "tokens of an answer, mean", low=1, high=MAX_TOKENS_DEFAULT)
+    targets: Counts = option(
+        (),
+        f"targets {_TO_LOOK_AT}",
+        low=1,
+        high=REPLICAS_MAX,
+        metavar="N[,N..]|auto",
+        parse=_counts,
+    )
+    drafts: Counts = option(
+        (), f"drafts {_TO_LOOK_AT}", low=1, high=REPLICAS_MAX, metavar="N[,N..]|auto", parse=_counts
+    )
+    coordinators: Counts = option(
+        (),
+        f"coordinators {_TO_LOOK_AT}",
+        low=1,
+        high=REPLICAS_MAX,
+        metavar="N[,N..]|auto",
+        parse=_counts,
+    )
+    tpot_ms: float | None = option(
+        None, "time per token that 99 % of the tokens are to keep", low=0.001, high=MS_MAX,
+        metavar="MS", parse=float,
+    )  # fmt: skip
+    lose: tuple[Loss, ...] = option(
+        (), "lose a target, draft or coordinator at that second, silently, and have another one at "
+        "a later second", metavar="ROLE@S[-S],..", parse=_losses,
+    )  # fmt: skip
+    simulated_seconds: float = option(
+        SECONDS, "that are measured", low=1, high=3_600, metavar="S", parse=float
+    )
+    coordinator_ms: float = option(
+        1e3 * COORDINATOR_S, "of a coordinator's one thread for a round; see `bench overhead`",
+        low=0, high=1_000, metavar="MS", parse=float,
+    )  # fmt: skip
+    simulation_seed: int = option(0, "of what is left to chance", low=0, high=SEED_MAX)
     round_trip_ms: float = 0.0
     """Of the link between coordinator and draft; 0 = the plan's own."""
-    simulation_seed: int = 0
-    from_report: Path | None = None
-    from_numbers: str | None = None
-    """Where the pair's times and acceptance come from, if not from a plan that is made now."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("round_trip_ms", self.round_trip_ms, 0, ROUND_TRIP_MS_MAX)
         if self.from_report is not None and self.from_numbers is not None:
             raise SettingError("from_numbers", "and --from-report exclude each other")
         if bool(self.sessions) == bool(self.rate):
             raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
-        for sessions in self.sessions:
-            check_range("sessions", sessions, 1, SESSIONS_MAX)
-        for rate in self.rate:
-            check_range("rate", rate, 0.001, RATE_MAX)
-        for name, value, lowest, highest in (
-            ("prompt_tokens", self.prompt_tokens, 1, PROMPT_TOKENS_MAX),
-            ("answer_tokens", self.answer_tokens, 1, MAX_TOKENS_DEFAULT),
-            ("tpot_ms", self.tpot_ms, 0.001, MS_MAX),
-            ("simulated_seconds", self.simulated_seconds, 1, 3_600),
-            ("coordinator_ms", self.coordinator_ms, 0, 1_000),
-            ("round_trip_ms", self.round_trip_ms, 0, ROUND_TRIP_MS_MAX),
-            ("simulation_seed", self.simulation_seed, 0, SEED_MAX),
-            *((f"{role}s", n, 1, REPLICAS_MAX) for role in ROLES for n in self.counts(role)),
-        ):
-            check_range(name, value, lowest, highest)
         self.check_counts("target", "coordinator")
         if len(self.lose) > LOSSES_MAX:
             raise SettingError("lose", f"{len(self.lose)} losses are more than {LOSSES_MAX}")
@@ -202,91 +242,14 @@ class SimulationOptions:
         """Numbers of replicas of a role."""
         return cast(Counts, getattr(self, f"{role}s"))
 
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> SimulationOptions:
-        """From what a parser with `add_arguments` returned."""
-        return cls(**{name: getattr(arguments, name) for name in (*OWN, "round_trip_ms")})
-
 
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a simulation."""
-    group = parser.add_argument_group(
-        "a simulated fleet",
-        "with --simulate the plan is tried on a fleet: the real services, on a virtual clock. A "
-        "simulated round takes about 1 ms of this machine's time, 5 where the draft looks ahead: "
-        "30 sessions for 10 s take about 15 s. Finding numbers of replicas takes about ten runs.",
-    )
-    default = SimulationOptions(sessions=(1,), tpot_ms=1.0)
-    group.add_argument("--simulate", action="store_true", help="simulate a fleet, too")
+    group = parser.add_argument_group("a simulated fleet")
     group.add_argument(
-        "--from-report", type=Path, metavar="FILE",
-        help="simulate what `outrider plan --json` printed before, and run no model",
+        "--simulate", action="store_true",
+        help="try a fleet, too: the real services on a virtual clock. A simulated round takes 1 to "
+        "2 ms of this machine's time, 6 where the draft looks ahead: 20 sessions for 10 s take "
+        "about 20 s, and numbers of replicas are found in about ten such runs",
     )  # fmt: skip
-    stated = ",".join(f"{key}={value}" for key, value in NUMBERS.items())
-    group.add_argument(
-        "--from-numbers", metavar="KEY=VALUE,..",
-        help=f"simulate a pair of such numbers, and run no model [{stated}]; a time may be a "
-        "table, ROWS:MS/ROWS:MS, and the acceptance one by position, A/A/..",
-    )  # fmt: skip
-    group.add_argument(
-        "--sessions", type=whole_numbers, default=(), metavar="N[,N..]",
-        help="sessions at a time: where one ends the next begins",
-    )  # fmt: skip
-    group.add_argument(
-        "--rate", type=numbers, default=(), metavar="R[,R..]", help="requests a second instead"
-    )
-    for flag, value, words in (
-        ("--prompt-tokens", default.prompt_tokens, "of a prompt"),
-        ("--answer-tokens", default.answer_tokens, "of an answer, mean"),
-    ):
-        group.add_argument(
-            flag, type=int, default=value, metavar="N", help=f"tokens {words} [%(default)s]"
-        )
-    for role in ROLES:
-        group.add_argument(
-            f"--{role}s", type=_counts, default=(), metavar="N[,N..]|auto",
-            help=f"{role}s to look at; auto = the fewest that keep --tpot-ms [auto]",
-        )  # fmt: skip
-    group.add_argument(
-        "--tpot-ms", type=float, metavar="MS",
-        help="time per token that 99 %% of the tokens are to keep",
-    )  # fmt: skip
-    group.add_argument(
-        "--lose", type=_losses, default=(), metavar="ROLE@S[-S],..",
-        help="lose a target, draft or coordinator at that second, silently, and have another one "
-        "at a later second",
-    )  # fmt: skip
-    group.add_argument(
-        "--simulated-seconds", type=float, default=default.simulated_seconds, metavar="S",
-        help="that are measured [%(default)g]",
-    )  # fmt: skip
-    group.add_argument(
-        "--coordinator-ms", type=float, default=default.coordinator_ms, metavar="MS",
-        help="of a coordinator's one thread for a round; see `bench overhead --parts capacity` "
-        "[%(default)g]",
-    )  # fmt: skip
-    group.add_argument(
-        "--simulation-seed", type=int, default=default.simulation_seed, metavar="N",
-        help="of what is left to chance [%(default)s]",
-    )  # fmt: skip
-
-
-def _counts(text: str) -> Counts:
-    return () if text == "auto" else whole_numbers(text)
-
-
-def _losses(text: str) -> tuple[Loss, ...]:
-    found = []
-    for part in text.split(","):
-        match = _LOSS.fullmatch(part.strip())
-        try:
-            if match is None or match[1] not in ROLES:
-                raise ValueError
-            back_s = math.inf if match[3] is None else float(match[3])
-            found.append(Loss(cast(Role, match[1]), float(match[2]), back_s))
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is wrong; it must be ROLE@SECONDS or ROLE@SECONDS-SECONDS with one of "
-                f"{', '.join(ROLES)}"
-            ) from None
-    return tuple(found)
+    SimulationOptions.add_arguments(group, json=False)
