@@ -140,7 +140,8 @@ class ReplicaNode:
         drafter, step = proposer._drafter, proposer.step
         if not isinstance(drafter, ModelDrafter):
             return
-        draw = drafter._drawn
+        sampler = drafter._sampler
+        draw = sampler._drawn
         num_drawn: dict[tuple[str, int], int] = {}
 
         def counted(branches: Any, rows: Any) -> Any:
@@ -162,7 +163,7 @@ class ReplicaNode:
                         world.hear_failure(InvariantError(found))
             return answers
 
-        drafter._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
+        sampler._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
 
     def _record(self) -> ReplicaRecord:
         runs = self.service.describe()
