@@ -16,12 +16,11 @@ from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module, 
 from rounds import make_head
 from toy_engine import ToyEngine, toy_logits
 
-from draft_service import model_drafter
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
-from outrider.drafters import autoregressive_draft as growing_rounds
+from outrider.drafters import autoregressive_draft
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.drafters.lookup import NgramDrafter
@@ -97,8 +96,7 @@ class Draws:
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
     made = Draws()
-    for module in (growing_rounds, model_drafter):
-        made.watch(module, monkeypatch)
+    made.watch(autoregressive_draft, monkeypatch)
     return made
 
 
