@@ -35,16 +35,15 @@ from outrider.replica.step_request import Answers, refusal
 from outrider.speculation.draft_sampling import LikelyTokens
 from outrider.speculation.outcome_prediction import (
     RANKS_MAX,
-    FanOut,
-    FanOuts,
-    Guess,
-    RoundGuesses,
-    guess_round,
+    LikelyOutcome,
+    OutcomeGuesses,
+    OutcomeModel,
+    OutcomeModels,
+    guess_outcomes,
     with_bonus,
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class LookAhead:
         self._drafter = drafter
         self._limits = limits
         self._rounds: dict[str, RoundAhead] = {}
-        self._fan_outs = FanOuts()
+        self._outcome_models = OutcomeModels()
         self._numbers = count()
         self._stale: list[Outcome] = []
         """Of rounds that are over."""
@@ -80,21 +79,20 @@ class LookAhead:
         found = self._rounds.get(item.head.session_id)
         return found is not None and found.item is item
 
-    def standing(self, item: DraftItem) -> Answers[DraftAnswer]:
+    def progress(self, item: DraftItem) -> Answers[DraftAnswer]:
         """No answer, of a round that it `works_on`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self,
         item: DraftItem,
-        sampling: SamplingParams,
         committed: tuple[int, ...],
         unseen: tuple[int, ...],
     ) -> Answers[DraftAnswer]:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
         before = self._rounds.pop(item.head.session_id, None)
-        now = RoundAhead(item, sampling, committed, unseen, self._limits.bytes_max)
+        now = RoundAhead(item, committed, unseen, self._limits.bytes_max)
         self._rounds[item.head.session_id] = now
         outcome = None if before is None else self._come_true(before, committed)
         answers: list[DraftAnswer] = []
@@ -144,7 +142,7 @@ class LookAhead:
 
     def forget(self, session_id: str) -> None:
         """Nobody waits for the session any more; unknown ones are ignored."""
-        self._fan_outs.forget(session_id)
+        self._outcome_models.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
             self._end(found)
@@ -175,7 +173,9 @@ class LookAhead:
             return None
         if outcome[:-1] != before.drafted[:num_accepted]:
             return None
-        self._fan_out(before).note(guesses, num_accepted, guesses.rank(num_accepted, outcome[-1]))
+        self._outcome_model(before).note(
+            guesses, num_accepted, guesses.rank(num_accepted, outcome[-1])
+        )
         return outcome
 
     def _taken(
@@ -219,7 +219,7 @@ class LookAhead:
         for found in before.kept:
             branch = found.branch
             drafted = tuple(branch.token_ids[: len(now.drafted)])
-            if found.assumed == outcome and drafted == now.drafted and self._stands(branch):
+            if found.assumed == outcome and drafted == now.drafted and self._is_intact(branch):
                 before.kept.remove(found)
                 now.basis = Basis(found.name, branch.rows[: len(drafted)])
 
@@ -259,7 +259,7 @@ class LookAhead:
         vocabulary = self._drafter.vocabulary
         try:
             if now.guesses is None or logits is None or now.basis is None:
-                guesses = guess_round(
+                guesses = guess_outcomes(
                     logits, now.sampling, now.noise, now.drafted, RANKS_MAX, vocabulary, seen
                 )
             else:
@@ -270,7 +270,7 @@ class LookAhead:
             _log.debug("the outcomes of a round cannot be guessed: %s", error)
             return
         now.guesses = guesses
-        plan = self._fan_out(now).plan(guesses, now.item.look_ahead)
+        plan = self._outcome_model(now).plan(guesses, now.item.look_ahead)
         begun = {found.assumed: found for found in now.outcomes}
         now.outcomes = []
         for place, guess in enumerate(plan):
@@ -289,7 +289,7 @@ class LookAhead:
         for found in begun.values():
             self._engine.release(found.name)
 
-    def _branch_off(self, now: RoundAhead, guess: Guess, assumed: tuple[int, ...]) -> None:
+    def _branch_off(self, now: RoundAhead, guess: LikelyOutcome, assumed: tuple[int, ...]) -> None:
         """Begins an outcome. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
         source = now.session_id if now.is_read or now.basis is None else now.basis.name
@@ -321,13 +321,13 @@ class LookAhead:
 
     def _keep_or_release(self, now: RoundAhead, found: Outcome) -> None:
         """The sequence of one that is whole is of use if that comes true."""
-        if found.branch.is_seen and self._stands(found.branch):
+        if found.branch.is_seen and self._is_intact(found.branch):
             now.kept.append(found)
         else:
             self._engine.release(found.name)
 
     def _record_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> None:
-        if branch.request.session_id == now.session_id and self._stands(branch):
+        if branch.request.session_id == now.session_id and self._is_intact(branch):
             run = (*now.committed, *branch.token_ids)
             now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
 
@@ -340,7 +340,7 @@ class LookAhead:
                 self._engine.release(name)
             return refusal(now.item.head.key, branch.error)
         answer = self._answer(now, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
-        if branch.is_seen and self._stands(branch):
+        if branch.is_seen and self._is_intact(branch):
             now.basis = Basis(name, branch.rows[: len(now.drafted)])
         elif name != now.session_id:
             self._engine.release(name)
@@ -386,7 +386,7 @@ class LookAhead:
     def _advance_alone(self, branch: AutoregressiveDraft) -> None:
         """Again for one of those whose pass has failed. That left the sequence as it was, or
         forgot it: then there is nothing to go on from."""
-        if not self._stands(branch):
+        if not self._is_intact(branch):
             branch.num_wanted = 0
             return
         try:
@@ -398,11 +398,11 @@ class LookAhead:
 
     def _drop_evicted(self, now: RoundAhead) -> None:
         """Gives up what has lost its pages to somebody older; what was drawn stays proposed."""
-        if now.wanted is not None and not self._stands(now.wanted):
+        if now.wanted is not None and not self._is_intact(now.wanted):
             now.wanted.num_wanted = len(now.wanted.token_ids)
-        now.outcomes = [found for found in now.outcomes if self._stands(found.branch)]
+        now.outcomes = [found for found in now.outcomes if self._is_intact(found.branch)]
 
-    def _stands(self, branch: AutoregressiveDraft) -> bool:
+    def _is_intact(self, branch: AutoregressiveDraft) -> bool:
         held = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self._engine.length(branch.request.session_id) == held
 
@@ -436,12 +436,14 @@ class LookAhead:
             self._engine.release(now.basis.name)
             now.basis = None
 
-    def _fan_out(self, now: RoundAhead) -> FanOut:
+    def _outcome_model(self, now: RoundAhead) -> OutcomeModel:
         head = now.item.head
-        return self._fan_outs.of(now.session_id, head.seed, head.rule, now.sampling.temperature)
+        return self._outcome_models.of(
+            now.session_id, head.seed, head.rule, now.sampling.temperature
+        )
 
 
-def _assumed(now: RoundAhead, guesses: RoundGuesses, guess: Guess) -> tuple[int, ...]:
+def _assumed(now: RoundAhead, guesses: OutcomeGuesses, guess: LikelyOutcome) -> tuple[int, ...]:
     correction = guesses.corrections[guess.num_accepted][guess.rank]
     return (*now.drafted[: guess.num_accepted], correction)
 
@@ -479,13 +481,12 @@ class RoundAhead:
     def __init__(
         self,
         item: DraftItem,
-        sampling: SamplingParams,
         committed: tuple[int, ...],
         unseen: tuple[int, ...],
         bytes_left: int,
     ) -> None:
         self.item = item
-        self.sampling = sampling
+        self.sampling = item.head.params()
         self.committed = committed
         self.unseen = unseen
         """Of the committed tokens those at the end that the session's own sequence lacks."""
@@ -500,7 +501,7 @@ class RoundAhead:
         self.basis: Basis | None = None
         """Where outcomes can branch off before the round is read."""
         self.is_read = False
-        self.guesses: RoundGuesses | None = None
+        self.guesses: OutcomeGuesses | None = None
         """What may come of it."""
         self.outcomes: list[Outcome] = []
         self.finished: dict[tuple[int, ...], SealedProposal] = {}
@@ -514,8 +515,7 @@ class RoundAhead:
 
     @property
     def noise(self) -> RoundNoise:
-        head = self.item.head
-        return RoundNoise(head.seed, head.rule, len(self.committed))
+        return self.item.head.noise
 
     @property
     def is_over(self) -> bool:

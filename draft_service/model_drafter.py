@@ -61,7 +61,7 @@ class ModelDrafter:
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._engine = engine
-        self._growing: dict[str, AutoregressiveDraft] = {}
+        self._unfinished: dict[str, AutoregressiveDraft] = {}
         """By session: what has not ended."""
         self._draw_s = 0.0
         """What a draw takes where several are made in one call, with its pass; 0 = not known."""
@@ -77,7 +77,7 @@ class ModelDrafter:
         unless a proposal that goes on is part of it."""
         branches = [self._begin_or_go_on(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
-        kept = [branch for branch in active if branch.request.session_id in self._growing]
+        kept = [branch for branch in active if branch.request.session_id in self._unfinished]
         fresh = [branch for branch in active if branch not in kept]
         at_once = [branch for branch in fresh if _needs_no_look(branch) and branch.goes_on()]
         if not self._grow_at_once(at_once, active):
@@ -97,9 +97,9 @@ class ModelDrafter:
     def _begin_or_go_on(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """A branch that goes on has ended if it has lost its pages: what was drawn is proposed."""
         if not request.goes_on:
-            self._growing.pop(request.session_id, None)
+            self._unfinished.pop(request.session_id, None)
             return self.begin(request)
-        branch = self._growing[request.session_id]
+        branch = self._unfinished[request.session_id]
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         if self._engine.length(request.session_id) != length:
             branch.stop()
@@ -109,14 +109,14 @@ class ModelDrafter:
         session_id = branch.request.session_id
         if branch.token_ids and not branch.is_whole:
             branch.unseen = (branch.token_ids[-1],)
-            self._growing[session_id] = branch
+            self._unfinished[session_id] = branch
             return Unended(tuple(branch.token_ids))
-        self._growing.pop(session_id, None)
+        self._unfinished.pop(session_id, None)
         return branch.error or branch.proposal
 
     def release(self, session_id: str) -> None:
         """Forgets what was drafted and what is held of the session."""
-        self._growing.pop(session_id, None)
+        self._unfinished.pop(session_id, None)
         self._engine.release(session_id)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:

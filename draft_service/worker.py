@@ -19,7 +19,6 @@ from outrider.replica.admission import Admission, Admissions, Admitted, SlotDema
 from outrider.replica.step_request import Answers, StepFigures, Unfinished, refusal, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .lookahead import LookAhead, LookAheadLimits
@@ -29,26 +28,6 @@ logger = logging.getLogger(__name__)
 PASSES_MAX: Final = 2
 """Of one step. More would keep waiting who comes in an engine that states its time afterwards."""
 _Answer = DraftAnswer | Unfinished | Answers[DraftAnswer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """An item that can be answered."""
-
-    item: DraftItem
-    sampling: SamplingParams
-
-    @property
-    def num_wanted(self) -> int:
-        return self.item.num_draft_tokens if self.item.held is None else 0
-
-    @property
-    def demand(self) -> SlotDemand:
-        """What it needs; the last token of a proposal is drawn, and run only to look ahead."""
-        item = self.item
-        if item.held is not None:
-            return SlotDemand(item.head, len(item.held), len(item.held) + 1)
-        return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +85,7 @@ class Proposer:
             if look_ahead is not None and isinstance(drafter, ModelDrafter):
                 self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
         self._matchers = matchers
-        self._growing: dict[str, _Prepared] = {}
+        self._unfinished: dict[str, _Prepared] = {}
         """By session: what the drafter goes on with when its item comes again."""
         self._has_news: Callable[[], bool] = lambda: True
         self._figures = self._now()
@@ -140,7 +119,7 @@ class Proposer:
                 advanced = self._advance(ahead, [items[index] for index in active])
                 begun |= dict(zip(active, advanced, strict=True))
             answers = [
-                begun[index] if index in begun else ahead.standing(item)
+                begun[index] if index in begun else ahead.progress(item)
                 for index, item in enumerate(items)
             ]
         self._figures = self._now()
@@ -157,21 +136,21 @@ class Proposer:
         return found
 
     def _begin(self, items: Sequence[DraftItem]) -> list[_Answer]:
-        read = [self._kept(item) or _read(item) for item in items]
-        questions = [entry for entry in read if isinstance(entry, _Question)]
-        prepared = map(self._prepare, questions, self._admit(questions))
-        entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
+        known = [self._kept(item) or _refused(item) for item in items]
+        new = [item for item, entry in zip(items, known, strict=True) if entry is None]
+        prepared = map(self._prepare, new, self._admit(new))
+        entries = [next(prepared) if entry is None else entry for entry in known]
         answers = iter(self._run([entry for entry in entries if isinstance(entry, _Prepared)]))
         return [next(answers) if isinstance(entry, _Prepared) else entry for entry in entries]
 
     def _kept(self, item: DraftItem) -> _Prepared | None:
         """What goes on of an item; what goes on of another one of its session is given up."""
-        entry = self._growing.pop(item.head.session_id, None)
+        entry = self._unfinished.pop(item.head.session_id, None)
         return entry if entry is not None and entry.item is item else None
 
     def park(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._growing.pop(session_id, None)
+            self._unfinished.pop(session_id, None)
             if self._look_ahead is not None:
                 self._look_ahead.forget(session_id)
             self._table.park(session_id)
@@ -195,10 +174,10 @@ class Proposer:
     def _now(self) -> StepFigures:
         return StepFigures() if self._admissions is None else self._admissions.figures
 
-    def _admit(self, questions: Sequence[_Question]) -> Sequence[Admission]:
+    def _admit(self, items: Sequence[DraftItem]) -> Sequence[Admission]:
         if self._admissions is None:
-            return [self._align(question.item.head) for question in questions]
-        return self._admissions.admit([question.demand for question in questions])
+            return [self._align(item.head) for item in items]
+        return self._admissions.admit([_demand(item) for item in items])
 
     def _align(self, head: RoundHead) -> Admission:
         """Where there are no pages, nobody waits for any."""
@@ -210,8 +189,7 @@ class Proposer:
             aligned if isinstance(aligned, Resync) else Admitted(aligned, len(aligned.new_tokens))
         )
 
-    def _prepare(self, question: _Question, admission: Admission) -> _Prepared | _Answer:
-        item = question.item
+    def _prepare(self, item: DraftItem, admission: Admission) -> _Prepared | _Answer:
         head = item.head
         if isinstance(admission, OutriderError):
             return refusal(head.key, admission)
@@ -222,9 +200,7 @@ class Proposer:
             return admission
         aligned = admission.aligned
         if admission.is_whole and self._look_ahead is not None and self.looks_ahead(item):
-            return self._look_ahead.begin(
-                item, question.sampling, aligned.committed, aligned.new_tokens
-            )
+            return self._look_ahead.begin(item, aligned.committed, aligned.new_tokens)
         num_missing = len(aligned.new_tokens) - admission.num_granted
         committed = aligned.committed
         request = DraftRequest(
@@ -232,10 +208,12 @@ class Proposer:
             tenant=head.tenant,
             token_ids=committed[: len(committed) - num_missing],
             prompt_length=head.prompt_length,
-            num_draft_tokens=question.num_wanted if admission.is_whole else 0,
-            sampling=question.sampling,
+            num_draft_tokens=item.num_draft_tokens
+            if admission.is_whole and item.held is None
+            else 0,
+            sampling=head.params(),
             rule=head.rule,
-            noise=RoundNoise(head.seed, head.rule, head.committed_length),
+            noise=head.noise,
             siblings=item.siblings,
             features=item.features,
             allowed=self._allowed(head, committed) if admission.is_whole else None,
@@ -290,7 +268,7 @@ class Proposer:
         head = entry.item.head
         if isinstance(proposal, Unended):
             self._record(entry, proposal.token_ids)
-            self._growing[head.session_id] = replace(
+            self._unfinished[head.session_id] = replace(
                 entry, request=replace(entry.request, goes_on=True, digests=None)
             )
             return Unfinished.CONTINUES
@@ -328,7 +306,7 @@ class Proposer:
             self._look_ahead.give_way()
 
     def _forget(self, session_id: str) -> None:
-        self._growing.pop(session_id, None)
+        self._unfinished.pop(session_id, None)
         if self._look_ahead is not None:
             self._look_ahead.forget(session_id)
         self._drafter.release(session_id)
@@ -337,18 +315,22 @@ class Proposer:
             self._matchers.release(session_id)
 
 
-def _read(item: DraftItem) -> _Question | Refused:
-    """Checks an item; nothing has changed then."""
-    head = item.head
-    if head.sampling is None:
-        unknown = BadRequest("head.sampling", "the parameters behind the hash are not known")
-        return refusal(head.key, unknown)
-    if head.sampling.greedy != (head.rule is Rule.GREEDY):
-        mismatch = f"{head.rule.value} does not go with temperature {head.sampling.temperature}"
-        return refusal(head.key, BadRequest("head.rule", mismatch))
-    if any(item.siblings) and (reason := _no_tree(item, head.sampling)):
-        return refusal(head.key, BadRequest("siblings", reason))
-    return _Question(item, head.sampling)
+def _demand(item: DraftItem) -> SlotDemand:
+    """What it needs; the last token of a proposal is drawn, and run only to look ahead."""
+    if item.held is not None:
+        return SlotDemand(item.head, len(item.held), len(item.held) + 1)
+    return SlotDemand(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
+
+
+def _refused(item: DraftItem) -> Refused | None:
+    """Why an item cannot be answered; nothing has changed then."""
+    try:
+        sampling = item.head.params()
+        if any(item.siblings) and (reason := _no_tree(item, sampling)):
+            raise BadRequest("siblings", reason)
+    except BadRequest as error:
+        return refusal(item.head.key, error)
+    return None
 
 
 def _no_tree(item: DraftItem, sampling: SamplingParams) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import OutriderError
+from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.constraint import Constraint
 from outrider.hidden_states import Features
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 if TYPE_CHECKING:
@@ -66,6 +67,22 @@ class RoundHead:
     def given_hashes(self) -> tuple[int, bytes]:
         """Of parameters and constraint, which come in full once for each session on a stream."""
         return self.sampling_hash, self.constraint_hash
+
+    @property
+    def noise(self) -> RoundNoise:
+        """The round's numbers."""
+        return RoundNoise(self.seed, self.rule, self.committed_length)
+
+    def params(self) -> SamplingParams:
+        """`sampling`. Raises `BadRequest` where it is not known or does not go with the rule."""
+        if self.sampling is None:
+            raise BadRequest("head.sampling", "the parameters behind the hash are not known")
+        if self.sampling.greedy != (self.rule is Rule.GREEDY):
+            raise BadRequest(
+                "head.rule",
+                f"{self.rule.value} does not go with temperature {self.sampling.temperature}",
+            )
+        return self.sampling
 
     @property
     def key(self) -> ReplyKey:

@@ -111,8 +111,7 @@ class _Judged:
         if entry.allowed is not None:
             rows = row_masks(entry.allowed, proposal)
             sampled, untold = masked_logits(logits, rows.masks), rows.untold
-        noise = RoundNoise(head.seed, head.rule, head.committed_length)
-        question = Question(sampled, entry.question.sampling, entry.history, proposal, noise)
+        question = Question(sampled, entry.question.sampling, entry.history, proposal, head.noise)
         return cls(entry, logits, question, untold)
 
 
@@ -224,13 +223,7 @@ class Verifier:
     def _validate(self, item: VerifyItem) -> SamplingParams:
         """Raises `BadRequest` for what this model cannot do."""
         info, head = self._engine.info, item.head
-        if head.sampling is None:
-            raise BadRequest("head.sampling", "the parameters behind the hash are not known")
-        if head.sampling.greedy != (head.rule is Rule.GREEDY):
-            raise BadRequest(
-                "head.rule",
-                f"{head.rule.value} does not go with temperature {head.sampling.temperature}",
-            )
+        sampling = head.params()
         if head.append and max(head.append) >= info.vocab_size:
             raise BadRequest(
                 "head.append",
@@ -243,26 +236,26 @@ class Verifier:
                 f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
                 f"than max_model_len {info.max_model_len}",
             )
-        if item.next_siblings and (head.rule is Rule.BLOCK or head.sampling.penalised):
+        if item.next_siblings and (head.rule is Rule.BLOCK or sampling.penalised):
             raise BadRequest("next_siblings", "are wanted; block and penalties have chains alone")
         if item.audit and item.proposal.parents:
             raise BadRequest("proposal.parents", "are of a tree; committed tokens are a chain")
         if item.proposal.parents and head.rule is Rule.BLOCK:
             raise BadRequest("proposal.parents", "are of a tree; block verification has none")
-        if item.proposal.parents and head.sampling.penalised:
+        if item.proposal.parents and sampling.penalised:
             raise BadRequest("proposal.parents", "are of a tree; penalties count those of a chain")
-        if head.sampling.top_k > info.vocab_size:
+        if sampling.top_k > info.vocab_size:
             raise BadRequest(
-                "sampling.top_k", f"{head.sampling.top_k} is over {info.vocab_size}, the vocabulary"
+                "sampling.top_k", f"{sampling.top_k} is over {info.vocab_size}, the vocabulary"
             )
-        for token_id, _ in head.sampling.logit_bias[-1:]:
+        for token_id, _ in sampling.logit_bias[-1:]:
             if token_id >= info.vocab_size:
                 raise BadRequest(
                     "sampling.logit_bias",
                     f"token {token_id} is outside the vocabulary of {info.vocab_size}",
                 )
         require_q(item.proposal, head.rule)
-        return head.sampling
+        return sampling
 
     def _run(self, passes: Sequence[_Pass]) -> list[VerifyAnswer | Unfinished]:
         """One forward pass for all. An error of the engine that has a name is some item's own: each
@@ -460,8 +453,7 @@ def _verdicts_at_once(questions: Sequence[Question]) -> list[Verdict | OutriderE
 
 def _outcome(entry: _Pass, verdict: Verdict) -> Outcome:
     head, proposal = entry.question.item.head, entry.question.proposal
-    noise = RoundNoise(head.seed, head.rule, head.committed_length)
-    uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
+    uniforms = head.noise.accept_uniforms(len(proposal), proposal.parents)
     return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
 

@@ -146,7 +146,7 @@ class Guessing:
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
         """The chance that an outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest ones, for
         rounds whose draft tokens have these chances [K], each given those before it. What a draft
-        tells of a single round from its own q (`FanOut`) is left out."""
+        tells of a single round from its own q (`OutcomeModel`) is left out."""
         recovery, bonus = self.recovery.shares(), self.bonus.shares()
         reached, chances = 1.0, list[float]()
         for chance in accepted:

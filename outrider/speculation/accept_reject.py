@@ -149,8 +149,10 @@ def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`accept_probability[i]` [K] belongs to draft token i; `correction[n]` [K+1] is the token
-    that follows when n draft tokens were accepted."""
+    """What the target says of a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
+    """[K]: draft token i passes iff its uniform is at most this: min(1, p / q) under token, h_i
+    under block, 0 or 1 under coupled and greedy."""
     correction: tuple[int, ...]
+    """[K+1]: the token that follows where n draft tokens were accepted."""

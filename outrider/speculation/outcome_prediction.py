@@ -45,7 +45,7 @@ _Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoundGuesses:
+class OutcomeGuesses:
     """What a draft expects of a round of K draft tokens, before anything is known of how right it
     is."""
 
@@ -69,7 +69,7 @@ class RoundGuesses:
         return guessed.index(correction) if correction in guessed else None
 
 
-def guess_round(
+def guess_outcomes(
     logits: torch.Tensor | None,
     params: SamplingParams,
     noise: RoundNoise,
@@ -77,7 +77,7 @@ def guess_round(
     count: int,
     vocabulary: DraftVocabulary | None = None,
     seen: Sequence[LikelyTokens] = (),
-) -> RoundGuesses:
+) -> OutcomeGuesses:
     """Guesses up to `count` corrections for each number of tokens that may be accepted of those
     that were `drafted` in the round of `noise`. `logits` [K + 1, V] are the draft's: row n says
     what follows the first n draft tokens; with a `vocabulary` they are its columns, and what is
@@ -105,19 +105,19 @@ def guess_round(
         ids, scores = _by_arrival(LikelyTokens.joined(found), keys.of(range(num_rows)), count + 1)
     own, ids, scores = _apart(drafted, ids, scores)
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
-    return RoundGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
+    return OutcomeGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
 
 
 def with_bonus(
-    guesses: RoundGuesses,
+    guesses: OutcomeGuesses,
     logits: torch.Tensor,
     params: SamplingParams,
     noise: RoundNoise,
     count: int,
     vocabulary: DraftVocabulary | None = None,
-) -> RoundGuesses:
+) -> OutcomeGuesses:
     """Guesses that lack the bonus with it; `logits` [1, V] follow the last draft token, and all
-    else is as it was for `guess_round`. Not under greedy."""
+    else is as it was for `guess_outcomes`. Not under greedy."""
     check(len(logits) == 1 and not params.greedy, "the row of the bonus, which is drawn")
     check(len(guesses.corrections) == guesses.num_drafted, "the bonus is guessed already")
     if vocabulary is not None:
@@ -125,7 +125,7 @@ def with_bonus(
     rows = likely_tokens(logits, params, vocabulary=vocabulary)
     keys = NoiseBatch.of([noise]).correction_keys(guesses.num_drafted)
     ids, scores = _by_arrival(rows, keys.of([guesses.num_drafted]), count)
-    return RoundGuesses(
+    return OutcomeGuesses(
         [*guesses.corrections, *_listed(ids, scores, count)],
         np.concatenate((guesses.scores, scores)),
         guesses.evidence,
@@ -167,8 +167,8 @@ def _apart(drafted: Sequence[int], ids: _Ids, scores: _Scores) -> tuple[_Scores,
 
 
 def _evidence(noise: RoundNoise, drafted: Sequence[int], own: _Scores, others: _Scores) -> _Scores:
-    """See `RoundGuesses.evidence`; `own` [K] are the draft tokens' scores, -inf where they are not
-    among the first, and `others` those of the best guesses beside them."""
+    """`own` [K] are the draft tokens' scores, -inf where they are not among the first, and `others`
+    those of the best guesses beside them."""
     if not noise.rule.absolute_noise:
         found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
     else:
@@ -196,7 +196,7 @@ _Chances = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class LikelyOutcome:
     """An outcome: so many draft tokens accepted, and which guess of the correction is right."""
 
     num_accepted: int
@@ -269,14 +269,14 @@ class _Corrections:
         self._sharpness.step(float(known[rank]) - mean, float(chances @ known**2) - mean**2)
 
 
-class FanOut:
+class OutcomeModel:
     """Learns from rounds of one rule, and plans the guesses of the next one."""
 
     def __init__(self) -> None:
         self._acceptance = _Acceptance()
         self._recovery, self._bonus = _Corrections(), _Corrections()
 
-    def note(self, guesses: RoundGuesses, num_accepted: int, rank: int | None) -> None:
+    def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """A round came out: so many of its draft tokens were accepted, and its correction was the
         guess of this rank (None = it was not among them)."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
@@ -286,7 +286,7 @@ class FanOut:
             law = self._bonus if num_accepted == guesses.num_drafted else self._recovery
             law.note(guesses.scores[num_accepted], rank)
 
-    def plan(self, guesses: RoundGuesses, num_guesses: int) -> list[Guess]:
+    def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
         """The `num_guesses` likeliest outcomes of a round, the likeliest first; `LOOK_AHEAD_MAX` at
         most, and fewer where no more are guessed."""
         evidence = guesses.evidence.tolist()
@@ -304,13 +304,13 @@ class FanOut:
         chosen = np.argsort(-flat, kind="stable")[: min(num_guesses, LOOK_AHEAD_MAX)]
         width = chances.shape[1]
         return [
-            Guess(place // width, place % width, chance)
+            LikelyOutcome(place // width, place % width, chance)
             for place, chance in zip(chosen.tolist(), flat[chosen].tolist(), strict=True)
             if chance > 0.0
         ]
 
 
-class FanOuts:
+class OutcomeModels:
     """What the sessions of a draft replica learn from each other, by rule and temperature.
 
     Under rules whose noise is keyed by the round, only the first session of each seed shares it: a
@@ -320,13 +320,13 @@ class FanOuts:
         """When `seeds_max` seeds are known they are forgotten, with all that their sessions have
         told."""
         self._seeds_max = seeds_max
-        self._shared: dict[tuple[Rule, float], FanOut] = {}
+        self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}
         """The session that had each seed first."""
-        self._alone: dict[str, FanOut] = {}
+        self._alone: dict[str, OutcomeModel] = {}
         """By session, of those whose seed another one had before."""
 
-    def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> FanOut:
+    def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
         """What a session reads and adds to. How far a draft's scores can be trusted depends on the
         temperature, which is taken to the next tenth."""
         if not rule.absolute_noise:
@@ -334,8 +334,8 @@ class FanOuts:
                 self._first.clear()
                 self._shared = {at: one for at, one in self._shared.items() if at[0].absolute_noise}
             if self._first.setdefault(seed, session_id) != session_id:
-                return self._alone.setdefault(session_id, FanOut())
-        return self._shared.setdefault((rule, round(temperature, 1)), FanOut())
+                return self._alone.setdefault(session_id, OutcomeModel())
+        return self._shared.setdefault((rule, round(temperature, 1)), OutcomeModel())
 
     def forget(self, session_id: str) -> None:
         """The session has ended; its seed stays known."""

@@ -9,22 +9,27 @@ import numpy as np
 import pytest
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.outcome_prediction import RANKS_MAX, FanOut, FanOuts, RoundGuesses
+from outrider.speculation.outcome_prediction import (
+    RANKS_MAX,
+    OutcomeGuesses,
+    OutcomeModel,
+    OutcomeModels,
+)
 from outrider.speculation.sampling_params import Rule
 
 SCORES = [5.0, 4.0, 2.0, 1.0]
 
 
-def guesses(evidence: list[float], scores: list[float] = SCORES) -> RoundGuesses:
+def guesses(evidence: list[float], scores: list[float] = SCORES) -> OutcomeGuesses:
     rows = np.array([scores] * (len(evidence) + 1))
     corrections = [list(range(len(scores)))] * len(rows)
-    return RoundGuesses(corrections, rows, np.array(evidence))
+    return OutcomeGuesses(corrections, rows, np.array(evidence))
 
 
-def learned(weight: float, offset: float, sharpness: float, num_rounds: int = 3000) -> FanOut:
+def learned(weight: float, offset: float, sharpness: float, num_rounds: int = 3000) -> OutcomeModel:
     """After rounds that came out by the law of these numbers."""
     draw = random.Random(3)
-    fan_out = FanOut()
+    fan_out = OutcomeModel()
     shares = [math.exp(sharpness * score) for score in SCORES]
     for _ in range(num_rounds):
         seen = guesses([draw.uniform(0, 3) for _ in range(4)])
@@ -64,7 +69,7 @@ def test_chances_are_those_of_the_law_that_rounds_follow(
 def test_acceptance_is_learned_for_each_depth() -> None:
     """Evidence being equal, a depth that fails more often is where rounds are thought to end."""
     draw = random.Random(5)
-    fan_out = FanOut()
+    fan_out = OutcomeModel()
     for _ in range(1000):
         accepted = next((n for n in range(4) if n == 2 and draw.random() < 0.7), 4)
         fan_out.note(guesses([1.0] * 4), accepted, 0)
@@ -88,7 +93,7 @@ def test_it_forgets_what_was_long_ago() -> None:
 @pytest.mark.parametrize("num_guesses", [1, 12, LOOK_AHEAD_MAX, 1000])
 def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guesses: int) -> None:
     seen = guesses([1.0] * num_drafted, [1.0 - 0.1 * rank for rank in range(RANKS_MAX)])
-    plan = FanOut().plan(seen, num_guesses)
+    plan = OutcomeModel().plan(seen, num_guesses)
     possible = (num_drafted + 1) * RANKS_MAX
     assert len(plan) == min(num_guesses, LOOK_AHEAD_MAX, possible)
     places = {(guess.num_accepted, guess.rank) for guess in plan}
@@ -96,7 +101,7 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
     assert all(0 <= n <= num_drafted and 0 <= rank < RANKS_MAX for n, rank in places)
     chances = [guess.chance for guess in plan]
     assert chances == sorted(chances, reverse=True)
-    whole = FanOut().plan(seen, LOOK_AHEAD_MAX)
+    whole = OutcomeModel().plan(seen, LOOK_AHEAD_MAX)
     assert plan == whole[: len(plan)]
     assert sum(chances) <= 1 + 1e-9
     # Of one correction the first guesses come first.
@@ -106,8 +111,8 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
 def test_what_is_not_a_guess_is_not_planned() -> None:
     """Rows with fewer guesses than others, or without any; evidence without bounds."""
     rows = np.array([[3.0, -np.inf], [-np.inf, -np.inf], [2.0, 1.0]])
-    seen = RoundGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
-    fan_out = FanOut()
+    seen = OutcomeGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
+    fan_out = OutcomeModel()
     for _ in range(50):
         fan_out.note(seen, 0, 0)
         fan_out.note(seen, 1, None)
@@ -118,7 +123,7 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
 
 def test_scores_that_say_nothing_leave_out_what_is_no_guess_as_well() -> None:
     """Where the likeliest guess was never right for long, the others count as much."""
-    fan_out = FanOut()
+    fan_out = OutcomeModel()
     for _ in range(3000):
         fan_out.note(guesses([1.0]), 0, 3)
     plan = fan_out.plan(guesses([1.0], [5.0, 4.0, -math.inf, -math.inf]), LOOK_AHEAD_MAX)
@@ -129,7 +134,7 @@ def test_scores_that_say_nothing_leave_out_what_is_no_guess_as_well() -> None:
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
     """The first one's outcomes depend on the numbers that it will have, too."""
-    known = FanOuts()
+    known = OutcomeModels()
     shared = known.of("a", 1, rule, 1.0)
     alone = known.of("b", 1, rule, 1.0)
     assert alone is not shared
@@ -142,12 +147,12 @@ def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None
 
 
 def test_where_noise_is_keyed_by_the_position_all_sessions_share() -> None:
-    known = FanOuts()
+    known = OutcomeModels()
     assert known.of("a", 1, Rule.COUPLED, 1.0) is known.of("b", 1, Rule.COUPLED, 1.0)
 
 
 def test_forgotten_seeds_take_what_was_learned_along() -> None:
-    known = FanOuts(seeds_max=2)
+    known = OutcomeModels(seeds_max=2)
     shared, coupled = known.of("a", 1, Rule.TOKEN, 1.0), known.of("a", 1, Rule.COUPLED, 1.0)
     assert known.of("b", 2, Rule.TOKEN, 1.0) is shared
     assert known.of("c", 3, Rule.TOKEN, 1.0) is not shared
