@@ -33,7 +33,7 @@ from outrider.models.medusa import LoadedHeads
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
-from outrider.speculation.outcome_prediction import RANKS_MAX, FanOut, guess_round
+from outrider.speculation.outcome_prediction import RANKS_MAX, OutcomeModel, guess_outcomes
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     EMPTY_PROPOSAL,
@@ -538,7 +538,7 @@ def play_rounds(
     """Decodes every prompt in every way."""
     figures = []
     for rule, temperature in WAYS:
-        fan_out = FanOut()
+        fan_out = OutcomeModel()
         rounds: list[GuessedRound] = []
         for index, prompt in enumerate(asked):
             progress(f"{rule.value} at {temperature:g}, prompt {index + 1} of {len(asked)}")
@@ -608,7 +608,7 @@ class _Session:
         self._num_draft_tokens = num_draft_tokens
         self._sampling = SamplingParams(temperature=temperature)
 
-    def rounds(self, fan_out: FanOut) -> Iterator[GuessedRound]:
+    def rounds(self, fan_out: OutcomeModel) -> Iterator[GuessedRound]:
         """Decodes to the end; each round is guessed by what `fan_out` has learned so far, and then
         teaches it."""
         eos = frozenset(self._target.info.eos_token_ids)
@@ -618,7 +618,7 @@ class _Session:
                 noise = RoundNoise(asked.seed, self._rule, len(self._committed))
                 proposal = self._propose(noise)
                 rows = self._run(self._draft, proposal)
-                guesses = guess_round(
+                guesses = guess_outcomes(
                     rows, self._sampling, noise, proposal.token_ids, RANKS_MAX, self._vocabulary
                 )
                 outcome = self._outcome(proposal, noise)
