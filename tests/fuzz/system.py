@@ -98,7 +98,7 @@ async def _serve(
     addresses: dict[str, str],
     exits: AsyncExitStack,
 ) -> None:
-    gate = options.gate
+    gate = options.access
     http = HttpServer(stack.coordinator, options)
     await http.start()
     exits.push_async_callback(http.stop)
