@@ -157,7 +157,7 @@ class Pair:
             worker: Any = service._worker
             counts = worker._table._engine.page_counts()
             found[role] = (
-                worker._table.epoch(session_name(1)),
+                service._filter._asked[session_name(1)][0],
                 worker._table._engine.held,
                 (counts.num_free, counts.num_evictable),
             )
