@@ -132,7 +132,7 @@ class _Segment:
     end: int
     """Slots up to the last token."""
     slots: _Ints
-    """Of the whole sequence, [length]; between a tree's tokens any that nobody looks at."""
+    """Of the whole sequence, [length]; between a tree's tokens any, which are masked."""
     tree: Tree | None
 
 
@@ -220,7 +220,7 @@ def plan_step(
 
 
 def _padded(array: _Ints) -> _Ints:
-    """With zeros behind it, for tokens that nobody asks about."""
+    """With zeros behind it, for rows of padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 

@@ -62,7 +62,7 @@ class PageCounts:
 
     @property
     def usage(self) -> float:
-        """Share of the pages that somebody waits for the contents of, 0 to 1."""
+        """Share of the pages that busy sequences hold, 0 to 1."""
         return 1.0 - (self.num_free + self.num_evictable) / self.num_pages
 
 
@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def mark_idle(self, sequence_id: str) -> None:
-        """Nobody waits for the sequence: it may be evicted, after those that are idle for longer,
+        """The sequence may be evicted from now on, after those that are idle for longer,
         and then has length 0. Its next step makes it busy again. Unknown ones are ignored."""
         ...
 
@@ -181,12 +181,12 @@ class FeatureEngine(Engine, Protocol):
 @runtime_checkable
 class ShallowEngine(Engine, Protocol):
     """An engine that runs tokens through its model's first layers alone, on the same slots, for
-    whoever drafts from what these put out."""
+    a drafter that reads what these put out."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """As `forward`, but per step [num_logits, D]: what the last of the first layers put out, in
-        the model's dtype. The slots that it takes are nobody else's, hold keys and values of these
-        layers alone, and are given back by `keep` before the sequence's next `forward`."""
+        the model's dtype. The slots that it takes are the sequence's own, hold keys and values of
+        these layers alone, and are given back by `keep` before the sequence's next `forward`."""
         ...
 
 
@@ -209,7 +209,7 @@ class Draws(Protocol):
         ...
 
     def words(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """What `draw` reads of these chains, with `num_rows` - S others that nobody looks at: as
+        """What `draw` reads of these chains, with `num_rows` - S others for padding: as
         many words for any S."""
         ...
 

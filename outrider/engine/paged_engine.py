@@ -467,7 +467,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
     def _undo(
         self, steps: Sequence[SequenceStep], lengths: Sequence[int], missing: Collection[int] = ()
     ) -> None:
-        """Gives back the slots of a step that was not run, before anybody can share what was not
+        """Gives back the slots of a step that was not run, before others can share what was not
         written to them. A sequence with a page of `missing`, which was to be a copy, is
         forgotten."""
         for step, length in zip(steps, lengths, strict=True):

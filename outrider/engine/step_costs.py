@@ -88,10 +88,10 @@ def measure_step_costs(
     clock: Callable[[], float],
     limit_s: float = 3.0,
 ) -> StepCosts:
-    """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that nobody
-    uses yet, on the thread that its steps will run on, and leaves no sequence behind. `clock` gives
-    seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An engine
-    that states its time is believed."""
+    """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is not
+    in use yet, on the thread that its steps will run on, and leaves no sequence behind. `clock`
+    gives seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An
+    engine that states its time is believed."""
     _Bench(engine, clock, math.inf).time(1)  # The first step of all warms up: it does not count.
     bench = _Bench(engine, clock, limit_s)
     fitting = min(max_rows, engine.info.max_model_len)
@@ -106,8 +106,6 @@ def measure_step_costs(
 
 
 class _Bench:
-    """Steps of sequences that nobody wants."""
-
     def __init__(self, engine: Engine, clock: Callable[[], float], limit_s: float) -> None:
         self._engine = engine
         self._clock = clock
@@ -213,7 +211,7 @@ class _Bench:
         self._engine.take_step_seconds()
         start = self._clock()
         for logits in self._engine.forward(steps):
-            logits[-1:].sum().item()  # Waits for a device that computes behind our back.
+            logits[-1:].sum().item()  # Waits for a device that computes asynchronously.
             self._first_is_slow = logits.device.type != "cpu"
         elapsed = self._clock() - start
         return self._engine.take_step_seconds() or elapsed

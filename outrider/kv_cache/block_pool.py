@@ -9,7 +9,7 @@ Decides and holds no tensor: the engine copies what it is told to, and then runs
     busy                 a busy one at least       either                 never
 
 A page that another sequence holds, or whose prefix is known, is never written to: a write copies it
-first, or, where nobody else holds it, forgets its prefix.
+first, or, where no other holds it, forgets its prefix.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ class BlockPool:
             self._busy_holders[page] += 1
 
     def _let_go(self, sequence: PagedSequence, page: int, next_out: bool = False) -> None:
-        """Counts it no more. A page that nobody holds is remembered, if its prefix is known: as
+        """Counts it no more. A page without holders is remembered, if its prefix is known: as
         the last to be evicted, or as the next."""
         self._holders[page] -= 1
         if sequence.busy:

@@ -175,7 +175,7 @@ class SessionTable:
         return [name for _, name in sorted(held)]
 
     def park(self, session_id: str) -> None:
-        """Nobody waits for the session, until it is aligned again: the engine may take its slots.
+        """The session is idle until it is aligned again: the engine may take its slots.
         Unknown ones are ignored."""
         entry = self._entries.get(session_id)
         if entry is not None and self._engine is not None:
@@ -234,13 +234,13 @@ class SessionTable:
             entry.sequence.truncate(slots)
             entry.confirmed_length = min(entry.confirmed_length, slots)
         elif slots > len(entry.sequence):
-            # A step that failed between `forward` and `record` left slots nobody can name.
+            # A step that failed between `forward` and `record` left slots of unknown tokens.
             self._engine.keep(session_id, len(entry.sequence))
 
     def _resync(self, head: RoundHead, entry: _Entry) -> Resync:
         """What was committed once stays committed, so the confirmed prefix is the safe offer.
         It holds no guesses, which the whole sequence would. Where it is not shorter than the
-        stated prefix, the two views have parted inside it, at a place nobody knows."""
+        stated prefix, the two views have parted inside it, at an unknown place."""
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0
         digest = entry.sequence.digest(length) if length else EMPTY_DIGEST

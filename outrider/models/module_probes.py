@@ -1,10 +1,10 @@
-"""Whether a module computes what its stand-in does, asked of the modules themselves.
+"""Whether a module computes what its replacement does, asked of the modules themselves.
 
-Names and shapes tell which stand-in could fit; only a call tells that there is no clamp, no offset,
-no other rotation between them. Probes are a few random rows of different sizes (so that a clamp and
-an epsilon both show), run through the original and the stand-in; a module that fails them keeps
-its library's code. The last layer of a block, which the stand-in takes over as it is, does not run:
-it may be one that waits for other ranks.
+Names and shapes tell which replacement could fit; only a call tells that there is no clamp, no
+offset, no other rotation between them. Probes are a few random rows of different sizes (so that a
+clamp and an epsilon both show), run through the original and the replacement; a module that fails
+them keeps its library's code. The last layer of a block, which the replacement takes over, does
+not run: it may be one that waits for other ranks.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same_rows(
-    original: nn.Module, stand_in: nn.Module, width: int, like: torch.Tensor, last: str = ""
+    original: nn.Module, replacement: nn.Module, width: int, like: torch.Tensor, last: str = ""
 ) -> bool:
     """Whether two modules map rows [1, 4, width] to the same ones, up to their layer `last`."""
     rows = probe_rows(width, like)
     replaced = {last: nn.Identity()} if last else {}
     try:
-        with _replaced(original, **replaced), _replaced(stand_in, **replaced):
-            return agree(original(rows), stand_in(rows))
+        with _replaced(original, **replaced), _replaced(replacement, **replaced):
+            return agree(original(rows), replacement(rows))
     except PROBE_ERRORS:
         return False
 
 
-def same_wiring(original: nn.Module, stand_in: nn.Module) -> bool:
+def same_wiring(original: nn.Module, replacement: nn.Module) -> bool:
     """Whether two layers do the same with what their blocks give, which are others meanwhile."""
     try:
-        return _call_layer(original) == _call_layer(stand_in)
+        return _call_layer(original) == _call_layer(replacement)
     except PROBE_ERRORS:
         return False
 

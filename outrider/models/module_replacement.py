@@ -1,7 +1,7 @@
-"""Makes a loaded model faster in place: stand-ins for its modules, each with the same call
+"""Makes a loaded model faster in place: replacements of its modules, each with the same call
 signature and the same result up to rounding.
 
-what                          stands in for                          where
+what                          replaces                               where
 `NativeRMSNorm`               root mean square norms                 everywhere
 `FusedMLP`                    gated MLPs                             everywhere
 `FusedAttention`              attention with rotary positions        everywhere
@@ -11,10 +11,10 @@ what                          stands in for                          where
 `WidenedLinear`               the same                               CPU that has no bfloat16
 `Int8Linear`, `Int4Linear`    the same, where rounding is wanted     8 bits anywhere, 4 on CPU
 
-A module that is not of the expected build, or whose stand-in does not give the same result
+A module that is not of the expected build, or whose replacement does not give the same result
 (`module_probes.py`), stays as it is; its linear layers are packed all the same. Modules with hooks,
-or with a `forward` of their own, are somebody else's and stay too. Stand-ins take no hooks: to call
-one is to call its `forward`, which saves a step of 30 layers a millisecond.
+or with a `forward` of their own, are not the library's and stay too. Replacements take no hooks: to
+call one is to call its `forward`, which saves a step of 30 layers a millisecond.
 """
 
 from __future__ import annotations
@@ -270,16 +270,16 @@ def speed_up(
     `bits` of 8 or 4 its linear layers are rounded to so many; raises `ConfigError` where none can.
     Others have the product of the `kernels`, where that fits.
 
-    The weights that a stand-in has taken over, in its own order or layout, are given back as it
+    The weights that a replacement has taken over, in its own order or layout, are given back as it
     takes them: beyond the model's size this needs the room of one block. Only a head that shares
     its weight with the embedding is copied, because the embedding keeps its rows. Call this last:
-    neither `to` nor `load_state_dict` reaches a stand-in's weights.
+    neither `to` nor `load_state_dict` reaches a replacement's weights.
     """
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
     with torch.no_grad():
-        for stand_in in (_native_norm, _fused_mlp, _fused_attention, _direct_layer):
-            _swap(module, stand_in, swapped)
+        for replacement in (_native_norm, _fused_mlp, _fused_attention, _direct_layer):
+            _swap(module, replacement, swapped)
         if bits is not None:
             before = swapped.total()
             _swap(module, partial(_quantized_linear, bits=bits), swapped)
@@ -294,14 +294,14 @@ def speed_up(
 
 
 def _swap(
-    parent: nn.Module, stand_in: Callable[[Any], nn.Module | None], swapped: Counter[str]
+    parent: nn.Module, replacement: Callable[[Any], nn.Module | None], swapped: Counter[str]
 ) -> None:
     for name, child in list(parent.named_children()):
         if child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child):
             continue
-        found = stand_in(child)
+        found = replacement(child)
         if found is None:
-            _swap(child, stand_in, swapped)
+            _swap(child, replacement, swapped)
         else:
             setattr(parent, name, found.eval())
             swapped[type(found).__name__] += 1

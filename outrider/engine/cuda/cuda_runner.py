@@ -1,7 +1,7 @@
 """Runs steps from tables: recorded ones where a step has a usual shape, else as they come.
 
 A recorded step has rows of one of few counts. What is missing to that count rests on a page of its
-own, which belongs to nobody. A prefix of many tokens, a tree, or a shape that is not recorded runs
+own, which no sequence holds. A prefix of many tokens, a tree, or a shape that is not recorded runs
 as it is.
 """
 
@@ -93,9 +93,9 @@ class CudaRunner(Steps):
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, whatever the steps of a trial need: in
-        chains and trees, blocks of all lengths, splits of all numbers. On page 0, which nobody may
-        hold. Raises what the first form raised that does not run; by then the pass has ended, so
-        that ranks which wait for each other within it are not left alone."""
+        chains and trees, blocks of all lengths, splits of all numbers. On page 0, which no
+        sequence may hold. Raises what the first form raised that does not run; by then the pass
+        has ended, so that ranks which wait for each other within it are not left alone."""
         steps: list[TableStep] = []
         for parents in ((), (-1,)):
             row = HeldSequence(SequenceStep("", (0,), 1, parents), 0, (0,))

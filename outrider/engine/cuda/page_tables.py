@@ -126,7 +126,7 @@ def padded_power(number: int) -> int:
 
 
 def resting_row(page: int, num_logits: int = 0) -> HeldSequence:
-    """A row that nobody asks about: it stands at the beginning of a page that nobody holds."""
+    """A row of padding: it stands at the beginning of a page that no sequence holds."""
     return HeldSequence(SequenceStep("", (0,), num_logits), 0, (page,))
 
 

@@ -179,7 +179,7 @@ def join(
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
     """The table through which ranks learn each other's addresses; the leader serves it. It lets
-    anybody in, so what the ranks of a rendezvous write is found by its token alone."""
+    any process in, so what the ranks of a rendezvous write is found by its token alone."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
@@ -226,7 +226,7 @@ def _lost(error: RuntimeError) -> Unavailable:
 
 SUM_BYTES_MAX: Final = 64 * 2**10
 """Of a tensor that is summed here. A rank may be a sum ahead of another, so that twice as much
-must fit between them without anybody reading."""
+must fit between them before they are read."""
 _BUFFER_BYTES: Final = 4 * SUM_BYTES_MAX
 
 

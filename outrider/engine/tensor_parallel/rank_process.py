@@ -1,6 +1,6 @@
 """One rank of a model in a process of its own: the leader's join, and the whole of a follower.
 
-A leader is the replica's own process, which serves (`host.py`). A follower serves nobody:
+A leader is the replica's own process, which serves (`host.py`). A follower takes no requests:
 it does what the leader's steps do, and ends with the leader. Where a rank cannot go on, its part in
 the others' steps ends too, so that none of them waits for it.
 """
@@ -88,7 +88,7 @@ class RankLeader:
         return ParallelEngine(engine, followers, config.step_sessions, group.close)
 
     def close(self) -> None:
-        """Waits for nobody any more."""
+        """Accepts no more followers."""
         self._opened.close()
 
 

@@ -29,12 +29,12 @@ _HELLO: Final = struct.Struct(f"{_TOKEN_BYTES}sq")
 """Token and rank of a follower that joins."""
 _LEAST_WAIT_S: Final = 0.01
 _HELLO_TIMEOUT_S: Final = 5.0
-"""How long one that has connected may take to say who it is."""
+"""Time that a new connection has to say which rank it is of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one model meet. Whoever knows the token may join."""
+    """Where the ranks of one model meet. A process that knows the token may join."""
 
     host: str
     store_port: int
@@ -82,7 +82,7 @@ def listen(host: str) -> tuple[socket.socket, int]:
 
 def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
     """A connection, without a timeout, to a rank that listens on `port`, which hears that it is
-    `rank` that calls. Raises `Unavailable` where nobody answers within `timeout_s`."""
+    `rank` that calls. Raises `Unavailable` where there is no answer within `timeout_s`."""
     try:
         connection = socket.create_connection((rendezvous.host, port), timeout_s)
         connection.sendall(_HELLO.pack(rendezvous.token, rank))
@@ -121,7 +121,7 @@ def accept(
 
 
 def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """The rank of who has connected; None for a stranger."""
+    """The rank that has connected; None for one without the token."""
     connection.settimeout(_HELLO_TIMEOUT_S)
     try:
         hello = read_exactly(connection, _HELLO.size)

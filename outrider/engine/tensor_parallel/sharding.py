@@ -232,7 +232,7 @@ class VocabularyEmbedding(nn.Module):
 
 class VocabularyHead(nn.Module):
     """A head of which each rank has some rows. The leader gets the logits; the others get none of
-    them, [..., 0], because nobody asks them."""
+    them, [..., 0], as only the leader is asked for them."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
