@@ -1,6 +1,7 @@
-"""How long proposals are, and how much of them is accepted, token by token of their depth.
+"""How long proposals are, and how much of them is accepted. Pure: told of verified rounds only.
 
-Pure: told of rounds that were verified, and of nothing else.
+A sibling costs the target a row and the draft next to nothing. It may be accepted where the token
+beside it is refused; the token behind it is the target's own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Final
+from typing import Final, NamedTuple, Self
+
+import numpy as np
 
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
 from outrider.speculation.proposal import DraftTree
@@ -17,12 +20,14 @@ from outrider.speculation.proposal import DraftTree
 FIRST_ACCEPTED: Final = 0.7
 """Chance that a first draft token is accepted where nothing is known: high enough that drafting is
 tried, as only rounds with a draft teach anything."""
-UNIT_MAX: Final = 1e100
-"""Sums are made small again when a round weighs so much."""
+FIRST_TAKEN: Final = 0.25
+"""Chance that a sibling is accepted where nothing is known and all before it are refused; of the
+n-th one an n-th of that: high enough that some are tried where rows cost little."""
+SIBLINGS_OF_A_ROUND_MAX: Final = 16
+"""Siblings of one proposal, together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prospects:
+class Prospects(NamedTuple):
     """What to expect of a proposal, for depth 1, 2, ... of as many tokens as are asked for."""
 
     committed: tuple[float, ...]
@@ -33,136 +38,7 @@ class Prospects:
     """Chance that it is proposed and refused where all before it are accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Of each depth, given the depth before."""
-
-    offered: tuple[float, ...]
-    """Chance that a proposal goes on where all before was accepted ..."""
-    accepted: tuple[float, ...]
-    """... that its next token is accepted then ..."""
-    proposed: tuple[float, ...]
-    """... and that it goes on at all."""
-
-
-class _Sums:
-    """Of one depth, over rounds, each times its weight."""
-
-    __slots__ = ("accepted", "asked", "offered", "proposed", "wanted")
-
-    def __init__(self) -> None:
-        self.asked = 0.0
-        """Rounds that asked for it, each times the chance that all before it was accepted; ..."""
-        self.offered = 0.0
-        """... those in which it was proposed, likewise ..."""
-        self.accepted = 0.0
-        """... and those times the chance that it was accepted, too."""
-        self.wanted = 0.0
-        """Rounds that asked for it and proposed all before it ..."""
-        self.proposed = 0.0
-        """... and those in which it was proposed."""
-
-    def shrink(self, by: float) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) / by)
-
-
-class DepthAverages:
-    """Exponentially weighted averages over rounds, of one session or of all.
-
-    A depth that few rounds have reached is drawn towards what `prior` says of it: the averages over
-    all sessions; without a prior, towards the depth before it. Averages of acceptance know
-    only tokens that were proposed: how often none was is told apart.
-    """
-
-    def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
-    ) -> None:
-        """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
-        new ones."""
-        self._growth = 1.0 / (1.0 - 1.0 / memory_rounds)
-        self._prior_rounds = prior_rounds
-        self._prior = prior
-        self.num_rounds = 0
-        """Rounds noted."""
-        self._unit = 1.0
-        """Weight of a round now. It grows, so that what is old need not be made smaller."""
-        self._depths = [_Sums() for _ in range(NUM_DRAFT_TOKENS_MAX)]
-
-    def note(self, num_asked: int, survival: Sequence[float]) -> None:
-        """A round asked for `num_asked` tokens and was proposed `len(survival)`; `survival` is as
-        `outrider.speculation.accept_reject.survival` tells it."""
-        self.fade(1)
-        self.num_rounds += 1
-        reached = unit = self._unit
-        for depth in range(num_asked):
-            sums = self._depths[depth]
-            sums.asked += reached
-            sums.wanted += unit
-            if depth >= len(survival):
-                break
-            sums.offered += reached
-            sums.proposed += unit
-            reached = survival[depth] * unit
-            sums.accepted += reached
-
-    def fade(self, num_rounds: int) -> None:
-        """So many rounds have passed."""
-        self._unit *= self._growth**num_rounds
-        if self._unit > UNIT_MAX:
-            for sums in self._depths:
-                sums.shrink(self._unit)
-            self._unit = 1.0
-
-    def prospects(self, num_asked: int) -> Prospects:
-        """What to expect of a proposal for which so many tokens are asked."""
-        rates = self._rates(num_asked)
-        committed: list[float] = []
-        proposed: list[float] = []
-        refused: list[float] = []
-        whole = begun = 1.0
-        for depth in range(num_asked):
-            offered = whole * rates.offered[depth]
-            whole = offered * rates.accepted[depth]
-            begun *= rates.proposed[depth]
-            committed.append(whole)
-            proposed.append(begun)
-            refused.append(offered - whole)
-        return Prospects(tuple(committed), tuple(proposed), tuple(refused))
-
-    def _rates(self, num_depths: int) -> _Rates:
-        prior = None if self._prior is None else self._prior._rates(num_depths)
-        pull = self._prior_rounds * self._unit
-        offered, accepted, proposed = [], [], []
-        before = FIRST_ACCEPTED
-        for depth, sums in enumerate(self._depths[:num_depths]):
-            go_on = 1.0 if prior is None else prior.offered[depth]
-            begin = 1.0 if prior is None else prior.proposed[depth]
-            likely = before if prior is None else _carried(prior.accepted, depth, before)
-            offered.append((sums.offered + pull * go_on) / (sums.asked + pull))
-            proposed.append((sums.proposed + pull * begin) / (sums.wanted + pull))
-            before = (sums.accepted + pull * likely) / (sums.offered + pull)
-            accepted.append(before)
-        return _Rates(tuple(offered), tuple(accepted), tuple(proposed))
-
-
-def _carried(prior: Sequence[float], depth: int, before: float) -> float:
-    """The prior's acceptance at a depth, as much higher or lower as the session's own is at the
-    depth before."""
-    if depth == 0 or prior[depth - 1] <= 0:
-        return prior[depth]
-    return min(1.0, before * prior[depth] / prior[depth - 1])
-
-
-FIRST_TAKEN: Final = 0.25
-"""Chance that a sibling is accepted where nothing is known and all before it are refused; of the
-n-th one an n-th of that: high enough that some are tried where rows cost little."""
-SIBLINGS_OF_A_ROUND_MAX: Final = 16
-"""Siblings of one proposal, together."""
-
-
-@dataclass(frozen=True, slots=True)
-class SiblingChances:
+class SiblingChances(NamedTuple):
     """What a round says of the n-th siblings of all its places, n = 1, 2, ...: sums over the places
     that had a draft token, each times the chance that the sibling had to be tried."""
 
@@ -175,6 +51,113 @@ class SiblingChances:
 
 
 NO_SIBLINGS: Final = SiblingChances((), (), ())
+
+
+class _Averages:
+    """Exponentially weighted sums over rounds, of one session or of all. What few rounds have
+    reached is drawn towards what `prior` says of it: the averages over all sessions."""
+
+    def __init__(
+        self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
+    ) -> None:
+        """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
+        new ones."""
+        self._keep = 1.0 - 1.0 / memory_rounds
+        self._pull = prior_rounds
+        self._prior = prior
+
+    def fade(self) -> None:
+        """A round has passed."""
+        self._sums *= self._keep
+
+    _sums: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+class DepthAverages(_Averages):
+    """Of acceptance and of proposals' lengths, by depth. Without a prior a depth is drawn towards
+    the one before it. Acceptance is that of tokens that were proposed."""
+
+    def __init__(
+        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
+    ) -> None:
+        super().__init__(memory_rounds, prior_rounds, prior)
+        self.num_rounds = 0
+        self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
+        """Rounds that asked for a depth, each times the chance that all before it was accepted; of
+        them those that proposed it, and those times the chance that it was accepted, too; rounds
+        that asked for it and proposed all before it, and those of them that proposed it."""
+
+    def note(self, num_asked: int, survival: Sequence[float]) -> None:
+        """A round asked for `num_asked` tokens and was proposed `len(survival)`; `survival` is as
+        `outrider.speculation.accept_reject.survival` tells it."""
+        self.fade()
+        self.num_rounds += 1
+        asked, offered, accepted, wanted, proposed = self._sums
+        reached = (1.0, *survival)[:num_asked]
+        num_proposed = min(num_asked, len(survival))
+        asked[: len(reached)] += reached
+        wanted[: len(reached)] += 1.0
+        offered[:num_proposed] += reached[:num_proposed]
+        accepted[:num_proposed] += survival[:num_proposed]
+        proposed[:num_proposed] += 1.0
+
+    def prospects(self, num_asked: int) -> Prospects:
+        """What to expect of a proposal for which so many tokens are asked."""
+        goes_on, accepted, proposed = self._rates(num_asked)
+        committed = np.cumprod(goes_on * accepted)
+        offered = np.concatenate(([1.0], committed[:-1]))[:num_asked] * goes_on
+        parts = committed, np.cumprod(proposed), offered - committed
+        return Prospects(*(tuple(part.tolist()) for part in parts))
+
+    def _rates(self, num_depths: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """Of each depth, given the depth before: the chance that a proposal goes on where all
+        before was accepted, that its next token is accepted then, and that it goes on at all."""
+        asked, offered, accepted, wanted, proposed = self._sums[:, :num_depths]
+        pull, rates = self._pull, np.ones((3, num_depths))
+        prior = None if self._prior is None else self._prior._rates(num_depths)
+        likely = [] if prior is None else prior[1].tolist()
+        if prior is not None:
+            rates[:] = prior
+        rates[0] = (offered + pull * rates[0]) / (asked + pull)
+        rates[2] = (proposed + pull * rates[2]) / (wanted + pull)
+        rate = FIRST_ACCEPTED
+        for depth, (good, all_) in enumerate(zip(accepted.tolist(), offered.tolist(), strict=True)):
+            if depth == 0 or (likely and likely[depth - 1] <= 0):
+                rate = likely[depth] if likely else rate
+            elif likely:  # As much higher or lower as the session's own is at the depth before.
+                rate = min(1.0, rate * likely[depth] / likely[depth - 1])
+            rates[1, depth] = rate = (good + pull * rate) / (all_ + pull)
+        return rates
+
+
+class SiblingAverages(_Averages):
+    """Of the acceptance of siblings, by rank."""
+
+    def __init__(
+        self, memory_rounds: float, prior_rounds: float, prior: SiblingAverages | None = None
+    ) -> None:
+        super().__init__(memory_rounds, prior_rounds, prior)
+        self._sums = np.zeros((3, SIBLINGS_MAX))
+
+    def note(self, found: SiblingChances) -> None:
+        """A round was verified."""
+        self.fade()
+        for sums, values in zip(self._sums, found, strict=True):
+            sums[: len(values)] += values
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Of the first, second, ... sibling: how likely it is offered where it is asked for, and
+        accepted where it is offered and all before it are refused."""
+        pull = self._pull
+        prior = [(1.0, FIRST_TAKEN / (rank + 1)) for rank in range(SIBLINGS_MAX)]
+        if self._prior is not None:
+            prior = self._prior.rates()
+        return [
+            ((offered + pull * likely) / (asked + pull), (taken + pull * good) / (offered + pull))
+            for (asked, offered, taken), (likely, good) in zip(
+                self._sums.T.tolist(), prior, strict=True
+            )
+        ]
 
 
 def sibling_chances(
@@ -194,8 +177,7 @@ def sibling_chances(
                 sums[2][rank] += taken
                 left -= taken
         reached *= accept_probability[token]
-    wanted, offered, taken_ = (tuple(values) for values in sums)
-    return SiblingChances(wanted, offered, taken_)
+    return SiblingChances(*map(tuple, sums))
 
 
 def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
@@ -207,53 +189,13 @@ def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
     return tuple(kept) if any(kept) else ()
 
 
-class SiblingAverages:
-    """Exponentially weighted averages over rounds: of one session, drawn towards those of all."""
-
-    def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: SiblingAverages | None = None
-    ) -> None:
-        """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
-        new ones."""
-        self._growth = 1.0 / (1.0 - 1.0 / memory_rounds)
-        self._prior_rounds = prior_rounds
-        self._prior = prior
-        self._unit = 1.0
-        self._sums = [[0.0] * SIBLINGS_MAX for _ in range(3)]
-
-    def note(self, found: SiblingChances) -> None:
-        """A round was verified."""
-        self._unit *= self._growth
-        if self._unit > UNIT_MAX:
-            self._sums = [[value / self._unit for value in values] for values in self._sums]
-            self._unit = 1.0
-        for sums, values in zip(self._sums, (found.asked, found.offered, found.taken), strict=True):
-            for rank, value in enumerate(values):
-                sums[rank] += value * self._unit
-
-    def rates(self) -> list[tuple[float, float]]:
-        """Of the first, second, ... sibling: how likely it is offered where it is asked for, and
-        accepted where it is offered and all before it are refused."""
-        pull = self._prior_rounds * self._unit
-        before = (
-            [(1.0, FIRST_TAKEN / (rank + 1)) for rank in range(SIBLINGS_MAX)]
-            if self._prior is None
-            else self._prior.rates()
-        )
-        return [
-            ((offered + pull * likely) / (asked + pull), (taken + pull * good) / (offered + pull))
-            for asked, offered, taken, (likely, good) in zip(*self._sums, before, strict=True)
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Siblings for a proposal of some length, and what they add to it."""
+    """Siblings for a proposal of some length, place by place, and what they add to it: expected
+    tokens, less those that other sessions lose, and time."""
 
     siblings: tuple[int, ...]
-    """Place by place."""
     num_tokens: float
-    """Expected, less those that other sessions lose."""
     seconds: float
 
 
@@ -285,8 +227,7 @@ class Shaper:
     def shape(self, num_draft_tokens: int, num_tokens: float, seconds: float) -> Shape:
         """For a chain of so many tokens that promises this."""
         siblings = [0] * num_draft_tokens
-        row = num_draft_tokens
-        tokens, time = num_tokens, seconds
+        tokens, time, row = num_tokens, seconds, num_draft_tokens
         for gain, likely, depth in self._gains:
             if depth >= num_draft_tokens:
                 continue
@@ -296,7 +237,6 @@ class Shaper:
             cost = likely * self._row_s[row]
             if more * time <= tokens * cost:
                 break
-            tokens, time = tokens + more, time + cost
+            tokens, time, row = tokens + more, time + cost, row + 1
             siblings[depth] += 1
-            row += 1
         return Shape(tuple(siblings) if any(siblings) else (), tokens - num_tokens, time - seconds)

@@ -1,4 +1,26 @@
-"""What finding out more may cost, and how quickly lengths follow what is found. Pure."""
+"""How many draft tokens each round asks for. Pure: told of rounds, and asked for the next.
+
+The length of a round is settled when the round before it begins. At that moment nothing of the
+round has been drawn, neither here nor by a target or a draft that works ahead, so the choice is
+independent of the round's noise and exact under every rule. Sessions that share a seed get fixed
+lengths (`LengthControls.open`). docs/exactness.md has the proof.
+
+| phase of a session | K | it ends |
+| --- | --- | --- |
+| drafting | the best by expected tokens and expected time | when plain decoding is better |
+| plain | 0; the target runs ahead of the coordinator | when drafting is better |
+
+What is expected may be wrong. Three trials find out, each for a few rounds:
+
+| trial | of |
+| --- | --- |
+| in a plain phase, or instead of one when a session begins | drafting |
+| in a round, of the largest K, which shows what all others would bring | more tokens |
+| while next to nothing is known of its time | plain decoding |
+
+Each is made once its expected loss, in tokens, can be paid from a small share of the tokens that
+all sessions commit; so what seems hopeless is tried seldom, and what is uncertain soon.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +28,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from coordinator.draft_length.acceptance import (
     SIBLINGS_OF_A_ROUND_MAX,
@@ -14,7 +36,7 @@ from coordinator.draft_length.acceptance import (
     Shaper,
     SiblingAverages,
 )
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Forecast, Load, RoundCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
@@ -149,85 +171,6 @@ class Drafting:
 
 PROMPT_SIZES: Final = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
-
-
-class Experience:
-    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
-    has what its answer copies."""
-
-    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: ExplorationBudget) -> None:
-        """`of_rule` are the averages over prompts of any length, which share their `trials`."""
-        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
-        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
-        self.trials = trials
-        self._young_rounds = tuning.young_rounds
-        self._of_rule = of_rule
-
-    @property
-    def is_young(self) -> bool:
-        """Whether little was shown yet, with prompts of any length."""
-        return self._of_rule.num_rounds < self._young_rounds
-
-    def note(self, num_asked: int, survival: Sequence[float]) -> None:
-        """See `DepthAverages.note`."""
-        self.averages.note(num_asked, survival)
-        self._of_rule.note(num_asked, survival)
-
-
-class Learned:
-    """Everything that sessions share: round costs for all, acceptance by rule and prompt size."""
-
-    def __init__(self, costs: RoundCosts, tuning: Tuning) -> None:
-        self.costs = costs
-        self._experience = {rule: _by_prompt_size(tuning) for rule in Rule}
-
-    def experience(self, rule: Rule, prompt_length: int) -> Experience:
-        """That of sessions with such prompts."""
-        return self._experience[rule][bisect(PROMPT_SIZES, prompt_length)]
-
-
-class Fixable(Protocol):
-    """A session's length control."""
-
-    def fix(self) -> None:
-        """Lengths are constant from the next round that is planned on."""
-        ...
-
-
-class SeedsInUse:
-    """Seeds that sessions had under rules whose noise is keyed by the round."""
-
-    def __init__(self) -> None:
-        self._seeds: set[int] = set()
-        self.running: dict[int, Fixable] = {}
-        """The first session of each seed, while it runs."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether seeds must be forgotten before the next one is added, and with them all that
-        their sessions have told: a session with a forgotten seed is a first one again."""
-        return len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1)
-
-    def knows(self, seed: int) -> bool:
-        """Whether a session had it."""
-        return seed in self._seeds
-
-    def add(self, seed: int, first: Fixable) -> None:
-        """Its first session begins."""
-        self._seeds.add(seed)
-        self.running[seed] = first
-
-    def forget(self) -> None:
-        """Keeps the seeds of sessions that run."""
-        self._seeds = set(self.running)
-
-
-def _by_prompt_size(tuning: Tuning) -> list[Experience]:
-    of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-    trials = ExplorationBudget(tuning)
-    return [Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)]
-
-
 PLAIN_TRIED_BELOW: Final = 1.5
 """Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
 PLAIN_TRIED_ROUNDS: Final = 6
@@ -242,6 +185,51 @@ TIMES_RARITY: Final = 4.0
 """... after which a trial is charged so many times what it may lose, or the whole account."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
+
+
+class Experience:
+    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
+    has what its answer copies. `of_rule` are the averages over prompts of any length."""
+
+    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: ExplorationBudget) -> None:
+        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
+        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
+        self.trials = trials
+        self._young_rounds = tuning.young_rounds
+        self._of_rule = of_rule
+
+    @property
+    def is_young(self) -> bool:
+        """Whether little was shown yet, with prompts of any length."""
+        return self._of_rule.num_rounds < self._young_rounds
+
+    def note(self, num_asked: int, survival: Sequence[float]) -> None:
+        self.averages.note(num_asked, survival)
+        self._of_rule.note(num_asked, survival)
+
+
+class Learned:
+    """What sessions share: round costs for all, acceptance by rule and prompt size.
+
+    All of it depends on how many draft tokens were accepted: tokens a round, rows a step and times
+    do, too, since contexts and batches grow with the tokens. Under rules whose noise is keyed by
+    the round, a session with a known seed has the numbers of an earlier one. It must choose no
+    length by what those numbers did there, so it reads none of this and adds nothing.
+    docs/exactness.md has the proof."""
+
+    def __init__(self, costs: RoundCosts, tuning: Tuning) -> None:
+        self.costs = costs
+        self._experience: dict[Rule, list[Experience]] = {}
+        for rule in Rule:
+            of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
+            trials = ExplorationBudget(tuning)
+            self._experience[rule] = [
+                Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)
+            ]
+
+    def experience(self, rule: Rule, prompt_length: int) -> Experience:
+        """That of sessions with such prompts."""
+        return self._experience[rule][bisect(PROMPT_SIZES, prompt_length)]
 
 
 class LengthControls:
@@ -272,7 +260,10 @@ class LengthControls:
         self.load = Load()
         self._learned = self._nothing_learned(self.load)
         """What new sessions read and add to."""
-        self._seeds = SeedsInUse()
+        self._seeds: set[int] = set()
+        """That sessions had under rules whose noise is keyed by the round."""
+        self._running: dict[int, LengthControl] = {}
+        """The first session of each seed, while it runs."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -305,25 +296,26 @@ class LengthControls:
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
             return LengthControl(self, self._learned, rule, *bounds)
-        if self._seeds.knows(seed):
-            first = self._seeds.running.get(seed)
+        if seed in self._seeds:
+            first = self._running.get(seed)
             if first is not None:
                 first.fix()
             repeated = LengthControl(self, self._nothing_learned(Load()), rule, *bounds)
             repeated.fix()
             return repeated
-        if self._seeds.is_full:
-            self._seeds.forget()
+        if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self._running) + 1):
+            # A session with a forgotten seed is a first one again, so what they told goes, too.
+            self._seeds = set(self._running)
             self._learned = self._nothing_learned(self.load)
-        control = LengthControl(self, self._learned, rule, *bounds, seed)
-        self._seeds.add(seed, control)
-        return control
+        self._seeds.add(seed)
+        self._running[seed] = LengthControl(self, self._learned, rule, *bounds, seed)
+        return self._running[seed]
 
     def close(self, seed: int | None) -> None:
         """Ends a session, the first of `seed` unless that is None."""
         self.load.num_sessions -= 1
         if seed is not None:
-            self._seeds.running.pop(seed, None)
+            self._running.pop(seed, None)
 
     def _nothing_learned(self, load: Load) -> Learned:
         draft_costs = None if self._draft is None else self._draft.step_costs
@@ -374,7 +366,7 @@ class _Planned:
     """Where a round with a draft is counted."""
 
 
-class LengthControl:
+class LengthControl(LengthPolicy):
     """Chooses the lengths of one session's rounds by what they are expected to bring."""
 
     def __init__(
@@ -447,11 +439,6 @@ class LengthControl:
         """See `LengthPolicy.begins_plain`."""
         return self._plans_plain()
 
-    @property
-    def listens(self) -> bool:
-        """See `LengthPolicy.listens`."""
-        return True
-
     def fix(self) -> None:
         """From the next round that is planned on, asks for the K that promises most by now, behind
         the rounds that are sure to be plain. `note` makes no difference any more: neither what this
@@ -479,8 +466,8 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """See `LengthPolicy.note`. What it changes is seen by rounds that are planned from now on:
-        the next one already is."""
+        """What it changes is seen by rounds that are planned from now on: the next one already
+        is."""
         current = self._current
         if current is None or self._fixed is not None:
             return
@@ -490,33 +477,20 @@ class LengthControl:
             return  # The first round runs the prompt.
         costs = self._costs
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
-        num_proposed = len(played.survival)
-        num_rows = 1 + num_proposed + played.num_siblings
-        costs.note_load(num_rows, played.num_tokens, round_s, played.target_s, played.context)
+        costs.note_load(played, round_s)
         if self._bound > 0:
             self._trials.earn(played.num_tokens)
         if current.is_plain:
             self._num_missed += played.num_tokens
-            self._averages.fade(1)
+            self._averages.fade()
             if current.follows_plain:
                 costs.note_plain(round_s, played.context)
             else:
                 costs.note_first_plain(round_s)
         elif played.num_asked > 0:
-            draft_s = None if self._num_missed > 0 else played.draft_s
-            step_s = played.target_s - played.queue_s
-            rest_s = round_s - played.draft_s - played.target_s
-            num_drafted, work_s = num_proposed, played.work_s
-            if played.beside is not None:
-                draft_s, num_drafted = played.beside.seconds, played.beside.num_tokens
-                work_s = played.beside.work_s
-            costs.note_drafted(
-                num_proposed, draft_s, step_s, rest_s, played.context,
-                played.num_siblings, num_drafted, work_s, played.queue_s,
-            )  # fmt: skip
+            lost = costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
             self._siblings.note(played.siblings)
             self._experience.siblings.note(played.siblings)
-            lost = costs.lost_in(num_rows - 1, draft_s or 0.0, work_s, played.context)
             current.drafting.note(played.num_tokens - lost, round_s + played.next_draft_s)
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)

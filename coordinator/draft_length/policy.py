@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
-from coordinator.draft_length.acceptance import NO_SIBLINGS, SiblingChances
 from outrider.limits import TREE_TOKENS_MAX
+
+from .acceptance import NO_SIBLINGS, SiblingChances
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,41 +77,38 @@ class PlayedRound:
     """What a draft did for this proposal alone, where it did not come with the verdict."""
 
 
-class LengthPolicy(Protocol):
+class LengthPolicy:
     """Chooses the lengths of one session's rounds."""
 
     @property
     def begins_plain(self) -> bool:
         """Whether no draft is wanted for a while from the first round on."""
-        ...
+        raise NotImplementedError
 
     @property
     def listens(self) -> bool:
         """Whether `note` makes a difference."""
-        ...
+        return True
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The next round: its place in the session, and how many tokens may still follow, one of
         which is the target's. What was noted of the round before has no say beyond `num_left`:
         a target or a draft that works ahead may have drawn tokens of this round by then."""
-        ...
+        raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:
         """The round that was chosen last has been played."""
-        ...
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         """Where nothing was drafted, so many tokens would have been asked for; `survival` is as of
         a `PlayedRound`."""
-        ...
 
     def close(self) -> None:
         """The session ends."""
-        ...
 
 
-class FixedLength:
-    """Asks for the same number of tokens in every round."""
+class FixedLength(LengthPolicy):
+    """Asks for the same number of tokens in every round; listens to nothing."""
 
     def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
         """So many `siblings` are asked for beside each of them, as far as a tree may be large."""
@@ -121,30 +118,21 @@ class FixedLength:
 
     @property
     def begins_plain(self) -> bool:
-        """See `LengthPolicy.begins_plain`."""
         return self._num_draft_tokens == 0
 
     @property
     def listens(self) -> bool:
-        """See `LengthPolicy.listens`: what happened has no say."""
         return False
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
+        """The first round has no draft, for which it would wait."""
         num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
-        siblings = (self._siblings,) * num_draft_tokens if self._siblings else ()
-        run_ahead = min(self._run_ahead_rounds, num_left - 1)
         next_max = max(0, min(self._num_draft_tokens, num_left - 2))
-        next_siblings = (self._siblings,) * next_max if self._siblings else ()
+        beside = (self._siblings,) if self._siblings else ()
         return RoundLength(
-            num_draft_tokens, run_ahead, siblings, next_max, next_siblings=next_siblings
+            num_draft_tokens,
+            min(self._run_ahead_rounds, num_left - 1),
+            beside * num_draft_tokens,
+            next_max,
+            next_siblings=beside * next_max,
         )
-
-    def note(self, played: PlayedRound) -> None:
-        """See `LengthPolicy.note`: it makes no difference."""
-
-    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """See `LengthPolicy.note_watched`: it makes no difference."""
-
-    def close(self) -> None:
-        """See `LengthPolicy.close`."""

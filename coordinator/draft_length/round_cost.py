@@ -1,5 +1,4 @@
 """What rounds cost: tables of the engines, put right by the times of rounds that were played.
-
 Pure: told of times, and of nothing else.
 
 | part of a round | known from |
@@ -19,6 +18,8 @@ from itertools import pairwise
 from typing import Final
 
 from outrider.engine.step_costs import StepCosts
+
+from .policy import PlayedRound
 
 MEMORY_ROUNDS: Final = 64.0
 """A time weighs 1 / e after so many others of its kind."""
@@ -49,8 +50,9 @@ PLAIN_PRIOR_ROUNDS: Final = 1.0
 """Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
 SECONDS_MIN: Final = 1e-9
 """Nothing is expected to take less."""
-FORGOTTEN_ROUNDS: Final = 512.0
-"""Rounds with a draft until plain decoding, not seen meanwhile, weighs 1 / e; and the other way."""
+FORGOTTEN: Final = 1.0 - 1.0 / 512.0
+"""What plain decoding weighs after a round with a draft, in which it was not seen; and the other
+way."""
 
 
 class CostLine:
@@ -66,19 +68,17 @@ class CostLine:
         once there are any."""
         self.weight = 0.0
         """Of what was noted: at most `MEMORY_ROUNDS`."""
-        self._slope = slope
-        self._spread = spread
-        self._relative = relative
-        self._unit = unit
+        self._slope, self._spread = slope, spread
+        self._relative, self._unit = relative, unit
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
         """A time was measured."""
         keep = 1.0 - 1.0 / MEMORY_ROUNDS
         self.weight = self.weight * keep + 1.0
-        dx, dy = x - self._x, seconds - self._y
+        dx = x - self._x
         self._x += dx / self.weight
-        self._y += dy / self.weight
+        self._y += (seconds - self._y) / self.weight
         self._xx = self._xx * keep + dx * (x - self._x)
         self._xy = self._xy * keep + dx * (seconds - self._y)
 
@@ -107,7 +107,7 @@ class CostLine:
 class _Mean:
     """An exponentially weighted mean."""
 
-    def __init__(self, memory_rounds: float) -> None:
+    def __init__(self, memory_rounds: float = MEMORY_ROUNDS) -> None:
         self._keep = 1.0 - 1.0 / memory_rounds
         self._weight = 0.0
         self.value = 0.0
@@ -139,16 +139,16 @@ class Forecast:
     """The wait for a proposal of one token, two, ..."""
 
 
+@dataclass(slots=True)
 class Load:
     """Sessions at the targets of one coordinator, as they are now."""
 
-    def __init__(self, num_sessions: int = 0) -> None:
-        self.num_sessions = num_sessions
-        """Sessions that run here ..."""
-        self.num_elsewhere = 0
-        """... and at other coordinators of the same targets ..."""
-        self.num_targets = 1
-        """... which share them all."""
+    num_sessions: int = 0
+    """Sessions that run here ..."""
+    num_elsewhere: int = 0
+    """... and at other coordinators of the same targets ..."""
+    num_targets: int = 1
+    """... which share them all."""
 
 
 class RoundCosts:
@@ -169,90 +169,75 @@ class RoundCosts:
         share cores or a device, or because the target drafts. Messages delay it, if
         `messages_delay`: because the coordinator or the draft shares its cores."""
         self.load = load
-        self._table = target
-        self._draft_table: StepCosts | None = None
-        self._draft_token = 1.0
-        """A token's share of the draft's work: s by its table, or without one just that."""
-        self._max_others = max_num_seqs - 1.0
-        self._messages_delay = messages_delay
         self.drafting_delays = drafting_delays
-        """Whether the target waits while the draft works."""
-        self._target = self._target_line()
-        self._plain = self._target_line()
-        self.meet_draft(draft)
-        self._wait = _Mean(MEMORY_ROUNDS)
-        """For a step to begin, in steps, where others are at the target: one at most."""
-        self._rest = _Mean(MEMORY_ROUNDS)
         self.num_drafted = 0
         """Rounds with a draft that were timed."""
-        self._first_plain = _Mean(MEMORY_ROUNDS)
-        self._drafted_among = _Mean(MEMORY_ROUNDS)
+        self._table = target
+        self._max_others = max_num_seqs - 1.0
+        self._messages_delay = messages_delay
+        self._target, self._plain = self._target_line(), self._target_line()
+        self.meet_draft(draft)
+        self._wait, self._rest, self._first_plain = _Mean(), _Mean(), _Mean()
+        """The wait for a step to begin is in steps, where others are at the target: one at most."""
+        self._drafted_among = _Mean()
         """Sessions that were at the target beside one that drafts."""
-        self._round = _Mean(LOAD_MEMORY_ROUNDS)
-        self._at_target = _Mean(LOAD_MEMORY_ROUNDS)
-        self._rows = _Mean(LOAD_MEMORY_ROUNDS)
+        self._round, self._at_target = _Mean(LOAD_MEMORY_ROUNDS), _Mean(LOAD_MEMORY_ROUNDS)
+        self._rows, self._tokens = _Mean(LOAD_MEMORY_ROUNDS), _Mean(LOAD_MEMORY_ROUNDS)
         self._context = _Mean(LOAD_MEMORY_ROUNDS)
-        self._tokens = _Mean(LOAD_MEMORY_ROUNDS)
 
     def meet_draft(self, costs: StepCosts | None) -> None:
         """A draft with this table is there, of which nothing was measured yet."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
-        self._draft = self._draft_line()
-        self._draft_work = self._draft_line()
+        """A token's share of the draft's work: s by its table, or without one just that."""
+        self._draft, self._draft_work = self._draft_line(), self._draft_line()
 
-    def note_load(
-        self, rows: int, num_tokens: int, round_s: float, target_s: float, context: int
-    ) -> None:
-        """A round of a session with `context` tokens, from the end of the one before: `rows` were
-        at the target for `target_s`, and `num_tokens` were committed. Of rounds whose verdicts
-        come together, the first has the `round_s` of all."""
+    def note_load(self, played: PlayedRound, round_s: float) -> None:
+        """A round, `round_s` from the end of the one before. Of rounds whose verdicts come
+        together, the first has the time of all."""
         self._round.note(self._bounded(round_s))
-        self._at_target.note(self._bounded(target_s))
-        self._rows.note(rows)
-        self._context.note(context)
-        self._tokens.note(num_tokens)
+        self._at_target.note(self._bounded(played.target_s))
+        self._rows.note(1 + len(played.survival) + played.num_siblings)
+        self._context.note(played.context)
+        self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
         """A round of plain decoding behind another one, of a session with so many tokens."""
         self._plain.note(self._load(0, context), self._bounded(round_s))
-        for line in (self._draft, self._target):
-            line.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
+        self._draft.fade(FORGOTTEN)
+        self._target.fade(FORGOTTEN)
 
     def note_first_plain(self, round_s: float) -> None:
         """The first round of plain decoding behind others: it waits for a step of the target that
         has others in it, and for messages."""
         self._first_plain.note(self._bounded(round_s))
 
-    def note_drafted(
-        self,
-        num_proposed: int,
-        draft_s: float | None,
-        step_s: float,
-        rest_s: float,
-        context: int,
-        num_siblings: int = 0,
-        num_drafted: int | None = None,
-        work_s: float = 0.0,
-        queue_s: float = 0.0,
-    ) -> None:
-        """A round for which tokens were asked: the time of its proposal (None where that is not
-        what such rounds wait), which had `num_drafted` tokens where some were left out, the
-        target's step, and all else but the wait for that, `queue_s`. In `work_s` of the draft's
-        time nothing was done for other sessions."""
+    def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> float:
+        """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
+        `is_typical`. Returns the tokens that other sessions did not get because of it."""
         self.num_drafted += 1
+        num_rows = len(played.survival) + played.num_siblings
+        num_drafted, work_s = len(played.survival), played.work_s
+        draft_s = played.draft_s if is_typical else None
+        if played.beside is not None:
+            num_drafted, draft_s = played.beside.num_tokens, played.beside.seconds
+            work_s = played.beside.work_s
         if draft_s is not None:
-            num_drafted = num_proposed if num_drafted is None else num_drafted
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
+            rest_s = round_s - played.draft_s - played.target_s
             self._rest.note(self._bounded(max(0.0, rest_s)))
-        others = self._others()
+        others, step_s = self._others(), played.target_s - played.queue_s
         self._drafted_among.note(others)
         if others > 0 and step_s > 0:
-            self._wait.note(min(1.0, queue_s / step_s / min(1.0, others)))
-        load = self._load(num_proposed + num_siblings, context)
-        self._target.note(load, self._bounded(step_s))
-        self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
+            self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
+        self._target.note(self._load(num_rows, played.context), self._bounded(step_s))
+        self._plain.fade(FORGOTTEN)
+        rows_s = self._load(num_rows, played.context) - self._load(0, played.context)
+        rows_lost = self._others() * self._pace() * self._target.slope() * rows_s
+        return (
+            rows_lost + self._lost_to_messages() + self._lost_while_drafting(draft_s or 0.0, work_s)
+        )
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
         """A proposal of so many tokens was waited for in vain: it takes so long at least."""
@@ -261,23 +246,31 @@ class RoundCosts:
     def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
         """The costs of up to so many draft tokens, and siblings beside them, of a session with so
         many tokens."""
-        num_rows = num_draft_tokens + num_siblings
-        loads = [self._load(num, context) for num in range(num_rows + 1)]
+        loads = [self._load(num, context) for num in range(num_draft_tokens + num_siblings + 1)]
         others, verify_s = self._others(), self._target.at(loads[0])
         wait_s = self._wait.value * min(1.0, others) * verify_s
         per_load, pace = self._target.slope(), others * self._pace()
         rows_s = [per_load * (after - before) for before, after in pairwise(loads)]
-        draft_s = self._draft.slope() * self._draft_token
+        token_s = self._draft.slope() * self._draft_token
+        works = [num * self._draft_token for num in range(num_draft_tokens + 1)]
+        draft_s = [self._draft.at(work) for work in works]
+        lost = [
+            self._lost_while_drafting(wait, self._draft_work.at(work))
+            for wait, work in zip(draft_s, works, strict=True)
+        ]
+        known = self._plain.weight
+        plain_s = known * self._plain.at(loads[0]) if known else 0.0
         return Forecast(
-            plain_s=self._plain_seconds(loads[0], verify_s),
-            round_s=self._draft.at(0.0) + wait_s + verify_s + self._rest.value,
-            token_s=tuple(draft_s + seconds for seconds in rows_s[:num_draft_tokens]),
+            plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
+            round_s=draft_s[0] + wait_s + verify_s + self._rest.value,
+            token_s=tuple(token_s + seconds for seconds in rows_s[:num_draft_tokens]),
             row_s=tuple(rows_s),
             lost=tuple(pace * seconds for seconds in rows_s),
-            draft_lost=self._draft_lost(num_draft_tokens),
-            draft_s=tuple(
-                self._draft.at(num * self._draft_token) for num in range(1, num_draft_tokens + 1)
+            draft_lost=(
+                lost[0] + self._lost_to_messages(),
+                *(after - before for before, after in pairwise(lost)),
             ),
+            draft_s=tuple(draft_s[1:]),
         )
 
     @property
@@ -306,23 +299,6 @@ class RoundCosts:
         own_s = reading_s + max(0.0, self._first_plain.value - plain_s)
         others_s = self._others() * reading_s if self.drafting_delays else 0.0
         return own_s / max(plain_s, SECONDS_MIN) + others_s * self._pace()
-
-    def lost_in(self, num_rows: int, draft_s: float, work_s: float, context: int) -> float:
-        """Tokens that other sessions did not get because of a round in which so many rows beside
-        the first were verified; its proposal took `draft_s`, the draft's `work_s` for it."""
-        rows_s = self._load(num_rows, context) - self._load(0, context)
-        rows_lost = self._others() * self._pace() * self._target.slope() * rows_s
-        return rows_lost + self._lost_to_messages() + self._lost_while_drafting(draft_s, work_s)
-
-    def _draft_lost(self, num_draft_tokens: int) -> tuple[float, ...]:
-        """See `Forecast.draft_lost`."""
-        loads = [num * self._draft_token for num in range(num_draft_tokens + 1)]
-        lost = [
-            self._lost_while_drafting(self._draft.at(load), self._draft_work.at(load))
-            for load in loads
-        ]
-        more = (after - before for before, after in pairwise(lost))
-        return (lost[0] + self._lost_to_messages(), *more)
 
     def _lost_to_messages(self) -> float:
         """Tokens that others lose while a verdict and the next item of a session are on their way:
@@ -354,11 +330,6 @@ class RoundCosts:
         """A time of a round as it counts."""
         mean = self._round.value
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
-
-    def _plain_seconds(self, load: float, guess: float) -> float:
-        known = self._plain.weight
-        seconds = self._plain.at(load) if known else 0.0
-        return (known * seconds + PLAIN_PRIOR_ROUNDS * guess) / (known + PLAIN_PRIOR_ROUNDS)
 
     def _load(self, num_proposed: int, context: int) -> float:
         """The target's share of a round, s by its table, with all that others have in the step;

@@ -115,7 +115,8 @@ def test_what_is_long_past_counts_no_more() -> None:
     for _ in range(500):
         one.note(1, (0.0,))
     assert one.prospects(1).committed[0] < 0.05
-    one.fade(5000)
+    for _ in range(5000):
+        one.fade()
     assert one.prospects(1).committed[0] == pytest.approx(FIRST_ACCEPTED, abs=0.01)
 
 

@@ -186,7 +186,7 @@ def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
     assert known - before == pytest.approx(0.01, rel=0.1)
     assert (late.load.num_targets, late.load.num_elsewhere) == (2, 3)
     for _ in range(200):
-        late.costs.note_drafted(1, 0.03, 0.016, 0.0, 10)
+        late.costs.note_drafted(PlayedRound(1, (1.0,), 1, 10, 0.03, 0.016, 0.0), 0.046)
     measured = late.costs.forecast(1, 10).token_s[0]
     late.hear_load(1, 0, description(table))
     assert late.costs.forecast(1, 10).token_s[0] == measured
