@@ -71,7 +71,6 @@ class Auditor:
 
     @property
     def session_ids(self) -> set[str]:
-        """Of the audit that runs."""
         return {self._session_id} if self._session_id else set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
@@ -101,7 +100,6 @@ class Auditor:
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Gives up all audits."""
         self._share = 0.0
         for task in self._tasks:
             task.cancel()
@@ -171,7 +169,6 @@ class Auditor:
             self._session_id = ""
 
     def _opened(self, session: Session) -> Session:
-        """The session that it is audited as, which no store knows."""
         new = SessionRecord.new(
             session_id=self._session_id,
             tenant=f"audit {self._session_id}",

@@ -29,7 +29,6 @@ class CoordinatorServicer:
     key alone (`outrider.transport.authorization`)."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
-        """`access` counts what callers run."""
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()

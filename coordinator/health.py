@@ -47,7 +47,6 @@ async def _trouble_now(store: SessionStore, targets: ReplicaPool[Any, Any]) -> s
 
 
 async def store_trouble(store: SessionStore) -> str:
-    """Why the store does not answer; empty where it does."""
     try:
         await store.load(NO_SESSION)
     except NotFound:
@@ -73,7 +72,6 @@ class HealthMonitor:
         drafts: ReplicaPool[Any, Any],
         registry: Registry | None = None,
     ) -> None:
-        """Without a `registry` nobody knows the fleet."""
         self._store = store
         self._pools = (targets, drafts)
         self._registry = registry
@@ -96,13 +94,11 @@ class HealthMonitor:
         }
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
-        """Once."""
         self.target_available, self.store_available, _ = await asyncio.gather(
             self._pools[0].healthy(HEALTH_TIMEOUT_S), self._ask_store(), self._count()
         )
@@ -111,7 +107,6 @@ class HealthMonitor:
         return not await store_trouble(self._store)
 
     async def _count(self) -> None:
-        """While the registry is away the numbers stay as they were."""
         registry = self._registry
         if registry is None:
             return

@@ -184,7 +184,6 @@ class CoordinatorService:
 
     @property
     def defaults(self) -> RequestDefaults:
-        """What is filled in where a request is silent."""
         return self._options.defaults
 
     def draw_seed(self) -> int:
@@ -193,12 +192,10 @@ class CoordinatorService:
 
     @property
     def num_running(self) -> int:
-        """Sessions that run now."""
         return len(self._runs)
 
     @property
     def figures(self) -> Figures:
-        """What its rounds have lately come to."""
         return self._meter.figures
 
     async def generate(
@@ -228,7 +225,6 @@ class CoordinatorService:
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Counts a request while it is served."""
         self._num_admitted += 1
         try:
             yield
@@ -406,7 +402,6 @@ class CoordinatorService:
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
-        """Refuses at once what need not be looked at any further."""
         self._check_open()
         if request.model not in ("", self.model.name):
             raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
@@ -415,7 +410,6 @@ class CoordinatorService:
         check_fields(request, self.model)
 
     def _check_open(self) -> None:
-        """Refuses what is too much, or too late."""
         if self._committer.closing:
             raise Unavailable("this coordinator is shutting down")
         if self._num_admitted > self._options.max_sessions:  # This one counts already.
@@ -447,7 +441,6 @@ class CoordinatorService:
         observer: RequestObserver,
         replayed: Replayed | None = None,
     ) -> SessionRun:
-        """Runs a session. Where that fails, nothing here refers to it."""
         try:
             observer.opened(session.session_id, session.prompt_length, parameters.seed)
             self._committer.add(session)
@@ -551,7 +544,6 @@ class CoordinatorService:
 
 @contextmanager
 def _observing(observer: RequestObserver) -> Iterator[None]:
-    """Tells an observer how its request failed."""
     try:
         yield
     except BaseException as error:

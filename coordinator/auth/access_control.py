@@ -67,13 +67,11 @@ class AccessControl:
     """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
 
     def __init__(self, keys: KeyFile | None = None, limiter: Limiter | None = None) -> None:
-        """No `keys`: none is asked for. No `limiter`: nothing is counted."""
         self._keys = keys
         self._limiter = limiter
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether a caller needs one."""
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
@@ -155,7 +153,6 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._num_watches = 0
 
     async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
-        """The method's own handler, or one that refuses."""
         if details.method == _WATCH:
             return behind(await continuation(details), self._watching)
         if details.method.startswith(HEALTH):

@@ -46,9 +46,7 @@ class SlotStore(Protocol):
         """By caller's name, slots whose leases are renewed, and such as are free."""
         ...
 
-    async def close(self) -> None:
-        """Closes connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class RateExceeded(Overloaded):
@@ -93,7 +91,6 @@ class _Slots(Grant):
             await self._limiter.give_back(self._caller, names)
 
     def drop(self) -> None:
-        """Releases without waiting for it."""
         names, self._held = self._held, []
         if names:
             self._limiter.drop(self._caller, names)
@@ -105,7 +102,6 @@ class Limiter:
     def __init__(
         self, store: SlotStore, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
     ) -> None:
-        """`new_name` gives names that no slot has."""
         self._store = store
         self._new_name = new_name
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
@@ -207,13 +203,11 @@ class Limiter:
             del self._held[caller.name]
 
     async def _renew(self) -> None:
-        """While anything is held."""
         while self._held:
             await asyncio.sleep(SLOT_RENEWAL_MS / 1e3)
             await self._tell([*self._held])
 
     async def _tell(self, names: Collection[str]) -> None:
-        """What these callers hold, and what is free of theirs."""
         free = {name: self._free.pop(name, set()) for name in names}
         slots = {name: ([*self._held.get(name, ())], [*free[name]]) for name in names}
         told = {name: (held, gone) for name, (held, gone) in slots.items() if held or gone}
@@ -233,7 +227,6 @@ class RedisSlots:
     """A `SlotStore` in one Redis server."""
 
     def __init__(self, address: RedisAddress) -> None:
-        """Connects when it is first used."""
         self._client = new_client(address)
         self._scripts = ScriptRunner(self._client)
         self._prefix = address.key_prefix

@@ -59,13 +59,11 @@ class _Entry:
             self.changed = None
 
     def mark(self, now: float) -> None:
-        """Notes when the session reached its length."""
         reached = self.decided[-1][0] if self.decided else self.session.acknowledged_length
         if self.session.length > reached:
             self.decided.append((self.session.length, now))
 
     def acknowledge(self, stored_length: int) -> bool:
-        """The store's answer; returns whether it holds more than before."""
         before = self.session.acknowledged_length
         self.session.acknowledge(stored_length)
         while self.decided and self.decided[0][0] <= stored_length:
@@ -73,7 +71,6 @@ class _Entry:
         return stored_length > before
 
     def has_room(self, num_tokens: int, now: float) -> bool:
-        """See `Committer.room`."""
         if not self.decided:
             return True
         fits = self.session.num_uncommitted + num_tokens <= UNCOMMITTED_TOKENS_MAX
@@ -113,7 +110,6 @@ class Committer:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions added and not removed."""
         return len(self._entries)
 
     def add(self, session: Session) -> None:
@@ -247,7 +243,6 @@ class Committer:
             raise Unavailable(f"session {entry.session.session_id} is not served here any more")
 
     async def _change(self, entry: _Entry) -> None:
-        """Waits until the store has said something of the session."""
         self._check_served(entry)
         if entry.changed is None:
             entry.changed = asyncio.Event()
@@ -283,7 +278,6 @@ class Committer:
                 attempt += 1
 
     async def _append_some(self) -> bool:
-        """One call of the store; returns whether anything came of it."""
         batch = self._take_batch()
         if not batch:
             return True

@@ -16,9 +16,7 @@ class TextStream(Protocol):
         """Adds a token; returns the text that became certain: whole characters only."""
         ...
 
-    def finish(self) -> str:
-        """Returns what was held back."""
-        ...
+    def finish(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,10 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens pushed so far."""
         return self._num_tokens
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still follow."""
         return self._max_tokens - self._num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:

@@ -206,7 +206,6 @@ class Decoding:
         return Verified(reply, seconds)
 
     def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
-        """Tells who chose the round's length what came of it."""
         reply, proposal = verified.reply, drafted.proposal
         accept = reply.verdict.accept_probability
         tree = proposal.tree
@@ -333,18 +332,15 @@ class OutputQueue:
         self._changed = asyncio.Event()
 
     async def room(self) -> None:
-        """Waits until the reader is less than `ENTRIES_UNREAD_MAX` rounds behind."""
         while len(self._entries) >= ENTRIES_UNREAD_MAX:
             self._changed.clear()
             await self._changed.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds a round."""
         self._entries.append(entry)
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing more will be written."""
         self._closed = True
         self._changed.set()
 
@@ -382,7 +378,6 @@ class OutputQueue:
 
 
 def _joined(parts: list[Tokens]) -> Tokens:
-    """Consecutive tokens as one event."""
     if len(parts) == 1:
         return parts[0]
     return Tokens(
@@ -428,7 +423,6 @@ class RoundMeter:
     """Hears of every round."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` counts seconds; None = the running loop's."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._sums: DecayedSums | None = None
 
@@ -449,7 +443,6 @@ class RoundMeter:
 
     @property
     def figures(self) -> Figures:
-        """What that comes to."""
         sums, now = self._sums, self._clock()
         if sums is None:
             return Figures(tokens_per_second=0.0)

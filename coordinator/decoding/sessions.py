@@ -301,7 +301,6 @@ class SessionCreator:
     def _tell(
         self, session_id: str, call: Callable[[], Awaitable[object]]
     ) -> asyncio.Task[OutriderError | None]:
-        """See `_insist`. It goes on without the caller, too."""
         task = self._in_background(self._insist(session_id, call))
         tasks = self._telling.setdefault(session_id, set())
         tasks.add(task)
@@ -366,7 +365,6 @@ class RunningSessions:
 
     @property
     def session_ids(self) -> set[str]:
-        """Of those that run."""
         return set(self._running)
 
     def has(self, session_id: str) -> bool:
@@ -375,7 +373,6 @@ class RunningSessions:
 
     @property
     def is_closing(self) -> bool:
-        """Whether what runs has been cancelled."""
         return self._closing.is_set()
 
     def get(self, session_id: str) -> SessionRun | None:
@@ -493,7 +490,6 @@ class TakeOvers:
         targets: ReplicaPool[VerifyItem, VerifyAnswer],
         replays: Replays,
     ) -> None:
-        """`owner` is this coordinator's name in the store."""
         self._store = store
         self._owner = owner
         self._opener = opener

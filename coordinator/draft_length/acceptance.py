@@ -67,7 +67,6 @@ class _Averages:
         self._prior = prior
 
     def fade(self) -> None:
-        """A round has passed."""
         self._sums *= self._keep
 
     _sums: np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -140,7 +139,6 @@ class SiblingAverages(_Averages):
         self._sums = np.zeros((3, SIBLINGS_MAX))
 
     def note(self, found: SiblingChances) -> None:
-        """A round was verified."""
         self.fade()
         for sums, values in zip(self._sums, found, strict=True):
             sums[: len(values)] += values
@@ -225,7 +223,6 @@ class Shaper:
         self._gains = sorted(gains, key=lambda gain: -gain[0])
 
     def shape(self, num_draft_tokens: int, num_tokens: float, seconds: float) -> Shape:
-        """For a chain of so many tokens that promises this."""
         siblings = [0] * num_draft_tokens
         tokens, time, row = num_tokens, seconds, num_draft_tokens
         for gain, likely, depth in self._gains:

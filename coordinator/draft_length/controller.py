@@ -111,7 +111,6 @@ class ExplorationBudget:
         return self._looks <= self._tuning.first_looks
 
     def earn(self, num_tokens: float) -> None:
-        """So many were committed."""
         self._add(self._tuning.trial_share * num_tokens)
 
     def pays(self, num_tokens: float) -> bool:
@@ -200,7 +199,6 @@ class Experience:
 
     @property
     def is_young(self) -> bool:
-        """Whether little was shown yet, with prompts of any length."""
         return self._of_rule.num_rounds < self._young_rounds
 
     def note(self, num_asked: int, survival: Sequence[float]) -> None:
@@ -228,7 +226,6 @@ class Learned:
             ]
 
     def experience(self, rule: Rule, prompt_length: int) -> Experience:
-        """That of sessions with such prompts."""
         return self._experience[rule][bisect(PROMPT_SIZES, prompt_length)]
 
 
@@ -267,7 +264,6 @@ class LengthControls:
 
     @property
     def costs(self) -> RoundCosts:
-        """The round costs that new sessions share."""
         return self._learned.costs
 
     def hear_load(
@@ -345,7 +341,6 @@ class _Option:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
@@ -436,7 +431,6 @@ class LengthControl(LengthPolicy):
 
     @property
     def begins_plain(self) -> bool:
-        """See `LengthPolicy.begins_plain`."""
         return self._plans_plain()
 
     def fix(self) -> None:
@@ -502,17 +496,14 @@ class LengthControl(LengthPolicy):
             self._num_missed = 0  # No excuse for another one.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """See `LengthPolicy.note_watched`. Rounds that are planned already do not see it."""
         if self._fixed is None:
             self._averages.note(num_asked, survival)
             self._experience.note(num_asked, survival)
 
     def close(self) -> None:
-        """See `LengthPolicy.close`."""
         self._controls.close(self._seed)
 
     def _plan(self, before: _Planned) -> _Planned:
-        """The round after `before`, which begins now."""
         if self._bound > 0 and self._fixed is None:
             if self._plain_left > 0:
                 self._plan_plain()
@@ -669,5 +660,4 @@ class LengthControl(LengthPolicy):
 
 
 def _best(options: Iterable[_Option]) -> _Option:
-    """The quickest, of several the shortest."""
     return max(options, key=lambda option: option.rate)

@@ -87,7 +87,6 @@ class LengthPolicy:
 
     @property
     def listens(self) -> bool:
-        """Whether `note` makes a difference."""
         return True
 
     def choose(self, index: int, num_left: int) -> RoundLength:
@@ -125,7 +124,6 @@ class FixedLength(LengthPolicy):
         return False
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """The first round has no draft, for which it would wait."""
         num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
         next_max = max(0, min(self._num_draft_tokens, num_left - 2))
         beside = (self._siblings,) if self._siblings else ()

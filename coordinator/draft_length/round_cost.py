@@ -73,7 +73,6 @@ class CostLine:
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
-        """A time was measured."""
         keep = 1.0 - 1.0 / MEMORY_ROUNDS
         self.weight = self.weight * keep + 1.0
         dx = x - self._x
@@ -83,17 +82,14 @@ class CostLine:
         self._xy = self._xy * keep + dx * (seconds - self._y)
 
     def fade(self, keep: float) -> None:
-        """What was noted weighs so much of what it did."""
         self.weight *= keep
         self._xx *= keep
         self._xy *= keep
 
     def at(self, x: float) -> float:
-        """The time to expect."""
         return self._y + self.slope() * (x - self._x)
 
     def slope(self) -> float:
-        """What each unit of the quantity adds to it."""
         if self.weight == 0.0:
             return self._slope * self._unit
         if self._y <= 0.0 or self._x <= 0.0:
@@ -275,12 +271,10 @@ class RoundCosts:
 
     @property
     def are_known(self) -> bool:
-        """Whether any round was timed."""
         return self._round.value > 0
 
     @property
     def plain_rounds_known(self) -> float:
-        """How much the rounds of plain decoding weigh that were timed."""
         return self._plain.weight
 
     @property
@@ -327,7 +321,6 @@ class RoundCosts:
         return CostLine(1.0, STEP_SPREAD, relative=True)
 
     def _bounded(self, seconds: float) -> float:
-        """A time of a round as it counts."""
         mean = self._round.value
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
@@ -343,7 +336,6 @@ class RoundCosts:
         return self._table.step_seconds(max(1, round(rows)), sessions, slots)
 
     def _others(self) -> float:
-        """Sessions that are at the target when another one comes there."""
         if self._round.value <= 0:
             return 0.0
         share = min(1.0, self._at_target.value / self._round.value)
@@ -352,5 +344,4 @@ class RoundCosts:
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:
-        """Tokens a second of one session."""
         return self._tokens.value / self._round.value if self._round.value > 0 else 0.0

@@ -28,7 +28,6 @@ class Spelled:
 
     @classmethod
     def of(cls, data: bytes) -> Spelled:
-        """From a token's bytes."""
         try:
             return cls(data, data.decode())
         except UnicodeDecodeError:
@@ -50,13 +49,11 @@ class LogprobSpeller:
     """Spells the log-probabilities of one choice."""
 
     def __init__(self, text: Text | None) -> None:
-        """Without a tokenizer a token is written as its id."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = 0
 
     def score(self, event: Tokens) -> list[ScoredToken]:
-        """The tokens of an event, which must come in order."""
         check(len(event.logprobs) == len(event.token_ids), "tokens without log-probabilities")
         scored = []
         for token_id, entry in zip(event.token_ids, event.logprobs, strict=True):
@@ -73,7 +70,6 @@ class LogprobSpeller:
 
 
 def finite(logprob: float) -> float:
-    """The number that JSON is given."""
     return max(logprob, IMPOSSIBLE)
 
 
@@ -84,18 +80,15 @@ class SpeculationReport:
     tokens that a round brought, on average, before an answer's end cut it short."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        """The most that a round may propose."""
         self._num_draft_tokens = num_draft_tokens
         self._num_rounds = self._num_proposed = self._num_accepted = 0
         self._rounds: Counter[tuple[int, int]] = Counter()
         """By tokens proposed and accepted."""
 
     def add_round(self, report: RoundReport) -> None:
-        """One round, where rounds are told."""
         self._rounds[len(report.proposed_token_ids), report.num_accepted] += 1
 
     def add_session(self, metrics: Metrics) -> None:
-        """One session that has ended."""
         self._num_rounds += metrics.num_rounds
         self._num_proposed += metrics.num_draft_tokens
         self._num_accepted += metrics.num_accepted_draft_tokens
@@ -146,21 +139,13 @@ class Shape(Protocol):
         """What the first chunk of a choice has; None where there is no such chunk."""
         ...
 
-    def delta(self, text: str) -> Json:
-        """More of a choice; its text may lag behind its tokens."""
-        ...
+    def delta(self, text: str) -> Json: ...
 
-    def closing(self) -> Json:
-        """What the last chunk of a choice has."""
-        ...
+    def closing(self) -> Json: ...
 
-    def message(self, text: str) -> Json:
-        """All text of a choice."""
-        ...
+    def message(self, text: str) -> Json: ...
 
-    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
-        """The log-probabilities of some tokens of a choice."""
-        ...
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json: ...
 
 
 class _Totals:
@@ -175,7 +160,6 @@ class _Totals:
         self._num_prompt_tokens = self._num_tokens = self._num_finished = 0
 
     def note(self, index: int, event: Event) -> None:
-        """The next event of a choice."""
         if isinstance(event, Started):
             self._id = self._id or self._prefix + event.session_id
             self._model = event.model
@@ -191,12 +175,10 @@ class _Totals:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every choice has ended."""
         return self._num_finished == len(self._asked.requests)
 
     @property
     def usage(self) -> Json:
-        """Tokens so far."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
@@ -205,11 +187,9 @@ class _Totals:
 
     @property
     def metrics(self) -> Json:
-        """What speculation did, of the choices that have ended."""
         return {"speculative_decoding": self._report.told(histograms=self._asked.histograms)}
 
     def envelope(self, kind: str, choices: list[Json]) -> Json:
-        """What holds choices; `kind` is what it calls itself."""
         return {
             "id": self._id,
             "object": kind,
@@ -237,7 +217,6 @@ class Answer:
         self._ends: dict[int, FinishReason] = {}
 
     def add(self, index: int, event: Event) -> None:
-        """The next event of a choice."""
         self._totals.note(index, event)
         if isinstance(event, Tokens):
             self._texts[index].append(event.text_delta)
@@ -248,7 +227,6 @@ class Answer:
             self._ends[index] = event.finish_reason
 
     def whole(self) -> Json:
-        """The answer, once every choice has ended."""
         check(self._totals.is_whole, "a choice has not ended")
         choices = [self._choice(index) for index in range(len(self._asked.requests))]
         totals = self._totals
@@ -276,7 +254,6 @@ class Chunks:
     def __init__(
         self, asked: Asked, shape: Shape, text: Text | None, num_draft_tokens: int, created: int
     ) -> None:
-        """As of `Answer`."""
         self._asked = asked
         self._shape = shape
         self._totals = _Totals(asked, shape, num_draft_tokens, created)
@@ -336,7 +313,6 @@ class Chunks:
 
 
 def _end(reason: FinishReason | None) -> Json:
-    """How a choice says that it has ended, or not yet."""
     if reason in _CUT_OFF:
         return {"finish_reason": "length", "stop_reason": str(reason)}
     return {"finish_reason": None if reason is None else str(reason), "stop_reason": None}
@@ -350,23 +326,18 @@ class ChatShape:
     chunk = "chat.completion.chunk"
 
     def opening(self) -> dict[str, Any] | None:
-        """See `Shape.opening`."""
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, text: str) -> dict[str, Any]:
-        """See `Shape.delta`."""
         return {"delta": {"content": text}}
 
     def closing(self) -> dict[str, Any]:
-        """See `Shape.closing`."""
         return {"delta": {}}
 
     def message(self, text: str) -> dict[str, Any]:
-        """See `Shape.message`."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """See `Shape.logprobs`."""
         content = [
             _scored(token.spelled, token.logprob)
             | {"top_logprobs": [_scored(*one) for one in token.top]}
@@ -386,19 +357,15 @@ class CompletionShape:
     whole = chunk = "text_completion"
 
     def opening(self) -> dict[str, Any] | None:
-        """See `Shape.opening`."""
         return None
 
     def delta(self, text: str) -> dict[str, Any]:
-        """See `Shape.delta`."""
         return {"text": text}
 
     def closing(self) -> dict[str, Any]:
-        """See `Shape.closing`."""
         return {"text": ""}
 
     def message(self, text: str) -> dict[str, Any]:
-        """See `Shape.message`."""
         return {"text": text}
 
     def logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
@@ -421,13 +388,11 @@ class NativeEvents:
     """The events of one session as `POST /api/generate` tells them."""
 
     def __init__(self, text: Text | None) -> None:
-        """Without a tokenizer there are no texts."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._num_tokens = 0
 
     def take(self, index: int, event: Event) -> list[Json]:
-        """As `Chunks.take`."""
         if isinstance(event, Tokens):
             return [self._tokens(event)]
         if isinstance(event, RoundReport):

@@ -172,7 +172,6 @@ class PageFile:
     etag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or that it has not changed."""
         headers = {**_HEADERS, "etag": self.etag}
         known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
         if self.etag in known or f"W/{self.etag}" in known or "*" in known:
@@ -200,7 +199,6 @@ PAGE_PATHS: Final = frozenset(_FILES)
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds a route for each file."""
     for path, file in sorted(_FILES.items()):
         app.add_api_route(path, _server(file), methods=["GET", "HEAD"], include_in_schema=False)
 
@@ -220,7 +218,6 @@ class TimingMiddleware:
         self._times = times
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a call through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -279,7 +276,6 @@ class CallerMiddleware:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Names the caller, and lets the call in; or answers it."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
@@ -391,7 +387,6 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
 
 
 def _add_window(app: FastAPI, generations: Generations, service: CoordinatorService) -> None:
-    """The page, and what it asks for."""
     events = {"description": EVENTS, "content": {"text/event-stream": {}}}
     add_page(app)
 

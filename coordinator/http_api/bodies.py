@@ -140,7 +140,6 @@ def _described(field: str, words: str) -> WrapValidator:
 
 
 def _within(low: int, high: int) -> tuple[object, ...]:
-    """Bounds that are told as the coordinator tells its own."""
 
     def validate(value: int) -> int:
         if not low <= value <= high:
@@ -152,7 +151,6 @@ def _within(low: int, high: int) -> tuple[object, ...]:
 
 
 def _unicode(text: str) -> str:
-    """JSON may spell half a character."""
     try:
         text.encode()
     except UnicodeEncodeError:

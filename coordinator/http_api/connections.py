@@ -58,18 +58,15 @@ class HttpConnection(H11Protocol):
     """One connection, from its accept on."""
 
     def __init__(self, config: Config, state: ServerState, open_: OpenConnections) -> None:
-        """`open_` is told what the connection waits for."""
         super().__init__(config, state, app_state={})
         self._open = open_
         self._giving_up: asyncio.TimerHandle | None = None
 
     @property
     def has_request(self) -> bool:
-        """Whether a request's headers are complete, and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         if self.has_request:
             self._open.busy(self)
@@ -77,7 +74,6 @@ class HttpConnection(H11Protocol):
             self._open.incomplete(self)
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`. The next request may be there already (pipelining)."""
         super().on_response_complete()
         if self.has_request:
             return
@@ -87,18 +83,15 @@ class HttpConnection(H11Protocol):
             self._open.incomplete(self)
 
     def pause_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         super().pause_writing()
         if self._giving_up is None:
             self._giving_up = self.loop.call_later(HTTP_STUCK_WRITE_S, self._give_up)
 
     def resume_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._stop_giving_up()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._stop_giving_up()
         self._open.closed(self)
         super().connection_lost(exc)
@@ -149,30 +142,25 @@ class OpenConnections:
             self.closed(connection)
 
     def incomplete(self, connection: HttpConnection) -> None:
-        """The headers of a request are expected. The first call counts."""
         if connection not in self._incomplete:
             self.closed(connection)
             self._incomplete[connection] = self._clock() + HTTP_HEADERS_S
 
     def idle(self, connection: HttpConnection) -> None:
-        """It has been answered, and may send another request."""
         self.closed(connection)
         self._idle[connection] = self._clock() + HTTP_KEEP_ALIVE_S + HTTP_STUCK_WRITE_S
 
     def busy(self, connection: HttpConnection) -> None:
-        """The headers of a request are complete."""
         if connection not in self._busy:
             self.closed(connection)
             self._busy.add(connection)
 
     def closed(self, connection: HttpConnection) -> None:
-        """It has gone. A second time this does nothing."""
         self._incomplete.pop(connection, None)
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 
     def close_late(self) -> None:
-        """Closes those whose next request has taken too long."""
         now = self._clock()
         for waiting in (self._incomplete, self._idle):
             while waiting:
@@ -189,7 +177,6 @@ class OpenConnections:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def close_connecting(self) -> None:
-        """Closes those whose handshake is not complete."""
         for connection in list(self._connecting):
             self._close(connection)
 
@@ -228,7 +215,6 @@ class Acceptor:
         open_: OpenConnections,
         new_connection: Callable[[], HttpConnection],
     ) -> None:
-        """`open_` is told of each; `tls` None = plain text."""
         self._listening = listening
         self._tls = tls
         self._open = open_
@@ -238,7 +224,6 @@ class Acceptor:
         self._expiring: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Accepts from now on."""
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
         self._expiring = self._loop.create_task(_expire(self._open))

@@ -40,7 +40,6 @@ def to_json(value: Any) -> bytes:
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A whole answer."""
     return Response(to_json(value), status, headers, "application/json")
 
 
@@ -94,7 +93,6 @@ def meant(error: Exception) -> OutriderError:
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
-    """The body that tells of an error."""
     name, code = _kind(error)
     param = None
     if isinstance(error, BadRequest):
@@ -128,7 +126,6 @@ def error_response(error: OutriderError) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Puts every error of an application into the one shape."""
 
     async def raised(request: Request, error: Exception) -> Response:
         return error_response(meant(error))
@@ -151,7 +148,6 @@ def _body(message: str, name: str, param: str | None, code: str | None) -> dict[
 
 
 def _plain(error: Any) -> Response:
-    """What the router, or whoever reads the body, refuses with."""
     status = int(error.status_code)
     code = _CODES.get(status, "bad_request")
     body = _body(str(error.detail), "invalid_request_error", None, code)
@@ -181,7 +177,6 @@ def of_body(reason: str) -> BadRequest:
 
 
 def _param(found: Mapping[str, Any]) -> str:
-    """The field, as `messages[0].content`; empty for the body as a whole."""
     *place, last = found["loc"]
     unknown = found["type"] == "extra_forbidden"
     parts = [part for part in (*place, *(() if unknown else (last,))) if _names_a_field(part)]
@@ -212,7 +207,6 @@ def _reason(found: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A wrong value, if it is short."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number as large"

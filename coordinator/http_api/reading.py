@@ -55,7 +55,6 @@ class BodyRoute(APIRoute):
     to be empty, for every route that has a body is limited."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See `APIRoute`."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -83,7 +82,6 @@ class _ReadRequest(Request):
         self._data, self._value = data, value
 
     async def body(self) -> bytes:
-        """As it came."""
         return self._data
 
     async def json(self) -> Any:
@@ -124,7 +122,6 @@ def _check_values(data: bytes) -> None:
 
 
 def _too_many(data: bytes) -> str:
-    """What there is too much of, if strings have no marks."""
     num_containers = sum(map(data.count, _OPENINGS))
     if num_containers > HTTP_CONTAINERS_MAX:
         return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
@@ -207,7 +204,6 @@ class BodyLimit:
         self._num_tenant_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a call read its body."""
         end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
         caller: Caller = scope.get("state", {}).get("caller", ANYBODY)
         size, is_read = 0, False
@@ -251,7 +247,6 @@ class BodyLimit:
 
 
 async def _received_by(end: float, receive: Receive) -> Message:
-    """The next part of a body, if it comes in time."""
     part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):

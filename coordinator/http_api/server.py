@@ -47,7 +47,6 @@ class TlsFiles:
 
     @property
     def asks_callers(self) -> ssl.VerifyMode:
-        """Whether callers must show one."""
         return ssl.CERT_NONE if self.authority is None else ssl.CERT_REQUIRED
 
 
@@ -56,14 +55,12 @@ class ShownCertificate:
     nothing."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
-        """What is in the files now is known."""
         paths = [one for one in (files.certificate, files.key, files.authority) if one is not None]
         self._files = files
         self._watch = FileWatch(paths, clock, KEY_FILE_LOOK_MS / 1e3)
         self._newest: ssl.SSLContext | None = None
 
     def follow(self, context: ssl.SSLContext) -> None:
-        """Connections under this context have what is new."""
         context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
@@ -153,13 +150,11 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """host:port that it listens on, once started."""
         check(bool(self._address), "the server has not been started")
         return self._address
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended it: it takes no connections."""
         return self._failed
 
     async def start(self) -> None:

@@ -38,15 +38,13 @@ class ClientGone(Exception):
 class Unsent(Response):
     """The answer to a client that has gone: nothing."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends nothing, so that nobody takes it for an answer."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class Connection:
     """A request's client, for as long as it is there and the server does not end."""
 
     def __init__(self, receive: Receive, closing: asyncio.Event) -> None:
-        """`closing` is set when the server waits no longer."""
         self._receive = receive
         self._closing = closing
 

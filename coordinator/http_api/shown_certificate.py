@@ -23,7 +23,6 @@ class TlsFiles:
 
     @property
     def asks_callers(self) -> ssl.VerifyMode:
-        """Whether callers must show one."""
         return ssl.CERT_NONE if self.authority is None else ssl.CERT_REQUIRED
 
 
@@ -32,14 +31,12 @@ class ShownCertificate:
     nothing."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
-        """What is in the files now is known."""
         paths = [one for one in (files.certificate, files.key, files.authority) if one is not None]
         self._files = files
         self._watch = FileWatch(paths, clock, KEY_FILE_LOOK_MS / 1e3)
         self._newest: ssl.SSLContext | None = None
 
     def follow(self, context: ssl.SSLContext) -> None:
-        """Connections under this context have what is new."""
         context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:

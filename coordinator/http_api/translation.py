@@ -41,7 +41,6 @@ class OutputFormat:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """What the body calls the coordinator's field for it."""
         return {self.constraint.kind.value: self.field}
 
 
@@ -62,7 +61,6 @@ def output_format(body: GenerationBody) -> OutputFormat | None:
 
 
 def _of_response_format(value: Mapping[str, Any] | None) -> list[OutputFormat]:
-    """OpenAI's; a schema is always met, `strict` or not."""
     field = "response_format"
     if value is None:
         return []
@@ -84,7 +82,6 @@ def _of_response_format(value: Mapping[str, Any] | None) -> list[OutputFormat]:
 
 
 def _of_structured_outputs(value: Mapping[str, Any] | None) -> list[OutputFormat]:
-    """vLLM's: one of its kinds, but for `grammar` and `structural_tag`."""
     found = []
     for name, entry in (value or {}).items():
         field = f"structured_outputs.{name}"
@@ -157,7 +154,6 @@ class Asked:
 
     @property
     def logprobs(self) -> bool:
-        """Whether log-probabilities are told."""
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
@@ -319,7 +315,6 @@ DEFAULT_MAX_TOKENS: Final = 16
 
 
 def translate_completion(body: CompletionBody, draw_seed: Callable[[], int]) -> Asked:
-    """See `translate`. Every prompt has choices of its own."""
     wishes = Wishes(
         prompts=_prompts(body.prompt),
         max_tokens=body.max_tokens,

@@ -87,7 +87,6 @@ class FairQueue:
         self._held[tenant] += 1
 
     def _next(self) -> None:
-        """Gives free places to those that wait."""
         while self._num_free and self._waiting:
             tenant = min(self._waiting, key=lambda name: self._held[name])
             future = self._waiting[tenant][0]

@@ -42,7 +42,6 @@ class CompilerProcess:
     """The loop of the process."""
 
     def __init__(self, output: int) -> None:
-        """`output` is the file descriptor that answers are written to."""
         self._output = output
         self._unread = bytearray()
         self._tokenizer: GrammarTokenizer | None = None
@@ -50,7 +49,6 @@ class CompilerProcess:
         """By process id: the request, and when it is killed, whatever it has worked."""
 
     def run(self) -> None:
-        """Until the input ends."""
         try:
             while True:
                 wait_s = _POLL_S if self._forks else None
@@ -115,7 +113,6 @@ class CompilerProcess:
             os._exit(status)
 
     def _reap(self) -> None:
-        """Answers for forks that have not answered."""
         now = time.monotonic()
         for process_id, (request_id, end) in list(self._forks.items()):
             ended, status = os.waitpid(process_id, os.WNOHANG)
@@ -136,7 +133,6 @@ class CompilerProcess:
 
 
 def _limit() -> None:
-    """Of processor time and of memory, for this fork."""
     seconds = int(COMPILE_S_MAX)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
@@ -146,7 +142,6 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Runs the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The terminal's goes to the coordinator, too.
     output = os.dup(1)
     os.dup2(2, 1)  # No library's print is taken for an answer.

@@ -231,25 +231,17 @@ class Text(Protocol):
     """The target's tokenizer."""
 
     @property
-    def token_bytes_max(self) -> int:
-        """Bytes of text that one token stands for, at most."""
-        ...
+    def token_bytes_max(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of raw text."""
-        ...
+    def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template."""
-        ...
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 
     def spell(self, token_id: int) -> bytes:
         """What a token is written as inside a text; a special one by its name."""
         ...
 
-    def stream(self) -> TextStream:
-        """A fresh incremental detokenizer."""
-        ...
+    def stream(self) -> TextStream: ...
 
     def backend_json(self) -> str:
         """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where

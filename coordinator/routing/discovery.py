@@ -34,8 +34,7 @@ Hear = Callable[[Role, Sequence[ReplicaRecord]], None]
 """Is told what the registry has of a role, each time that it is read."""
 
 
-def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None:
-    """Nobody wants to know."""
+def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None: ...
 
 
 async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[str, str]]:

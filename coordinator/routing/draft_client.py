@@ -68,16 +68,13 @@ class FeatureWindow:
 
     @property
     def news(self) -> Features | None:
-        """What the draft was not told yet."""
         return None if self._kept is None else self._kept.since(self._told)
 
     def told(self) -> None:
-        """The draft has answered a question with all that is kept."""
         if self._kept is not None:
             self._told = self._kept.end
 
     def forgotten(self) -> None:
-        """The draft may know nothing any more."""
         self._told = 0
 
 
@@ -88,7 +85,6 @@ class PushedProposals:
     that another one holds."""
 
     def __init__(self, bytes_max: int) -> None:
-        """`bytes_max` bounds what is kept for a round."""
         self._bytes_max = bytes_max
         self._round = 0
         self._bytes = 0
@@ -172,7 +168,6 @@ class DraftClient:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """See `Drafts.cache_state`."""
         return CacheState(self._route.replica, self.cached_length)
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
@@ -380,7 +375,6 @@ class DraftClient:
         return looked_for if is_cut else num_draft_tokens
 
     def _is_fit(self, pushed: ProposalReply) -> bool:
-        """Whether it can be used at all."""
         try:
             check(not pushed.proposal.parents, "it is a tree")
             require_q(pushed.proposal, self._headers.session.record.rule)
@@ -390,7 +384,6 @@ class DraftClient:
         return True
 
     def _tell(self, number: int, num_draft_tokens: int, token_ids: tuple[int, ...]) -> None:
-        """Tells the draft which of its proposals has come true."""
         if self._present:
             try:
                 self._send(number, num_draft_tokens, held=token_ids)
@@ -430,7 +423,6 @@ class DraftClient:
         self._rest()
 
     def _move(self) -> bool:
-        """Goes to another draft, if there is one."""
         if not self._route.move():
             return False
         self.cached_length = 0
@@ -443,7 +435,6 @@ class DraftClient:
         self._ask_again_at = asyncio.get_running_loop().time() + self._timeouts.draft_retry_s
 
     def _heard_again(self) -> bool:
-        """Whether an absent draft has answered anything since it was lost."""
         self._present = self._mailbox.heard
         return self._present
 
@@ -515,7 +506,6 @@ class SelfDraftClient:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """See `Drafts.cache_state`."""
         return None
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:

@@ -69,9 +69,7 @@ class Drafts(Protocol):
     """One session's proposals. A round always gets one: a request must not suffer from a draft."""
 
     @property
-    def lookup(self) -> SessionLookup | None:
-        """The look-up that drafts alone; None where something else does."""
-        ...
+    def lookup(self) -> SessionLookup | None: ...
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -102,9 +100,7 @@ class Drafts(Protocol):
         `room` is left in the target's context then."""
         ...
 
-    def hear(self, reply: VerdictReply) -> None:
-        """That verdict has come."""
-        ...
+    def hear(self, reply: VerdictReply) -> None: ...
 
     def settle(self, common_length: int) -> None:
         """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
@@ -114,9 +110,7 @@ class Drafts(Protocol):
         """The replica that drafts is broken: this session takes no more proposals from it."""
         ...
 
-    def close(self) -> None:
-        """Ends the session on this side."""
-        ...
+    def close(self) -> None: ...
 
 
 class SessionLookup:
@@ -162,7 +156,6 @@ class LookupDrafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """See `Drafts.cache_state`."""
         return None
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:

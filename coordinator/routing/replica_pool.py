@@ -69,7 +69,6 @@ class Mailbox(Generic[Answer]):
         return True
 
     def lose(self, error: Exception) -> None:
-        """The stream broke: whoever waits is told."""
         self._lost = error
         self._wake()
 
@@ -82,7 +81,6 @@ class Mailbox(Generic[Answer]):
         return lost
 
     def forget_loss(self) -> None:
-        """Whatever broke is not what is waited for from now on."""
         self._lost = None
 
     async def take(self, round_index: int) -> Answer:
@@ -115,7 +113,6 @@ class ReplicaConnection(Generic[Item, Answer]):
         description: ReplicaDescription,
         on_away: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_away` hears when the replica cannot be reached."""
         self.link: Link[Item, Answer] = link
         self.name = name
         """The replica's name in the session store."""
@@ -135,26 +132,21 @@ class ReplicaConnection(Generic[Item, Answer]):
 
     @property
     def is_open(self) -> bool:
-        """Whether sessions may come here."""
         return not (self.leaving or self.away)
 
     @property
     def sessions(self) -> list[str]:
-        """Those that have a mailbox here."""
         return list(self._boxes)
 
     @property
     def num_boxes(self) -> int:
-        """How many these are."""
         return len(self._boxes)
 
     def open(self, session_id: str, box: Mailbox[Answer]) -> None:
-        """Answers to a session go to its mailbox from now on."""
         check(session_id not in self._boxes, f"session {session_id} has a mailbox already")
         self._boxes[session_id] = box
 
     def send(self, item: Item) -> None:
-        """See `Link.send`."""
         try:
             self.link.send(item)
         except LinkLost:
@@ -162,7 +154,6 @@ class ReplicaConnection(Generic[Item, Answer]):
             raise
 
     def miss(self) -> None:
-        """The replica cannot be reached, or cannot go on."""
         self.away = True
         self._on_away()
 
@@ -183,7 +174,6 @@ class ReplicaConnection(Generic[Item, Answer]):
             del self._repeats[next(iter(self._repeats))]
 
     def lose(self, error: Exception) -> None:
-        """The replica cannot be reached: whoever waits is told."""
         self.miss()
         self._repeats.clear()
         for box in self._boxes.values():
@@ -196,7 +186,6 @@ class ReplicaConnection(Generic[Item, Answer]):
             self.num_stale += 1
 
     def _is_repeat(self, key: ReplyKey) -> bool:
-        """Whether this answer was expected as a repeat; it comes once."""
         is_expected = key in self._repeats
         self._repeats.pop(key, None)
         return is_expected
@@ -321,7 +310,6 @@ class ReplicaPool(Generic[Item, Answer]):
             raise errors[0]
 
     async def answers(self, name: str) -> bool:
-        """Whether a replica says what it runs."""
         replica = self._replicas.get(name)
         if replica is None or replica.away:
             return False
@@ -449,7 +437,6 @@ class ReplicaPool(Generic[Item, Answer]):
         return False
 
     async def close(self) -> None:
-        """Closes all links."""
         await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
@@ -542,12 +529,10 @@ class SessionRoute(Generic[Item, Answer]):
         replica.send(item)
 
     def expect_repeat(self, key: ReplyKey) -> None:
-        """See `ReplicaConnection.expect_repeat`."""
         if self._replica is not None:
             self._replica.expect_repeat(key)
 
     async def change(self, timeout_s: float) -> None:
-        """See `ReplicaPool.change`."""
         await self._pool.change(timeout_s)
 
     def give_up(self) -> None:

@@ -174,7 +174,6 @@ class TargetClient:
 
     @property
     def cache_state(self) -> CacheState:
-        """What the store is told of this side."""
         return CacheState(self._route.replica, self.cached_length)
 
     async def verify(
@@ -255,7 +254,6 @@ class TargetClient:
         self._route.close()
 
     def _move(self) -> bool:
-        """Goes to another target, if there is one."""
         if not self._route.move():
             return False
         self.cached_length = 0
@@ -313,7 +311,6 @@ class TargetClient:
         return NOTHING_SEALED
 
     def _retry_s(self, num_retries: int) -> float:
-        """How long to wait before the next one."""
         return backoff(self._timeouts.target_retry_s, RETRY_S_MAX, num_retries, self._random)
 
     async def _put_right(self, answer: Resync | Refused, num_retries: int) -> None:
