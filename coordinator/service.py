@@ -40,13 +40,7 @@ from coordinator.routing.replica_pool import Compatibility, ReplicaPool, route_o
 from coordinator.routing.target_client import HeaderWriter, TargetClient
 from outrider.closing import run_all
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    NotFound,
-    Overloaded,
-    Unavailable,
-)
+from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.registry.affinity import affinity
@@ -126,8 +120,7 @@ class CoordinatorService:
         """Sessions that other coordinators run with the same targets."""
         self._observation = observation
         observation.watch_load(
-            running=lambda: self.num_running,
-            waiting=lambda: self._num_admitted - self.num_running,
+            running=lambda: self.num_running, waiting=lambda: self._num_admitted - self.num_running
         )
         self._health = HealthMonitor(store, self.targets, self.drafts, registry)
         observation.watch_health(self._health.readings)

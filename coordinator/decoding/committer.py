@@ -17,13 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from outrider.backoff import backoff
-from outrider.errors import (
-    InvariantError,
-    OutriderError,
-    StoreUnavailable,
-    Unavailable,
-    check,
-)
+from outrider.errors import InvariantError, OutriderError, StoreUnavailable, Unavailable, check
 from outrider.limits import (
     APPENDS_PER_CALL_MAX,
     COMMIT_RETRY_MS_MAX,

@@ -11,15 +11,7 @@ from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.limits import REPLAY_TOKENS_INLINE
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.request import (
-    Event,
-    Finished,
-    Metrics,
-    ResumeRequest,
-    Started,
-    Tokens,
-    Usage,
-)
+from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.state import Session
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.shared_calls import SharedCalls

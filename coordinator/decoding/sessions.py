@@ -56,11 +56,7 @@ class SessionRun:
     """One session from its opening to its last event."""
 
     def __init__(
-        self,
-        decoding: Decoding,
-        arrived: float,
-        deadline: float,
-        replayed: Replayed | None = None,
+        self, decoding: Decoding, arrived: float, deadline: float, replayed: Replayed | None = None
     ) -> None:
         """Starts decoding a session that the committer knows. `arrived` and `deadline` are times of
         the event loop's clock; `replayed` is what a resumed session has."""
@@ -442,11 +438,7 @@ class RunningSessions:
         return ending
 
     async def _wait(
-        self,
-        session_id: str,
-        epoch: int,
-        counters: Counters,
-        ending: asyncio.Task[bool] | None,
+        self, session_id: str, epoch: int, counters: Counters, ending: asyncio.Task[bool] | None
     ) -> None:
         if ending is not None and await ending:
             return

@@ -289,12 +289,7 @@ class Chunks:
     def _finished(self, index: int, event: Finished) -> list[Json]:
         totals = self._totals
         last = self._chunk(
-            {
-                "index": index,
-                **self._shape.closing(),
-                "logprobs": None,
-                **_end(event.finish_reason),
-            }
+            {"index": index, **self._shape.closing(), "logprobs": None, **_end(event.finish_reason)}
         )
         if not totals.is_whole:
             return [last]

@@ -19,11 +19,7 @@ from coordinator.http_api.bodies import (
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import CHAT_MESSAGES_MAX, MAX_TOKENS_DEFAULT, PROMPTS_MAX, SEED_BITS
-from outrider.request import (
-    ChatMessage,
-    GenerateRequest,
-    Prompt,
-)
+from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 

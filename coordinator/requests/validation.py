@@ -205,8 +205,7 @@ def check_stop(stop: tuple[str, ...]) -> None:
         size = len(text.encode())
         if not 1 <= size <= limits.STOP_STRING_BYTES_MAX:
             raise BadRequest(
-                f"stop[{index}]",
-                f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}",
+                f"stop[{index}]", f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}"
             )
 
 
