@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import wraps
 from typing import Any
 
 from session_model import new_session
 
 from coordinator.decoding.committer import Committer
-from outrider.clock import run_virtually
-from outrider.errors import (
-    OutriderError,
-    StoreUnavailable,
-)
+from outrider.errors import OutriderError, StoreUnavailable
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Counters, Finish
 
 NO_COUNTS = Counters()
 LATENCY_S = 0.01
-
-
-def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test on a virtual clock."""
-
-    @wraps(test)
-    def run(**arguments: Any) -> None:
-        run_virtually(test(**arguments))
-
-    return run
 
 
 class UnreliableStore(MemoryStore):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from commit_bench import LATENCY_S, Bench, bench, now, virtually
+from commit_bench import LATENCY_S, Bench, bench, now
+from virtual_time import virtually
 
 from outrider.errors import StaleEpoch, Unavailable
 from outrider.limits import SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS

@@ -262,7 +262,10 @@ def dropping(branch: AutoregressiveDraft) -> bool:
     return not branch.is_whole
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["model", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "model")],
+)
 def test_a_late_token_that_is_drawn_and_dropped_is_found(
     kind: str, draws: Draws, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,9 +207,9 @@ def law() -> dict[tuple[int, ...], float]:
 
 SIBLINGS = (1, 1, 1, 1)
 CELLS = [
-    (Rule.TOKEN, ()),
+    pytest.param(Rule.TOKEN, (), marks=pytest.mark.full),  # A chain is a tree without siblings.
     (Rule.BLOCK, ()),
-    (Rule.COUPLED, ()),
+    pytest.param(Rule.COUPLED, (), marks=pytest.mark.full),
     (Rule.TOKEN, SIBLINGS),
     (Rule.COUPLED, SIBLINGS),
 ]
@@ -228,7 +228,7 @@ def test_a_deadline_keeps_the_law(rule: Rule, siblings: tuple[int, ...]) -> None
     assert fitted.power > 0.99
 
 
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, pytest.param(Rule.BLOCK, marks=pytest.mark.full)])
 def test_a_deadline_that_drops_what_was_drawn_is_found(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +240,10 @@ def test_a_deadline_that_drops_what_was_drawn_is_found(
     assert fit(found.tokens, law(), TV).p_value < FALSE_ALARM
 
 
-@pytest.mark.parametrize("how", ["refuses", "breaks", "is silent"])
+@pytest.mark.parametrize(
+    "how",
+    ["is silent", *(pytest.param(how, marks=pytest.mark.full) for how in ("refuses", "breaks"))],
+)
 def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(how: str) -> None:
     """It proposes in a third of the rounds. In the others the draft does, however late it is; the
     time that it takes depends on its tokens. False alarm 1e-6."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from coordinator_bench import PATIENCE, REQUEST, STEP_S, Bench, SlowText, bench, failing
 from toy_engine import ToyEngine
+from virtual_time import virtually
 
 from coordinator.health import TROUBLE_S
 from draft_service.service import DraftService
@@ -64,53 +65,46 @@ class BrokenDraft(MemoryLink[Any, Any]):
         super().listen(tampered, on_lost)
 
 
-def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        link = BrokenDraft(DraftService.with_model(
-            ToyEngine(salt=2), InlineExecutor(lambda: STEP_S), max_num_seqs=8
-        ))  # fmt: skip
-        async with bench(drafts={"d": link}) as b:
-            request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
-            events = await b.events(request)
-            assert isinstance(events[-1], Finished)
-            assert link.num_proposals == 1
-            assert loop.time() < PATIENCE.draft_answer_s
-
-    run_virtually(main())
+@virtually
+async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> None:
+    loop = asyncio.get_running_loop()
+    link = BrokenDraft(DraftService.with_model(
+        ToyEngine(salt=2), InlineExecutor(lambda: STEP_S), max_num_seqs=8
+    ))  # fmt: skip
+    async with bench(drafts={"d": link}) as b:
+        request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
+        events = await b.events(request)
+        assert isinstance(events[-1], Finished)
+        assert link.num_proposals == 1
+        assert loop.time() < PATIENCE.draft_answer_s
 
 
 @pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])
 @pytest.mark.parametrize("what", ["store", "target"])
-def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
+@virtually
+async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
     """As of a target or a store whose cores a replica that is loaded takes."""
-
-    async def main() -> None:
-        async with bench() as b:
-            loop = asyncio.get_running_loop()
-            if what == "store":
-                until = loop.time() + silent_s
-                b.store.load = failing(b.store.load, until)  # type: ignore[method-assign]
-            else:
-                b.target_link.sever(LinkLost("gone"), reachable=False)
-                loop.call_later(silent_s, b.target_link.restore)
-            start = loop.time()
-            found = await b.service.trouble()
-            assert (found == "") is is_healthy
-            assert loop.time() - start == pytest.approx(min(silent_s, TROUBLE_S), abs=0.3)
-
-    run_virtually(main())
+    async with bench() as b:
+        loop = asyncio.get_running_loop()
+        if what == "store":
+            until = loop.time() + silent_s
+            b.store.load = failing(b.store.load, until)  # type: ignore[method-assign]
+        else:
+            b.target_link.sever(LinkLost("gone"), reachable=False)
+            loop.call_later(silent_s, b.target_link.restore)
+        start = loop.time()
+        found = await b.service.trouble()
+        assert (found == "") is is_healthy
+        assert loop.time() - start == pytest.approx(min(silent_s, TROUBLE_S), abs=0.3)
 
 
-def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            b.store.finish = failing(b.store.finish, until=5.0)  # type: ignore[method-assign]
-            last = (await b.events())[-1]
-            assert isinstance(last, Finished)
-            assert asyncio.get_running_loop().time() >= 5.0
-
-    run_virtually(main())
+@virtually
+async def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
+    async with bench() as b:
+        b.store.finish = failing(b.store.finish, until=5.0)  # type: ignore[method-assign]
+        last = (await b.events())[-1]
+        assert isinstance(last, Finished)
+        assert asyncio.get_running_loop().time() >= 5.0
 
 
 def test_a_store_that_stays_away_ends_the_request_after_its_deadline() -> None:
@@ -124,95 +118,85 @@ def test_a_store_that_stays_away_ends_the_request_after_its_deadline() -> None:
     assert 3.0 <= run_virtually(main()) <= 10.0
 
 
-def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
+@virtually
+async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
     """The store has the record before its answer comes back; nobody waits for it then."""
+    async with bench() as b:
+        opened: list[str] = []
+        open_at_once = b.store.open
 
-    async def main() -> None:
-        async with bench() as b:
-            opened: list[str] = []
-            open_at_once = b.store.open
+        async def open_slowly(session: SessionRecord) -> None:
+            await open_at_once(session)
+            opened.append(session.session_id)
+            await asyncio.sleep(0.5)
 
-            async def open_slowly(session: SessionRecord) -> None:
-                await open_at_once(session)
-                opened.append(session.session_id)
-                await asyncio.sleep(0.5)
-
-            b.store.open = open_slowly  # type: ignore[method-assign]
-            with pytest.raises(DeadlineExceeded):
-                await b.events(replace(REQUEST, deadline_ms=100))
-            waiting = asyncio.create_task(b.events())
-            await asyncio.sleep(0.1)
-            waiting.cancel()
-            await asyncio.sleep(1.0)
-            assert len(opened) == 2
-            for session_id in opened:
-                record = await b.service.session(session_id)
-                assert record.finish_reason is FinishReason.CANCELLED
-
-    run_virtually(main())
+        b.store.open = open_slowly  # type: ignore[method-assign]
+        with pytest.raises(DeadlineExceeded):
+            await b.events(replace(REQUEST, deadline_ms=100))
+        waiting = asyncio.create_task(b.events())
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.sleep(1.0)
+        assert len(opened) == 2
+        for session_id in opened:
+            record = await b.service.session(session_id)
+            assert record.finish_reason is FinishReason.CANCELLED
 
 
-def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -> None:
+@virtually
+async def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -> None:
     """The first try has opened one all the same, which is recorded as cancelled."""
+    async with bench() as b:
+        opened: list[str] = []
+        open_at_once = b.store.open
 
-    async def main() -> None:
-        async with bench() as b:
-            opened: list[str] = []
-            open_at_once = b.store.open
+        async def open_in_silence(session: SessionRecord) -> None:
+            await open_at_once(session)
+            opened.append(session.session_id)
+            if len(opened) == 1:
+                raise StoreUnavailable("no answer")
 
-            async def open_in_silence(session: SessionRecord) -> None:
-                await open_at_once(session)
-                opened.append(session.session_id)
-                if len(opened) == 1:
-                    raise StoreUnavailable("no answer")
-
-            b.store.open = open_in_silence  # type: ignore[method-assign]
-            b.store.finish = failing(b.store.finish, until=0.1)  # type: ignore[method-assign]
-            started, *_, last = await b.events()
-            assert isinstance(started, Started)
-            assert isinstance(last, Finished)
-            assert started.session_id == opened[1]
-            abandoned = await b.service.session(opened[0])
-            assert abandoned.finish_reason is FinishReason.CANCELLED
-
-    run_virtually(main())
+        b.store.open = open_in_silence  # type: ignore[method-assign]
+        b.store.finish = failing(b.store.finish, until=0.1)  # type: ignore[method-assign]
+        started, *_, last = await b.events()
+        assert isinstance(started, Started)
+        assert isinstance(last, Finished)
+        assert started.session_id == opened[1]
+        abandoned = await b.service.session(opened[0])
+        assert abandoned.finish_reason is FinishReason.CANCELLED
 
 
-def test_a_store_that_does_not_answer_again_and_again_is_told_to_the_client() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            num_tries = 0
+@virtually
+async def test_a_store_that_does_not_answer_again_and_again_is_told_to_the_client() -> None:
+    async with bench() as b:
+        num_tries = 0
 
-            async def never(session: SessionRecord) -> None:
-                nonlocal num_tries
-                num_tries += 1
-                raise StoreUnavailable("away")
+        async def never(session: SessionRecord) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            raise StoreUnavailable("away")
 
-            b.store.open = never  # type: ignore[method-assign]
-            with pytest.raises(StoreUnavailable):
-                await b.events()
-            assert num_tries == OPEN_TRIES_MAX
-
-    run_virtually(main())
+        b.store.open = never  # type: ignore[method-assign]
+        with pytest.raises(StoreUnavailable):
+            await b.events()
+        assert num_tries == OPEN_TRIES_MAX
 
 
-def test_cancelling_again_and_again_is_one_cancel() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            reasons = []
-            async for event in b.service.generate(REQUEST):
-                if isinstance(event, Started):
-                    session_id = event.session_id
-                if isinstance(event, Tokens):
-                    for _ in range(3):
-                        await b.service.cancel(session_id)
-                        await asyncio.sleep(0)
-                if isinstance(event, Finished):
-                    reasons.append(event.finish_reason)
-            assert reasons == [FinishReason.CANCELLED]
-            await b.service.cancel(session_id)
-
-    run_virtually(main())
+@virtually
+async def test_cancelling_again_and_again_is_one_cancel() -> None:
+    async with bench() as b:
+        reasons = []
+        async for event in b.service.generate(REQUEST):
+            if isinstance(event, Started):
+                session_id = event.session_id
+            if isinstance(event, Tokens):
+                for _ in range(3):
+                    await b.service.cancel(session_id)
+                    await asyncio.sleep(0)
+            if isinstance(event, Finished):
+                reasons.append(event.finish_reason)
+        assert reasons == [FinishReason.CANCELLED]
+        await b.service.cancel(session_id)
 
 
 def test_a_session_is_a_line_in_the_log_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,19 +221,17 @@ def test_a_session_is_a_line_in_the_log_at_debug_alone(caplog: pytest.LogCapture
     assert len(ended) == 5
 
 
-def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            async for event in b.service.generate(REQUEST):
-                if isinstance(event, Started):
-                    load = b.store.load
-                    b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
-                    await b.service.cancel(event.session_id)
-                    b.store.load = load  # type: ignore[method-assign]
-                    with pytest.raises(NotFound):
-                        await b.service.cancel(event.session_id, tenant="another")
-
-    run_virtually(main())
+@virtually
+async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
+    async with bench() as b:
+        async for event in b.service.generate(REQUEST):
+            if isinstance(event, Started):
+                load = b.store.load
+                b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
+                await b.service.cancel(event.session_id)
+                b.store.load = load  # type: ignore[method-assign]
+                with pytest.raises(NotFound):
+                    await b.service.cancel(event.session_id, tenant="another")
 
 
 def test_a_stream_that_breaks_while_the_target_runs_ahead_costs_no_timeout() -> None:
@@ -273,32 +255,28 @@ def test_a_stream_that_breaks_while_the_target_runs_ahead_costs_no_timeout() -> 
     assert run_virtually(main()) < 1.0
 
 
-def test_tokens_whose_q_cannot_be_read_are_judged_as_one_hot_draws() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            connect, spoiled = b.draft.connect, []
+@virtually
+async def test_tokens_whose_q_cannot_be_read_are_judged_as_one_hot_draws() -> None:
+    async with bench() as b:
+        connect, spoiled = b.draft.connect, []
 
-            def spoiling(send: Any) -> Any:
-                def spoil(answers: Sequence[Any]) -> None:
-                    spoiled.extend(
-                        replace(a, proposal=replace(a.proposal, q=b"?")) for a in answers
-                    )
-                    send(spoiled[-len(answers) :])
+        def spoiling(send: Any) -> Any:
+            def spoil(answers: Sequence[Any]) -> None:
+                spoiled.extend(replace(a, proposal=replace(a.proposal, q=b"?")) for a in answers)
+                send(spoiled[-len(answers) :])
 
-                return connect(spoil)
+            return connect(spoil)
 
-            b.draft.connect = spoiling  # type: ignore[method-assign]
-            start = asyncio.get_running_loop().time()
-            events = await b.events(replace(REQUEST, rule=Rule.TOKEN))
-            last = events[-1]
-            assert isinstance(last, Finished)
-            assert last.usage.completion_tokens == REQUEST.max_tokens
-            # Every token that was drafted has been judged: none was dropped for its q.
-            proposed = sum(len(answer.proposal) for answer in spoiled)
-            assert last.metrics.num_draft_tokens == proposed > 0
-            assert asyncio.get_running_loop().time() - start < PATIENCE.target_answer_s
-
-    run_virtually(main())
+        b.draft.connect = spoiling  # type: ignore[method-assign]
+        start = asyncio.get_running_loop().time()
+        events = await b.events(replace(REQUEST, rule=Rule.TOKEN))
+        last = events[-1]
+        assert isinstance(last, Finished)
+        assert last.usage.completion_tokens == REQUEST.max_tokens
+        # Every token that was drafted has been judged: none was dropped for its q.
+        proposed = sum(len(answer.proposal) for answer in spoiled)
+        assert last.metrics.num_draft_tokens == proposed > 0
+        assert asyncio.get_running_loop().time() - start < PATIENCE.target_answer_s
 
 
 def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
@@ -331,181 +309,160 @@ def test_a_text_that_no_prompt_can_hold_is_not_tokenized() -> None:
     asyncio.run(main())
 
 
-def test_health_follows_the_store_and_the_target() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            assert await b.service.healthy()
-            load = b.store.load
-            b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
-            assert not await b.service.healthy()
-            b.store.load = load  # type: ignore[method-assign]
-            b.target_link.sever(LinkLost("gone"), reachable=False)
-            assert not await b.service.healthy()
-            b.target_link.restore()
-            assert await b.service.healthy()
-
-    run_virtually(main())
+@virtually
+async def test_health_follows_the_store_and_the_target() -> None:
+    async with bench() as b:
+        assert await b.service.healthy()
+        load = b.store.load
+        b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
+        assert not await b.service.healthy()
+        b.store.load = load  # type: ignore[method-assign]
+        b.target_link.sever(LinkLost("gone"), reachable=False)
+        assert not await b.service.healthy()
+        b.target_link.restore()
+        assert await b.service.healthy()
 
 
-def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
+@virtually
+async def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
     """Not with the verdict that comes for it afterwards, though all its tokens were shown."""
-
-    async def main() -> None:
-        target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
-        async with bench(target=target) as made:
-            events = made.service.generate(REQUEST)
-            async for event in events:
-                if isinstance(event, Tokens):
-                    break
-            made.store.restore({})
-            with pytest.raises(DataLoss, match="not stored any more"):
-                async for _ in events:
-                    pass
-
-    run_virtually(main())
+    target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
+    async with bench(target=target) as made:
+        events = made.service.generate(REQUEST)
+        async for event in events:
+            if isinstance(event, Tokens):
+                break
+        made.store.restore({})
+        with pytest.raises(DataLoss, match="not stored any more"):
+            async for _ in events:
+                pass
 
 
-def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
-    async def main() -> None:
-        async with bench() as b:
-
-            async def broken(*arguments: Any) -> Any:
-                raise InvariantError("the lease's key is damaged")
-
-            b.store.hold_lease = broken  # type: ignore[method-assign]
-            request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
-            assert isinstance((await b.events(request))[-1], Finished)
-            await asyncio.sleep(2.0)
-            assert not b.service.failed
-            assert isinstance((await b.events(request))[-1], Finished)
-
-    run_virtually(main())
-
-
-def test_closing_commits_and_closes_the_store_whatever_fails_before() -> None:
-    async def main() -> None:
-        b = Bench()
-        await b.service.start()
-        closed: list[str] = []
-
-        def closes(name: str) -> Any:
-            async def close() -> None:
-                closed.append(name)
-                raise RuntimeError(f"{name} does not close")
-
-            return close
-
-        b.service._prompts.close = closes("prompts")  # type: ignore[method-assign]
-        b.store.close = closes("store")  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="prompts does not close"):
-            await b.service.close()
-        assert closed == ["prompts", "store"]
-        assert b.service.failed
-
-    run_virtually(main())
-
-
-def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
-    async def main() -> None:
-        b = Bench()
-        await b.service.start()
+@virtually
+async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
+    async with bench() as b:
 
         async def broken(*arguments: Any) -> Any:
-            raise RuntimeError("a bug")
+            raise InvariantError("the lease's key is damaged")
 
-        b.store.append = broken  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
-            await b.events()
-        assert b.service.failed
-        assert not await b.service.healthy()
-        stored = len(b.store.snapshot())
-        with pytest.raises(Unavailable, match="shutting down"):
-            await b.events()
-        assert len(b.store.snapshot()) == stored
-        await b.target.close()
-        await b.draft.close()
-
-    run_virtually(main())
+        b.store.hold_lease = broken  # type: ignore[method-assign]
+        request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
+        assert isinstance((await b.events(request))[-1], Finished)
+        await asyncio.sleep(2.0)
+        assert not b.service.failed
+        assert isinstance((await b.events(request))[-1], Finished)
 
 
-def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
+@virtually
+async def test_closing_commits_and_closes_the_store_whatever_fails_before() -> None:
+    b = Bench()
+    await b.service.start()
+    closed: list[str] = []
+
+    def closes(name: str) -> Any:
+        async def close() -> None:
+            closed.append(name)
+            raise RuntimeError(f"{name} does not close")
+
+        return close
+
+    b.service._prompts.close = closes("prompts")  # type: ignore[method-assign]
+    b.store.close = closes("store")  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="prompts does not close"):
+        await b.service.close()
+    assert closed == ["prompts", "store"]
+    assert b.service.failed
+
+
+@virtually
+async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
+    b = Bench()
+    await b.service.start()
+
+    async def broken(*arguments: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    b.store.append = broken  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await b.events()
+    assert b.service.failed
+    assert not await b.service.healthy()
+    stored = len(b.store.snapshot())
+    with pytest.raises(Unavailable, match="shutting down"):
+        await b.events()
+    assert len(b.store.snapshot()) == stored
+    await b.target.close()
+    await b.draft.close()
+
+
+@virtually
+async def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
     """A draft that takes longer for its first token costs each round no more, and the text is the
     same."""
-
-    async def main() -> None:
-        async with bench() as b:
-            engine = ToyEngine(salt=2, pass_s=0.4)
-            b.draft = slow = DraftService.with_model(
-                engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8
-            )
-            await b.service.drafts.join("slow", MemoryLink(slow))
-            await b.service.drafts.leave("d")
-            request = replace(REQUEST, include_rounds=True)
-            patient = await b.events(request)
-            hasty = await b.events(replace(request, draft_deadline_ms=30))
-            waits = [
-                max(one.draft_ms for one in events if isinstance(one, RoundReport))
-                for events in (patient, hasty)
-            ]
-            assert waits[0] > 350
-            assert 25 < waits[1] < 60
-            assert _ids(patient) == _ids(hasty)
-
-    run_virtually(main())
+    async with bench() as b:
+        engine = ToyEngine(salt=2, pass_s=0.4)
+        b.draft = slow = DraftService.with_model(
+            engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8
+        )
+        await b.service.drafts.join("slow", MemoryLink(slow))
+        await b.service.drafts.leave("d")
+        request = replace(REQUEST, include_rounds=True)
+        patient = await b.events(request)
+        hasty = await b.events(replace(request, draft_deadline_ms=30))
+        waits = [
+            max(one.draft_ms for one in events if isinstance(one, RoundReport))
+            for events in (patient, hasty)
+        ]
+        assert waits[0] > 350
+        assert 25 < waits[1] < 60
+        assert _ids(patient) == _ids(hasty)
 
 
-def test_a_session_with_a_repeated_seed_bounds_no_draft_by_time() -> None:
-    async def main() -> None:
-        sent: list[Any] = []
+@virtually
+async def test_a_session_with_a_repeated_seed_bounds_no_draft_by_time() -> None:
+    sent: list[Any] = []
 
-        class Recording(MemoryLink[Any, Any]):
-            def send(self, item: Any) -> None:
-                sent.append(item)
-                super().send(item)
+    class Recording(MemoryLink[Any, Any]):
+        def send(self, item: Any) -> None:
+            sent.append(item)
+            super().send(item)
 
-        async with bench(length_control=True) as b:
-            await b.service.drafts.join("recorded", Recording(b.draft))
-            await b.service.drafts.leave("d")
-            for rule, is_timed in ((Rule.TOKEN, [True, False]), (Rule.COUPLED, [True, True])):
-                for expected in is_timed:
-                    await b.events(replace(REQUEST, rule=rule))
-                    asked = [i for i in sent if i.held is None and i.num_draft_tokens > 0]
-                    assert {item.budget_us > 0 for item in asked} == {expected}
-                    sent.clear()
-
-    run_virtually(main())
+    async with bench(length_control=True) as b:
+        await b.service.drafts.join("recorded", Recording(b.draft))
+        await b.service.drafts.leave("d")
+        for rule, is_timed in ((Rule.TOKEN, [True, False]), (Rule.COUPLED, [True, True])):
+            for expected in is_timed:
+                await b.events(replace(REQUEST, rule=rule))
+                asked = [i for i in sent if i.held is None and i.num_draft_tokens > 0]
+                assert {item.budget_us > 0 for item in asked} == {expected}
+                sent.clear()
 
 
-def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
+@virtually
+async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
     """What its session was asked for ends as cancelled at once; another one's may be resumed."""
-
-    async def main() -> None:
-        async with bench(resume_grace_s=60.0) as b:
-            for resumable in (True, False):
-                stream = b.service.generate(replace(REQUEST, max_tokens=40), resumable=resumable)
-                started = await anext(stream)
-                assert isinstance(started, Started)
-                await stream.aclose()
-                await asyncio.sleep(1.0)
-                found = await b.service.session(started.session_id)
-                assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
-
-    run_virtually(main())
+    async with bench(resume_grace_s=60.0) as b:
+        for resumable in (True, False):
+            stream = b.service.generate(replace(REQUEST, max_tokens=40), resumable=resumable)
+            started = await anext(stream)
+            assert isinstance(started, Started)
+            await stream.aclose()
+            await asyncio.sleep(1.0)
+            found = await b.service.session(started.session_id)
+            assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
 
 
-def test_why_it_cannot_serve_is_said() -> None:
-    async def main() -> None:
-        async with bench() as b:
-            assert await b.service.trouble() == ""
-            load, b.store.load = b.store.load, failing(b.store.load, until=1e9)  # type: ignore[method-assign]
-            assert "store" in await b.service.trouble()
-            b.store.load = load  # type: ignore[method-assign]
-            await b.service.targets.leave("t")
-            assert "target" in await b.service.trouble()
-            assert not await b.service.healthy()
-        assert "shutting down" in await b.service.trouble()
-
-    run_virtually(main())
+@virtually
+async def test_why_it_cannot_serve_is_said() -> None:
+    async with bench() as b:
+        assert await b.service.trouble() == ""
+        load, b.store.load = b.store.load, failing(b.store.load, until=1e9)  # type: ignore[method-assign]
+        assert "store" in await b.service.trouble()
+        b.store.load = load  # type: ignore[method-assign]
+        await b.service.targets.leave("t")
+        assert "target" in await b.service.trouble()
+        assert not await b.service.healthy()
+    assert "shutting down" in await b.service.trouble()
 
 
 def _ids(events: list[Event]) -> list[int]:

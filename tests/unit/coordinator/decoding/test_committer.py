@@ -7,15 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from commit_bench import LATENCY_S, Bench, bench, is_waiting, now, virtually
+from commit_bench import LATENCY_S, Bench, bench, is_waiting, now
 from session_model import IDS, new_session
+from virtual_time import virtually
 
-from outrider.errors import (
-    DataLoss,
-    InvariantError,
-    StaleEpoch,
-    Unavailable,
-)
+from outrider.errors import DataLoss, InvariantError, StaleEpoch, Unavailable
 from outrider.limits import (
     APPENDS_PER_CALL_MAX,
     COMMIT_RETRY_MS_MAX,

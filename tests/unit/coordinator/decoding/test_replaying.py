@@ -23,18 +23,10 @@ from coordinator.decoding.recovery import (
     told_again,
 )
 from coordinator.requests.validation import GenerationParameters
-from outrider.errors import (
-    DataLoss,
-)
+from outrider.errors import DataLoss
 from outrider.messages import PositionLogprobs
 from outrider.request import Finished, ResumeRequest, Started, Tokens
-from outrider.sessions.store import (
-    CacheState,
-    Counters,
-    FinishReason,
-    SessionRecord,
-    SessionState,
-)
+from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, SessionState
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence

@@ -14,10 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.draft_length.controller import (
-    LengthControl,
-    LengthControls,
-)
+from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX

@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from virtual_time import virtually
 
 from coordinator.auth.access_control import OPEN
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from coordinator.http_api.serving import Generations
 from coordinator.requests.validation import RequestDefaults, ServedModel
-from outrider.clock import run_virtually
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
@@ -164,7 +164,8 @@ async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch
             assert service.num_asked == number
 
 
-def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() -> None:
+@virtually
+async def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() -> None:
     """For some seconds; then they wait for it."""
 
     class Slow(Service):
@@ -174,23 +175,20 @@ def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() ->
             await asyncio.sleep(self.takes_s)
             return self.found
 
-    async def main() -> None:
-        service, loop = Slow(), asyncio.get_running_loop()
-        kept = CachedHealth(service)  # type: ignore[arg-type]
+    service, loop = Slow(), asyncio.get_running_loop()
+    kept = CachedHealth(service)  # type: ignore[arg-type]
 
-        async def asked() -> tuple[str, float]:
-            start = loop.time()
-            return await kept.trouble(), pytest.approx(loop.time() - start)
+    async def asked() -> tuple[str, float]:
+        start = loop.time()
+        return await kept.trouble(), pytest.approx(loop.time() - start)
 
-        assert await asked() == ("", 0.1)
-        service.takes_s, service.found = 6.0, "gone"
-        await asyncio.sleep(HEALTH_CACHED_S)
-        assert await asked() == ("", SLOW_S)
-        await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
-        assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
-        assert await asked() == ("gone", 0.0)
-
-    run_virtually(main())
+    assert await asked() == ("", 0.1)
+    service.takes_s, service.found = 6.0, "gone"
+    await asyncio.sleep(HEALTH_CACHED_S)
+    assert await asked() == ("", SLOW_S)
+    await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
+    assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
+    assert await asked() == ("gone", 0.0)
 
 
 async def test_a_path_with_one_more_slash_is_not_there() -> None:

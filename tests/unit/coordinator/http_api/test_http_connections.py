@@ -216,9 +216,7 @@ async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             assert await status(pair, BODY[-1:]) == 200
 
 
-async def test_a_process_without_descriptors_accepts_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_process_without_descriptors_accepts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It closes a silent connection, and goes on."""
     failures = [OSError(24, "Too many open files"), ConnectionAbortedError()]
     accept = socket.socket.accept

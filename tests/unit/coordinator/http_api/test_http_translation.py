@@ -114,12 +114,7 @@ def test_prompts_without_a_seed_have_different_ones() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [(1, 2)]),
-        ([[1, 2], [3]], [(1, 2), (3,)]),
-    ],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [(1, 2)]), ([[1, 2], [3]], [(1, 2), (3,)])],
 )
 def test_prompts_of_every_kind(prompt: Any, prompts: list[Any]) -> None:
     assert [request.prompt for request in completion(prompt=prompt).requests] == prompts

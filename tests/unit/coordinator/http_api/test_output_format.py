@@ -104,10 +104,7 @@ def test_each_way_to_ask(fields: dict[str, Any], constraint: Constraint, field: 
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: got 0 choices"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex: is no text"),
-        (
-            {"guided_json": SCHEMA, "guided_regex": "a"},
-            "guided_regex: is given beside guided_json",
-        ),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex: is given beside guided_json"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs.regex: is given beside response_format",

@@ -15,10 +15,10 @@ from session_links import (
     proposal,
     with_draft,
 )
+from virtual_time import virtually
 
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.target_client import HeaderWriter
-from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord
@@ -81,15 +81,12 @@ def test_a_tree_that_was_asked_for_is_passed_on() -> None:
     with_draft(ScriptedLink(tree), test)
 
 
-def test_a_proposal_without_its_q_is_not_passed_on() -> None:
+@virtually
+async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     """Under the token rule the target would refuse it, and the user would be blamed."""
     link = ScriptedLink(proposal)
-
-    async def main() -> None:
-        new = SessionRecord.new("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
-        writer = HeaderWriter(Session(new), SamplingParams(), deadline=1000.0)
-        draft = DraftClient(berth(link), writer, PATIENCE, SessionLookup())
-        drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
-        assert drafted.source == "fallback"
-
-    run_virtually(main())
+    new = SessionRecord.new("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
+    writer = HeaderWriter(Session(new), SamplingParams(), deadline=1000.0)
+    draft = DraftClient(berth(link), writer, PATIENCE, SessionLookup())
+    drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
+    assert drafted.source == "fallback"

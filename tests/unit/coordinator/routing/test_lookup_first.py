@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from toy_engine import ToyEngine
+from virtual_time import virtually
 
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import Drafted, SessionLookup
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from coordinator.routing.target_client import HeaderWriter, Timeouts
 from draft_service.service import DraftService
-from outrider.clock import run_virtually
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -89,75 +89,69 @@ class Side:
         await self.service.close()
 
 
-def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
+@virtually
+async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
     """A repetition is continued without a message, as long as is asked for. The next round reads
     what was committed meanwhile, and draws as much as the model may; it counts as asked for the
     whole."""
-
-    async def main() -> None:
-        side = Side(REPEATS)
-        copied = await side.propose(5)
-        assert copied.proposal.token_ids == (7, 8, 9, 5, 6)
-        assert copied.proposal.open().q == (None,) * 5
-        assert (copied.source != "fallback", copied.num_asked, side.engine.batches) == (True, 5, [])
-        drawn = await side.propose(5, 7, 8, 1)
-        assert (drawn.source != "fallback", len(drawn.proposal), drawn.num_asked) == (
-            True,
-            MODEL_TOKENS,
-            5,
-        )
-        assert None not in drawn.proposal.open().q
-        assert side.engine.counts == [[len(REPEATS) + 3], [1]]
-        await side.close()
-
-    run_virtually(main())
+    side = Side(REPEATS)
+    copied = await side.propose(5)
+    assert copied.proposal.token_ids == (7, 8, 9, 5, 6)
+    assert copied.proposal.open().q == (None,) * 5
+    assert (copied.source != "fallback", copied.num_asked, side.engine.batches) == (True, 5, [])
+    drawn = await side.propose(5, 7, 8, 1)
+    assert (drawn.source != "fallback", len(drawn.proposal), drawn.num_asked) == (
+        True,
+        MODEL_TOKENS,
+        5,
+    )
+    assert None not in drawn.proposal.open().q
+    assert side.engine.counts == [[len(REPEATS) + 3], [1]]
+    await side.close()
 
 
-def test_the_choice_is_made_before_the_model_draws() -> None:
+@virtually
+async def test_the_choice_is_made_before_the_model_draws() -> None:
     """It is the same under every seed."""
-
-    async def main() -> None:
-        for text, is_sure in ((REPEATS, True), (NEW, False)):
-            found = set()
-            for seed in range(1, 33):
-                side = Side(text, seed)
-                drafted = await side.propose(4)
-                found.add((len(side.engine.batches), len(drafted.proposal)))
-                await side.close()
-            assert found == ({(0, 4)} if is_sure else {(MODEL_TOKENS, MODEL_TOKENS)})
-
-    run_virtually(main())
+    for text, is_sure in ((REPEATS, True), (NEW, False)):
+        found = set()
+        for seed in range(1, 33):
+            side = Side(text, seed)
+            drafted = await side.propose(4)
+            found.add((len(side.engine.batches), len(drafted.proposal)))
+            await side.close()
+        assert found == ({(0, 4)} if is_sure else {(MODEL_TOKENS, MODEL_TOKENS)})
 
 
 @pytest.mark.parametrize("lookup", [NgramDrafter, SuffixDrafter])
-def test_the_replica_looks_ahead_of_a_round_that_was_looked_up(lookup: Callable[[], Any]) -> None:
+@virtually
+async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up(
+    lookup: Callable[[], Any],
+) -> None:
     """What it has pushed for the outcome that comes true is there when the next round begins,
     unless the look-up is confident again."""
-
-    async def main() -> None:
-        first = Side(REPEATS, look_ahead=16, lookup=lookup)
-        assert (await first.propose(4)).proposal.token_ids == (7, 8, 9, 5)
-        pushed = first.link.pushed
-        await first.close()
-        num_copied = 0
-        for reply in pushed:
-            side = Side(REPEATS, look_ahead=16, lookup=lookup)
-            await side.propose(4)
-            drafted = await side.propose(4, *reply.assumed)
-            if not drafted.ahead:
-                num_copied += 1
-                assert drafted.proposal.open().q == (None,) * len(drafted.proposal)
-            else:
-                assert drafted.proposal == reply.proposal
-                assert len(drafted.proposal) == MODEL_TOKENS
-            await side.close()
-        assert 0 < num_copied < len(pushed)
-
-    run_virtually(main())
+    first = Side(REPEATS, look_ahead=16, lookup=lookup)
+    assert (await first.propose(4)).proposal.token_ids == (7, 8, 9, 5)
+    pushed = first.link.pushed
+    await first.close()
+    num_copied = 0
+    for reply in pushed:
+        side = Side(REPEATS, look_ahead=16, lookup=lookup)
+        await side.propose(4)
+        drafted = await side.propose(4, *reply.assumed)
+        if not drafted.ahead:
+            num_copied += 1
+            assert drafted.proposal.open().q == (None,) * len(drafted.proposal)
+        else:
+            assert drafted.proposal == reply.proposal
+            assert len(drafted.proposal) == MODEL_TOKENS
+        await side.close()
+    assert 0 < num_copied < len(pushed)
 
 
 @pytest.mark.parametrize(("text", "guessed"), [(REPEATS, (7, 8, 9, 5, 6)), (NEW, ())])
-def test_a_guess_goes_in_the_place_of_a_lost_replica(
+@virtually
+async def test_a_guess_goes_in_the_place_of_a_lost_replica(
     text: tuple[int, ...], guessed: tuple[int, ...]
 ) -> None:
     """As it is, whole or empty: it is made once, and the bound of the model does not apply."""
@@ -169,25 +163,20 @@ def test_a_guess_goes_in_the_place_of_a_lost_replica(
             Lookup.num_guesses += 1
             return replace(super().guess(request), score=0.0)
 
-    async def main() -> None:
-        side = Side(text, lookup=Lookup)
-        side.link.sever(LinkLost("gone"), reachable=False)
-        drafted = await side.propose(5)
-        assert drafted.proposal.token_ids == guessed
-        assert (drafted.source != "fallback", Lookup.num_guesses) == (False, 1)
-        await side.close()
-
-    run_virtually(main())
+    side = Side(text, lookup=Lookup)
+    side.link.sever(LinkLost("gone"), reachable=False)
+    drafted = await side.propose(5)
+    assert drafted.proposal.token_ids == guessed
+    assert (drafted.source != "fallback", Lookup.num_guesses) == (False, 1)
+    await side.close()
 
 
-def test_a_prompt_is_read_for_as_many_tokens_as_the_model_draws() -> None:
-    async def main() -> None:
-        side = Side(NEW)
-        side.side.prefill(0, 8)
-        await asyncio.sleep(1)
-        assert side.engine.counts == [[len(NEW)]]
-        drafted = await side.propose(8, 4)
-        assert (len(drafted.proposal), drafted.num_asked) == (MODEL_TOKENS, 8)
-        await side.close()
-
-    run_virtually(main())
+@virtually
+async def test_a_prompt_is_read_for_as_many_tokens_as_the_model_draws() -> None:
+    side = Side(NEW)
+    side.side.prefill(0, 8)
+    await asyncio.sleep(1)
+    assert side.engine.counts == [[len(NEW)]]
+    drafted = await side.propose(8, 4)
+    assert (len(drafted.proposal), drafted.num_asked) == (MODEL_TOKENS, 8)
+    await side.close()

@@ -24,6 +24,7 @@ from session_links import (
     session,
     verdict,
 )
+from virtual_time import virtually
 
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import PROBE_PERIOD_S, ReplicaPool, SessionRoute
@@ -39,8 +40,7 @@ NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
 def with_targets(
-    place: Callable[[], SessionRoute[Any, Any]],
-    test: Callable[..., Coroutine[Any, Any, Any]],
+    place: Callable[[], SessionRoute[Any, Any]], test: Callable[..., Coroutine[Any, Any, Any]]
 ) -> Any:
     async def main() -> Any:
         one = session()
@@ -205,24 +205,22 @@ def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
     with_targets(lambda: berth(link, weights=TOY.weights), test)
 
 
-def test_a_replica_that_is_taken_out_while_it_is_looked_for_ends_nothing() -> None:
-    async def main() -> None:
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
-        link, other = described(), described()
-        await pool.join("a", link)
-        await pool.join("b", other)
-        watching = asyncio.create_task(pool.watch())
-        for one in (link, other):
-            one.away_until = 2.0
-            one.on_lost(LinkLost("reset"))
-        await asyncio.sleep(0.5)
-        await pool.leave("a")
-        await asyncio.sleep(2.0)
-        assert not watching.done()
-        assert pool.num_present == 1
-        watching.cancel()
-
-    run_virtually(main())
+@virtually
+async def test_a_replica_that_is_taken_out_while_it_is_looked_for_ends_nothing() -> None:
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    link, other = described(), described()
+    await pool.join("a", link)
+    await pool.join("b", other)
+    watching = asyncio.create_task(pool.watch())
+    for one in (link, other):
+        one.away_until = 2.0
+        one.on_lost(LinkLost("reset"))
+    await asyncio.sleep(0.5)
+    await pool.leave("a")
+    await asyncio.sleep(2.0)
+    assert not watching.done()
+    assert pool.num_present == 1
+    watching.cancel()
 
 
 def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
@@ -269,178 +267,154 @@ def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     with_targets(place, test)
 
 
-def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
+@virtually
+async def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
     first, second = ScriptedLink(LinkLost("down")), ScriptedLink(proposal)
-
-    async def main() -> None:
-        one = session()
-        draft = DraftClient(berth(first, second), heads(one), PATIENCE, SessionLookup())
-        drafted = await draft.propose(1, 2, NOISE)
-        assert drafted.source == "fallback"
-        drafted = await draft.propose(2, 2, NOISE)
-        assert drafted.source != "fallback"
-        assert second.sent[0].head.append == PROMPT
-        assert asyncio.get_running_loop().time() == 0
-
-    run_virtually(main())
+    one = session()
+    draft = DraftClient(berth(first, second), heads(one), PATIENCE, SessionLookup())
+    drafted = await draft.propose(1, 2, NOISE)
+    assert drafted.source == "fallback"
+    drafted = await draft.propose(2, 2, NOISE)
+    assert drafted.source != "fallback"
+    assert second.sent[0].head.append == PROMPT
+    assert asyncio.get_running_loop().time() == 0
 
 
-def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
+@virtually
+async def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
-
-    async def main() -> None:
-        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
-        draft.reject()
-        assert (await draft.propose(2, 2, NOISE)).source != "fallback"
-        assert (len(first.sent), len(second.sent)) == (1, 1)
-
-    run_virtually(main())
+    draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
+    assert (await draft.propose(1, 2, NOISE)).source != "fallback"
+    draft.reject()
+    assert (await draft.propose(2, 2, NOISE)).source != "fallback"
+    assert (len(first.sent), len(second.sent)) == (1, 1)
 
 
-def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
+@virtually
+async def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
     """Also not when the one that took its place is lost."""
     first = ScriptedLink(proposal, proposal)
     second = ScriptedLink(proposal, LinkLost("down"))
-
-    async def main() -> None:
-        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
-        draft.reject()
-        assert (await draft.propose(2, 2, NOISE)).source != "fallback"
-        for index in (3, 4):
-            assert (await draft.propose(index, 2, NOISE)).source == "fallback"
-        assert len(first.sent) == 1
-
-    run_virtually(main())
+    draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
+    assert (await draft.propose(1, 2, NOISE)).source != "fallback"
+    draft.reject()
+    assert (await draft.propose(2, 2, NOISE)).source != "fallback"
+    for index in (3, 4):
+        assert (await draft.propose(index, 2, NOISE)).source == "fallback"
+    assert len(first.sent) == 1
 
 
-def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
+@virtually
+async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
     """What it sends meanwhile, and what it has sent ahead, is not used."""
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
     pool: ReplicaPool[Any, Any] = ReplicaPool("draft")
-
-    async def main() -> None:
-        pool.admit("r0", first, TOY)
-        place = SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
-        draft = DraftClient(place, heads(session()), PATIENCE, SessionLookup(), look_ahead=2)
-        assert (await draft.propose(1, 2, NOISE)).source != "fallback"
-        draft.reject()
-        for index in (2, 3):
-            assert (await draft.propose(index, 2, NOISE)).proposal.token_ids == (1,)
-        assert len(first.sent) == 1
-        pool.admit("r1", second, TOY)
-        assert (await draft.propose(4, 2, NOISE)).source != "fallback"
-        assert len(second.sent) == 1
-
-    run_virtually(main())
+    pool.admit("r0", first, TOY)
+    place = SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
+    draft = DraftClient(place, heads(session()), PATIENCE, SessionLookup(), look_ahead=2)
+    assert (await draft.propose(1, 2, NOISE)).source != "fallback"
+    draft.reject()
+    for index in (2, 3):
+        assert (await draft.propose(index, 2, NOISE)).proposal.token_ids == (1,)
+    assert len(first.sent) == 1
+    pool.admit("r1", second, TOY)
+    assert (await draft.propose(4, 2, NOISE)).source != "fallback"
+    assert len(second.sent) == 1
 
 
-def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
+@virtually
+async def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
     first, second = ScriptedLink(None), ScriptedLink(proposal)
-
-    async def main() -> None:
-        draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
-        assert (await draft.propose(1, 2, NOISE)).source == "fallback"
-        assert (await draft.propose(2, 2, NOISE)).source == "fallback"
-        assert not second.sent
-
-    run_virtually(main())
+    draft = DraftClient(berth(first, second), heads(session()), PATIENCE, SessionLookup())
+    assert (await draft.propose(1, 2, NOISE)).source == "fallback"
+    assert (await draft.propose(2, 2, NOISE)).source == "fallback"
+    assert not second.sent
 
 
-def test_only_replicas_that_fit_join() -> None:
+@virtually
+async def test_only_replicas_that_fit_join() -> None:
     def fits(description: ReplicaDescription) -> None:
         if description.vocab_size != 99:
             raise Incompatible("another vocabulary")
 
-    async def main() -> None:
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
-        other = described(ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8))
-        silent = described(away_until=1.0)
-        with pytest.raises(Incompatible):
-            await pool.join("b", other)
-        with pytest.raises(Unavailable):
-            await pool.join("c", silent)
-        assert other.is_closed
-        assert silent.is_closed
-        with pytest.raises(Unavailable, match="no target is known"):
-            _ = pool.description
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+    other = described(ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8))
+    silent = described(away_until=1.0)
+    with pytest.raises(Incompatible):
+        await pool.join("b", other)
+    with pytest.raises(Unavailable):
+        await pool.join("c", silent)
+    assert other.is_closed
+    assert silent.is_closed
+    with pytest.raises(Unavailable, match="no target is known"):
+        _ = pool.description
+    await pool.join("a", described())
+    with pytest.raises(InvariantError, match="joined already"):
         await pool.join("a", described())
-        with pytest.raises(InvariantError, match="joined already"):
-            await pool.join("a", described())
-        assert pool.names == ["a"]
-        assert pool.num_present == 1
-
-    run_virtually(main())
+    assert pool.names == ["a"]
+    assert pool.num_present == 1
 
 
-def test_of_many_those_join_that_can() -> None:
+@virtually
+async def test_of_many_those_join_that_can() -> None:
     """One that is gone or does not fit keeps nobody else out, as long as there is one."""
 
     def fits(description: ReplicaDescription) -> None:
         if description.vocab_size != 99:
             raise Incompatible("another vocabulary")
 
-    async def main() -> None:
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
-        other = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
-        await pool.join_all({})
-        assert pool.names == []
-        refused = {"a": described(away_until=1.0), "b": described(other)}
-        with pytest.raises(Unavailable, match="away"):  # The first one's reason.
-            await pool.join_all(refused)
-        assert pool.names == []
-        links = {"a": described(away_until=1.0), "b": described(other), "c": described()}
-        await pool.join_all(links)
-        assert pool.names == ["c"]
-        assert [link.is_closed for link in links.values()] == [True, True, False]
-        await pool.join_all({"d": described(other)})  # There is one already.
-        assert pool.names == ["c"]
-
-    run_virtually(main())
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+    other = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
+    await pool.join_all({})
+    assert pool.names == []
+    refused = {"a": described(away_until=1.0), "b": described(other)}
+    with pytest.raises(Unavailable, match="away"):  # The first one's reason.
+        await pool.join_all(refused)
+    assert pool.names == []
+    links = {"a": described(away_until=1.0), "b": described(other), "c": described()}
+    await pool.join_all(links)
+    assert pool.names == ["c"]
+    assert [link.is_closed for link in links.values()] == [True, True, False]
+    await pool.join_all({"d": described(other)})  # There is one already.
+    assert pool.names == ["c"]
 
 
-def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
+@virtually
+async def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
     """Nobody sends to one that is away, so it would not be heard of."""
-
-    async def main() -> None:
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
-        link = described()
-        await pool.join("a", link)
-        await pool.join("b", described())
-        watching = asyncio.create_task(pool.watch())
-        link.away_until = 1.0
-        link.on_lost(LinkLost("reset"))
-        assert pool.num_present == 1
-        await asyncio.sleep(0.9)
-        assert pool.num_present == 1
-        await asyncio.sleep(0.2 + PROBE_PERIOD_S)
-        assert pool.num_present == 2
-        watching.cancel()
-
-    run_virtually(main())
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    link = described()
+    await pool.join("a", link)
+    await pool.join("b", described())
+    watching = asyncio.create_task(pool.watch())
+    link.away_until = 1.0
+    link.on_lost(LinkLost("reset"))
+    assert pool.num_present == 1
+    await asyncio.sleep(0.9)
+    assert pool.num_present == 1
+    await asyncio.sleep(0.2 + PROBE_PERIOD_S)
+    assert pool.num_present == 2
+    watching.cancel()
 
 
-def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
-    async def main() -> None:
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
-        for name in ("a", "b", "c"):
-            pool.admit(name, ScriptedLink(), TOY)
-        places = [SessionRoute(pool, f"{n:032x}", 1, bytes([n])) for n in range(12)]
-        loads = Counter(place.replica for place in places)
-        assert len(loads) == 3
-        assert max(loads.values()) <= 5  # A quarter above the mean.
-        for place in places:
-            place.close()
-        places = [SessionRoute(pool, f"{n:032x}", 1, b"alike") for n in range(2)]
-        assert places[0].replica != places[1].replica  # More than the mean is too much for one.
-        places[0].close()
-        assert SessionRoute(pool, "f" * 32, 1, b"alike").replica != places[1].replica
-        assert SessionRoute(pool, "e" * 32, 1, b"alike", preferred=places[1].replica).replica == (
-            places[1].replica
-        )
-
-    run_virtually(main())
+@virtually
+async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    for name in ("a", "b", "c"):
+        pool.admit(name, ScriptedLink(), TOY)
+    places = [SessionRoute(pool, f"{n:032x}", 1, bytes([n])) for n in range(12)]
+    loads = Counter(place.replica for place in places)
+    assert len(loads) == 3
+    assert max(loads.values()) <= 5  # A quarter above the mean.
+    for place in places:
+        place.close()
+    places = [SessionRoute(pool, f"{n:032x}", 1, b"alike") for n in range(2)]
+    assert places[0].replica != places[1].replica  # More than the mean is too much for one.
+    places[0].close()
+    assert SessionRoute(pool, "f" * 32, 1, b"alike").replica != places[1].replica
+    assert SessionRoute(pool, "e" * 32, 1, b"alike", preferred=places[1].replica).replica == (
+        places[1].replica
+    )
 
 
 def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
@@ -454,7 +428,8 @@ def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
     with_targets(lambda: berth(first, second), test)
 
 
-def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
+@virtually
+async def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
     """Each would take the timeout; and among them one that answers is found."""
 
     class Silent(ScriptedLink):
@@ -464,17 +439,14 @@ def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
             await asyncio.sleep(timeout_s)
             raise Unavailable("no answer")
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
-        links = [Silent() for _ in range(12)]
+    loop = asyncio.get_running_loop()
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    links = [Silent() for _ in range(12)]
+    for number, link in enumerate(links):
+        pool.admit(f"{number}", link, TOY)
+    for numbers, healthy in ((range(12), False), (range(11), True), (range(0), True)):
         for number, link in enumerate(links):
-            pool.admit(f"{number}", link, TOY)
-        for numbers, healthy in ((range(12), False), (range(11), True), (range(0), True)):
-            for number, link in enumerate(links):
-                link.away_until = float(number in numbers)
-            start = loop.time()
-            assert await pool.healthy(2.0) is healthy
-            assert loop.time() - start == (4.0 if numbers else 0.0)
-
-    run_virtually(main())
+            link.away_until = float(number in numbers)
+        start = loop.time()
+        assert await pool.healthy(2.0) is healthy
+        assert loop.time() - start == (4.0 if numbers else 0.0)

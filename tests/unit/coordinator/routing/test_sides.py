@@ -21,6 +21,7 @@ from session_links import (
     with_draft,
     with_target,
 )
+from virtual_time import virtually
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import DraftClient
@@ -39,13 +40,7 @@ from outrider.errors import (
 )
 from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
-from outrider.messages import (
-    PositionLogprobs,
-    Refused,
-    ReplyKey,
-    Resync,
-    VerdictReply,
-)
+from outrider.messages import PositionLogprobs, Refused, ReplyKey, Resync, VerdictReply
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
@@ -411,7 +406,8 @@ def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     assert seen.num == 1
 
 
-def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
+@virtually
+async def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
     """[2K+1]: of the draft tokens, then of the corrections."""
 
     def with_logprobs(item: Any) -> Any:
@@ -421,13 +417,10 @@ def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -
         entries = tuple(PositionLogprobs(float(i), ()) for i in range(2 * len(item.proposal) + 1))
         return replace(answer, logprobs=entries)
 
-    async def main() -> None:
-        link = ScriptedLink(with_logprobs, with_logprobs)
-        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
-        reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
-        assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
-
-    run_virtually(main())
+    link = ScriptedLink(with_logprobs, with_logprobs)
+    target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+    reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
+    assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
 
 
 def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
