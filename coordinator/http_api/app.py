@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
@@ -37,6 +37,7 @@ from coordinator.http_api.translation import (
     translate_native,
 )
 from coordinator.requests.validation import ServedModel
+from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.errors import NotFound, OutriderError, PermissionDenied, Unavailable
 
@@ -69,29 +70,10 @@ def _model_body(model: ServedModel, created: int) -> dict[str, Any]:
     }
 
 
-class FleetReplica(BaseModel):
-    """One replica."""
-
-    role: Literal["coordinator", "target", "draft"]
-    name: str
-    model: str
-    node: str
-    """Its machine; empty where it is not known."""
-    device: str
-    load: int
-    """Sessions: of a coordinator all that it runs, of others those that the coordinator that says
-    this has there."""
-    state: Literal["serving", "away", "leaving", "joining"]
-    here: bool
-    """Whether it is the coordinator that says this."""
-    figures: dict[str, float | None]
-    """What it has said of its work lately, as `outrider status --json` has it."""
-
-
 class Fleet(BaseModel):
     """Coordinators, targets and drafts."""
 
-    replicas: list[FleetReplica]
+    replicas: list[SeenReplica]
     heard_ms_ago: float | None
     """When the registry was last read; null where the deployment has none."""
 

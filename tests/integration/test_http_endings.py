@@ -20,10 +20,7 @@ from stack import PATIENCE, Stack, running_stack
 from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import ConfigError
 from outrider.sessions.store import FinishReason
-from outrider.telemetry.request_spans import Detail, ObservedRequests
-from outrider.telemetry.setup import Exports, start_exports
 
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}
 WAIT_S = 20.0
@@ -184,30 +181,3 @@ async def test_a_server_that_ends_lets_requests_end(slow: Stack) -> None:
         await until(lambda: slow.coordinator.num_running == 0)
         with pytest.raises(openai.APIConnectionError):
             await client.models.list()
-
-
-async def test_a_port_that_is_taken(slow: Stack) -> None:
-    async with http_front(slow) as url:
-        port = int(url.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await HttpServer(slow.coordinator, HttpOptions(port=port)).start()
-
-
-async def test_metrics_where_they_are_on(tmp_path: Path) -> None:
-    """The text that the process's own Prometheus port has."""
-    exports = start_exports("prometheus=0", "coordinator", "127.0.0.1")
-    assert isinstance(exports, Exports)
-    assert exports.scrape is not None
-    spec = EmulatedSpec(vocab_size=16, support=8)
-    observation = ObservedRequests(exports.tracer, exports.meter, Detail(0, 0))
-    engine = EmulatedEngine(spec, "target")
-    async with (
-        running_stack(engine, None, tmp_path, observation=observation) as stack,
-        http_front(stack, HttpOptions(metrics=exports.scrape.render)) as url,
-        httpx.AsyncClient(base_url=url) as http,
-    ):
-        await http.post("/v1/completions", json={**LONG, "max_tokens": 7})
-        found = await http.get("/metrics")
-        assert found.headers["content-type"].startswith("text/plain")
-        assert "outrider_generation_tokens_total" in found.text
-    await exports.close()
