@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import pytest
+from told_coordinator import MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
 from coordinator.auth.rate_limits import Limiter
@@ -19,34 +20,6 @@ from outrider.speculation.sampling_params import Rule
 KEY = "a-key-of-16-characters"
 LIMITED = Caller("alice", "alice", concurrency=1)
 SESSION = "5" * 32
-
-
-class Slots:
-    """A `SlotStore` of one caller."""
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-        self.depths: list[int] = []
-        self.away = False
-
-    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        self._check()
-        self.depths.append(depth)
-        if len(self.taken | set(slots)) > caller.concurrency:
-            raise Overloaded("taken", retry_after_ms=1)
-        self.taken.update(slots)
-
-    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        self._check()
-        for held, free in slots.values():
-            self.taken = (self.taken - set(free)) | set(held)
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-    def _check(self) -> None:
-        if self.away:
-            raise StoreUnavailable("away")
 
 
 async def events(log: list[str], session_id: str = SESSION) -> AsyncGenerator[Event]:
@@ -101,7 +74,7 @@ def test_without_keys_everybody_is_anybody() -> None:
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
     """Named after its session with the first renewal; free when the last event is there, so that
     who asks for the next one then has room."""
-    slots, log = Slots(), []
+    slots, log = MemorySlots(), []
     gate = AccessControl(None, Limiter(slots, lambda: "new"))
     async with aclosing(generation(gate, LIMITED, events(log))) as running:
         assert isinstance(await anext(running), Started)
@@ -121,7 +94,7 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
 
 async def test_one_that_is_refused_never_begins() -> None:
     """And neither does one that nobody can count."""
-    slots, log = Slots(), []
+    slots, log = MemorySlots(), []
     gate = AccessControl(None, Limiter(slots))
     slots.taken.add("of another coordinator")
     with pytest.raises(Overloaded):
@@ -138,7 +111,7 @@ async def test_one_that_is_refused_never_begins() -> None:
 
 async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     """Beside the stream that has broken and is not closed yet; the slot is free when both are."""
-    slots = Slots()
+    slots = MemorySlots()
     gate = AccessControl(None, Limiter(slots))
     old = generation(gate, LIMITED, events([]), resumes=SESSION)
     await anext(old)
@@ -157,7 +130,7 @@ async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
 
 async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
     """The lease runs out by itself."""
-    slots = Slots()
+    slots = MemorySlots()
     gate = AccessControl(None, Limiter(slots))
     seen = []
     async with aclosing(generation(gate, LIMITED, events([]))) as running:
@@ -170,7 +143,7 @@ async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
 
 async def test_a_request_has_a_slot_for_each_generation() -> None:
     """All or none; they are free together."""
-    slots = Slots()
+    slots = MemorySlots()
     gate = AccessControl(None, Limiter(slots))
     caller = Caller("carol", "carol", concurrency=4)
     async with gate.admit(caller, num_generations=3) as grant:
@@ -187,7 +160,7 @@ async def test_a_request_has_a_slot_for_each_generation() -> None:
     await gate.close()
 
 
-class LateSlots(Slots):
+class LateSlots(MemorySlots):
     """Takes slots, and says so late or never."""
 
     def __init__(self, error: Exception | None) -> None:

@@ -10,52 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+from told_coordinator import FINISHED, STARTED, TOKENS
+from told_coordinator import ToldCoordinator as Service
 from virtual_time import virtually
 
 from coordinator.auth.access_control import OPEN
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from coordinator.http_api.serving import Generations
-from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
-from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
-from outrider.sessions.store import FinishReason
-from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
+from outrider.request import Event, GenerateRequest
 
-STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
-TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
-FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
 BODY = {"prompt": [1, 2], "max_tokens": 3}
 CHAT, NATIVE = "/v1/chat/completions", "/api/generate"
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
-
-
-class Service:
-    """As much of a coordinator as the routes call."""
-
-    text = None
-    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
-    model = ServedModel("m", 100, 64, ())
-
-    def __init__(self, *events: Event | Exception) -> None:
-        self.events = events
-        self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
-
-    def draw_seed(self) -> int:
-        return 5
-
-    async def trouble(self) -> str:
-        return "no target answers"
-
-    async def generate(
-        self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool
-    ) -> AsyncGenerator[Event]:
-        self.calls.append((request, tenant, traceparent, resumable))
-        for event in self.events:
-            if isinstance(event, Exception):
-                raise event
-            yield event
 
 
 async def post(service: Any, body: Any = BODY, **headers: str) -> httpx.Response:
@@ -203,7 +171,8 @@ async def test_a_path_with_one_more_slash_is_not_there() -> None:
 
 
 async def test_health_says_why_not() -> None:
-    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    service = Service(trouble="no target answers")
+    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://here"
     ) as http:

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.app import build_app
 from coordinator.http_api.reading import read_body
-from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import BadRequest
 from outrider.limits import (
     CHAT_MESSAGES_MAX,
@@ -24,27 +24,11 @@ from outrider.limits import (
     HTTP_VALUES_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
 )
-from outrider.request import Event
 
 GAP_S = 0.25
 """CPU that may pass between two turns of the loop; a lease wants to be renewed every 0.5 s."""
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
 CONVERSATION = '"messages":[{"role":"user","content":"a"}]'
-
-
-class Service:
-    """As much of a coordinator as the routes call; it refuses all that comes so far."""
-
-    text = None
-    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
-    model = ServedModel("m", 100, 64, ())
-
-    def draw_seed(self) -> int:
-        return 5
-
-    async def generate(self, request: Any, *_: Any, **__: Any) -> AsyncGenerator[Event]:
-        raise BadRequest("model", "is none")
-        yield
 
 
 def filled(before: str, item: Callable[[int], str], after: str) -> bytes:
@@ -180,7 +164,8 @@ async def test_no_body_holds_up_the_loop(name: str) -> None:
     path, make, param = BODIES[name]
     body = make()
     assert len(body) <= HTTP_BODY_BYTES_MAX
-    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    service = ToldCoordinator(BadRequest("model", "is none"))
+    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
     status, error, gap_s = await called(app, path, body)
     assert (status, error["param"]) == (400, param)
     assert gap_s < GAP_S

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from made_certificates import Made
-from test_http_server import FINISHED, STARTED, WAIT_S, Service, serving, trusting
+from test_http_server import WAIT_S, Service, serving, trusting
+from told_coordinator import FINISHED, STARTED
 
 from coordinator.actor import _report_health
 from coordinator.auth.access_control import access_control_of

@@ -4,91 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
+from told_coordinator import ToldCoordinator as Service
 
 from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import OPEN_PATHS, build_app
-from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.api_keys import Caller, add_key
-from outrider.errors import Overloaded, StoreUnavailable, Unavailable
-from outrider.registry.registry import NO_FIGURES
-from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
-from outrider.sessions.store import FinishReason
-from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
+from outrider.errors import Unavailable
+from outrider.request import Event
 
-STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
-TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
-FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
 NOWHERE = ("//", "/v1", "/v1/nothing", "/docs", "/redoc", "/health/", "/health/x", "//health")
-
-
-class Service:
-    """As much of a coordinator as the routes call; one event waits where it is told to."""
-
-    text = None
-    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
-    model = ServedModel("m", 100, 64, ())
-    fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
-    num_running, figures = 0, NO_FIGURES
-
-    def __init__(self, *events: Event | Exception, waits: bool = False) -> None:
-        self.events, self.waits = events, waits
-        self.tenants: list[str] = []
-        self.has_begun = asyncio.Event()
-
-    def draw_seed(self) -> int:
-        return 5
-
-    async def trouble(self) -> str:
-        return ""
-
-    async def generate(
-        self, request: Any, tenant: str, traceparent: str, *, resumable: bool
-    ) -> AsyncGenerator[Event]:
-        self.tenants.append(tenant)
-        for event in self.events:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-        self.has_begun.set()
-        if self.waits:
-            await asyncio.Event().wait()
-
-
-class Slots:
-    """A `SlotStore` of one caller, which counts who takes its slots."""
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-        self.num_takes = 0
-        self.away = False
-
-    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        if self.away:
-            raise StoreUnavailable("away")
-        if len(self.taken | set(slots)) > caller.concurrency:
-            raise Overloaded("taken", retry_after_ms=1500)
-        self.num_takes += 1
-        self.taken.update(slots)
-
-    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        await asyncio.sleep(0.02)  # So that who does not wait for it is too early.
-        for held, free in slots.values():
-            self.taken = (self.taken - set(free)) | set(held)
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 class Locked:
@@ -96,7 +31,7 @@ class Locked:
 
     def __init__(self, directory: Path, service: Service, concurrency: int = 1) -> None:
         self.key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
-        self.slots = Slots()
+        self.slots = MemorySlots(1500, 0.02)
         self.service = service
         keys = KeyFile(directory / "keys", (), lambda: 0.0)
         gate = AccessControl(keys, Limiter(self.slots))
@@ -192,7 +127,7 @@ async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     locked = Locked(tmp_path, Service(STARTED, TOKENS, FINISHED), concurrency=4)
     found = await locked.post(n=2, prompt=[[1], [2]], stream=stream)
     assert found.status_code == 200
-    assert locked.slots.num_takes == 1
+    assert len(locked.slots.depths) == 1
     assert locked.service.tenants == ["team"] * 4
     assert locked.slots.taken == set()
     for fields, param in (
@@ -205,7 +140,7 @@ async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     locked.slots.taken.add("of another coordinator")
     found = await locked.post(n=4, stream=stream)
     assert found.status_code == 429
-    assert locked.slots.num_takes == 1
+    assert len(locked.slots.depths) == 1
     assert (await locked.post(n=3, stream=stream)).status_code == 200
     assert len(locked.service.tenants) == 7
 
@@ -217,7 +152,7 @@ async def test_what_does_not_generate_is_not_counted(locked: Locked) -> None:
         assert (await locked.send("GET", path, shown)).status_code == 200
     assert (await locked.post(n=0)).status_code == 400
     assert (await locked.post(nothing=1)).status_code == 400
-    assert locked.slots.num_takes == 0
+    assert len(locked.slots.depths) == 0
 
 
 async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
@@ -272,7 +207,7 @@ async def test_a_request_that_fails_gives_its_place_back(
         assert found.status_code == 200
     else:
         assert found.status_code == (503 if isinstance(error, Unavailable) else 500)
-    assert locked.slots.num_takes == 1
+    assert len(locked.slots.depths) == 1
     await locked.freed()
 
 
@@ -310,7 +245,7 @@ async def test_a_client_that_goes_gives_its_place_back(tmp_path: Path, stream: b
         gone.set()
         await calling
     await locked.freed()
-    assert locked.slots.num_takes == 1
+    assert len(locked.slots.depths) == 1
 
 
 async def test_one_tenants_bodies_keep_no_other_out(

@@ -16,37 +16,27 @@ import httpx
 import openai
 import pytest
 from made_certificates import Made
+from told_coordinator import FINISHED, STARTED, ToldCoordinator
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
-from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.api_keys import Caller, add_key
 from outrider.errors import DeadlineExceeded, Incompatible, OutriderError
-from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
-from outrider.sessions.store import FinishReason
+from outrider.request import Event, Tokens
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
 
-STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
-FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
 PIECE = "a" * 4096
 WAIT_S = 20.0
 
 
-class Service:
-    """As much of a coordinator as the routes call; it has as many pieces of text as it is told."""
-
-    text = None
-    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
-    model = ServedModel("m", 100, 64, ())
+class Service(ToldCoordinator):
+    """It has as many pieces of text as it is told."""
 
     def __init__(self, num_pieces: int = 0) -> None:
+        super().__init__()
         self.num_pieces = num_pieces
         self.num_told = 0
         self.closed = asyncio.Event()
-
-    def draw_seed(self) -> int:
-        return 5
 
     async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
         try:

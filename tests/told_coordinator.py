@@ -1,0 +1,89 @@
+"""As much of a coordinator as its HTTP API calls, which says what it is told to; and slots in
+memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from types import SimpleNamespace
+
+from coordinator.requests.validation import RequestDefaults, ServedModel
+from outrider.api_keys import Caller
+from outrider.errors import Overloaded, StoreUnavailable
+from outrider.registry.registry import NO_FIGURES
+from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
+from outrider.sessions.store import FinishReason
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+
+STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
+TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
+FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
+
+
+class ToldCoordinator:
+    """Each generation has these events, or raises them; behind them it waits where told to."""
+
+    text = None
+    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
+    model = ServedModel("m", 100, 64, ())
+    fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
+    num_running, figures = 0, NO_FIGURES
+
+    def __init__(self, *events: Event | Exception, waits: bool = False, trouble: str = "") -> None:
+        self.events, self.waits, self._trouble = events, waits, trouble
+        self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
+        self.has_begun = asyncio.Event()
+
+    @property
+    def tenants(self) -> list[str]:
+        return [call[1] for call in self.calls]
+
+    def draw_seed(self) -> int:
+        return 5
+
+    async def trouble(self) -> str:
+        return self._trouble
+
+    async def generate(
+        self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool
+    ) -> AsyncGenerator[Event]:
+        self.calls.append((request, tenant, traceparent, resumable))
+        for event in self.events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+        self.has_begun.set()
+        if self.waits:
+            await asyncio.Event().wait()
+
+
+class MemorySlots:
+    """A `SlotStore` of one caller."""
+
+    def __init__(self, retry_after_ms: int = 1, takes_s: float = 0.0) -> None:
+        self.taken: set[str] = set()
+        self.depths: list[int] = []
+        """Of each request that has slots."""
+        self.away = False
+        self._retry_after_ms, self._takes_s = retry_after_ms, takes_s
+
+    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
+        self._check()
+        if len(self.taken | set(slots)) > caller.concurrency:
+            raise Overloaded("taken", retry_after_ms=self._retry_after_ms)
+        self.depths.append(depth)
+        self.taken.update(slots)
+
+    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+        await asyncio.sleep(self._takes_s)
+        self._check()
+        for held, free in slots.values():
+            self.taken = (self.taken - set(free)) | set(held)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _check(self) -> None:
+        if self.away:
+            raise StoreUnavailable("away")
