@@ -1,4 +1,4 @@
-"""Whether a coordinator can serve, and why it cannot."""
+"""Whether a coordinator can serve, and why it cannot; and the same for its telemetry."""
 
 from __future__ import annotations
 

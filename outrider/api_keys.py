@@ -1,4 +1,15 @@
-"""Who calls, and how much that caller may ask for."""
+"""Callers, their API keys, and what is kept of these.
+
+    or-<salt>-<secret>          a key as `outrider keys new` makes it: 16 hexadecimal digits, and
+                                43 characters for 256 random bits
+    sha256:<salt>:<digest>      what is kept of it: HMAC-SHA256 of the whole key under the salt
+    sha256:<digest>             the same of a key that was made elsewhere: its SHA-256
+
+The salt is a part of the key, so that one hash finds whose it is among thousands. A file of keys
+has one a line; `#` begins a comment:
+
+    NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
+"""
 
 from __future__ import annotations
 

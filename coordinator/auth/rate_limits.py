@@ -6,6 +6,11 @@ renews, so that what a dead one ran is free again after `SLOT_LEASE_MS`. A slot 
 session as soon as there is one: who resumes that, at whichever coordinator, goes on in the same
 slot. A resumption counts among the requests of a minute, and is refused only where twice as many
 have come: a coordinator's end must not cost its callers their answers.
+
+    <prefix>limit:{<name>}:bucket    string: when it is full again, ms of Redis' clock
+    <prefix>limit:{<name>}:slots     sorted set: slot to the end of its lease, ms
+
+The braces are literal. Both have a time to live.
 """
 
 from __future__ import annotations

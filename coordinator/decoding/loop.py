@@ -1,4 +1,5 @@
-"""The decode loop: proposal, verdict, outcome, commit, again."""
+"""The decode loop: proposal, verdict, outcome, commit, again; and the queue of what is told of it,
+once it is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""One running session: decoding on one side, its client on the other."""
+"""Sessions from their opening to their end: created in a store that may not answer, run, given up,
+and taken over from other coordinators.
+
+    SessionRun       one running session: decoding on one side, its client on the other
+    SessionCreator   opens sessions, and records those that no client waits for
+    RunningSessions  the runs of this coordinator, until what they held is free
+    TakeOvers        sessions whose stream broke, here or elsewhere
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities with the text of their tokens."""
+"""From events to an answer: whole, in chunks of chat or completions, or with every round."""
 
 from __future__ import annotations
 

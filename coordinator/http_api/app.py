@@ -1,4 +1,4 @@
-"""The served model, as a list of models has it."""
+"""The routes, and the middlewares around them: timing, callers, bodies."""
 
 from __future__ import annotations
 

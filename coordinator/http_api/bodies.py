@@ -1,7 +1,9 @@
-"""What OpenAI's and vLLM's requests may ask for and Outrider does not do.
+"""What the body of a request may hold: fields and their types, and no others.
 
-Refused by name where it asks for something; taken as not there where its value asks for nothing, as
-clients send it that write every field.
+Limits that the coordinator knows are its own to check; null means that a field is not given. What
+OpenAI's and vLLM's requests may ask for and Outrider does not do is refused by name where it asks
+for something, and ignored where its value asks for nothing, as clients send it that write every
+field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""JSON as it goes to the client."""
+"""JSON as it goes to the client, and every error in OpenAI's shape:
+`{"error": {"message", "type", "param", "code"}}`.
+
+The status is the error's own (`outrider/errors.py`).
+"""
 
 from __future__ import annotations
 

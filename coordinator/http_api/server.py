@@ -1,4 +1,5 @@
-"""The certificate that HTTP shows: the newest one in its files, to whoever connects."""
+"""Listens for HTTP inside the coordinator's own event loop; with TLS, by the newest certificate in
+its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers on a connection that may break, and as events that the client reads as they come."""
+"""Answers a request for a generation, whole or as server-sent events, for as long as its client is
+there."""
 
 from __future__ import annotations
 

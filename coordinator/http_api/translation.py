@@ -1,4 +1,8 @@
-"""What form an answer must have: the one place where a request's wish for it is read."""
+"""From a body to requests of the coordinator, for chat, completions and the page.
+
+Nothing is checked here that the coordinator checks: it names its own fields, and `Asked.renamed`
+gives them the names that the body has for them.
+"""
 
 from __future__ import annotations
 

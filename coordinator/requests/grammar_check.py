@@ -1,4 +1,8 @@
-"""A number of places that tenants take turns in."""
+"""Whether constraints can be compiled, asked of a process that can be killed.
+
+A coordinator needs no compiled constraint; replicas compile their own. It refuses what cannot be
+compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
+"""
 
 from __future__ import annotations
 

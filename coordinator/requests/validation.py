@@ -1,4 +1,5 @@
-"""What a user asks for, checked against every limit before anything is done."""
+"""What a user asks for, checked against every limit before anything is done; and prompts as token
+ids."""
 
 from __future__ import annotations
 

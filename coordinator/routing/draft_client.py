@@ -1,5 +1,7 @@
-"""What the target's head read at a session's newest committed tokens, for a draft that goes on from
-that."""
+"""One session's draft: a replica, behind whichever stream the session has, or the target itself.
+
+This side always ends in a proposal, because a request must not suffer from a draft.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a session's proposals come from: a protocol, and proposals as they come.
+"""Where a session's proposals come from: a protocol, and look-ups in this process.
 
-`DraftClient` (`draft_client.py`) asks a replica for them; `SelfDraftClient`
-(`self_draft_client.py`) has them from the target; `LookupDrafts` looks them up here.
+`DraftClient` (`draft_client.py`) asks a replica for them; `SelfDraftClient` (there, too) has them
+from the target; `LookupDrafts` looks them up here.
 """
 
 from __future__ import annotations

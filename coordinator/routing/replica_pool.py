@@ -1,4 +1,13 @@
-"""Sorts the answers of one replica's stream by session and round."""
+"""The replicas of one role that a coordinator knows, and each session's place among them.
+
+    Mailbox            the answers to one session from one side
+    ReplicaConnection  one replica's link, and the mailboxes of its sessions
+    ReplicaPool        the replicas: they join, leave, are away and are back
+    SessionRoute       the replica of a session; it changes when that is away or is to be left
+
+A session that moves takes nothing along: its new replica is sent the committed tokens, and begins
+with the pages that it has of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What both sides of a session (`target_client.py`, `draft_client.py`) ask a replica with."""
+"""One session's target, behind the stream of whichever replica it has.
+
+A client knows how many of the session's tokens its replica holds, sends what is missing, asks again
+when an answer does not come, and goes to another replica when its own is away. This one ends in a
+verdict or an error.
+"""
 
 from __future__ import annotations
 
