@@ -135,16 +135,16 @@ class Forecast:
     """The wait for a proposal of one token, two, ..."""
 
 
-@dataclass(slots=True)
 class Load:
     """Sessions at the targets of one coordinator, as they are now."""
 
-    num_sessions: int = 0
-    """Sessions that run here ..."""
-    num_elsewhere: int = 0
-    """... and at other coordinators of the same targets ..."""
-    num_targets: int = 1
-    """... which share them all."""
+    def __init__(self, num_sessions: int = 0) -> None:
+        self.num_sessions = num_sessions
+        """Sessions that run here ..."""
+        self.num_elsewhere = 0
+        """... and at other coordinators of the same targets ..."""
+        self.num_targets = 1
+        """... which share them all."""
 
 
 class RoundCosts:
