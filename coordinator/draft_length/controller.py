@@ -292,7 +292,7 @@ class LengthControls:
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
             return LengthControl(self, self._learned, rule, *bounds)
-        if seed in self._seeds:
+        if self._knows(seed):
             first = self._running.get(seed)
             if first is not None:
                 first.fix()
@@ -312,6 +312,9 @@ class LengthControls:
         self.load.num_sessions -= 1
         if seed is not None:
             self._running.pop(seed, None)
+
+    def _knows(self, seed: int) -> bool:
+        return seed in self._seeds
 
     def _nothing_learned(self, load: Load) -> Learned:
         draft_costs = None if self._draft is None else self._draft.step_costs

@@ -14,7 +14,7 @@ from core_rounds import K_MAX, PROMPT_LENGTH, ChiSquare, accepted_of, chi_square
 from core_toys import flat_pair
 from verdict_laws import NoiseRows, draft_rows, score_rows
 
-from coordinator.draft_length.controller import LengthControl, LengthControls, SeedsInUse
+from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
@@ -114,7 +114,7 @@ def test_a_second_session_with_a_seed_has_the_law(
     """False alarm 1e-6. Where seeds are not looked at, the second session drafts if the first one's
     draft tokens were accepted, which are its own: found."""
     assert not second_sessions(rule).rejects
-    monkeypatch.setattr(SeedsInUse, "knows", lambda self, seed: False)
+    monkeypatch.setattr(LengthControls, "_knows", lambda self, seed: False)
     assert second_sessions(rule).rejects
 
 
