@@ -712,24 +712,24 @@ async def target_role(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
         from outrider.replica.scheduler import ThreadExecutor
         from outrider.replica.service import SteppedService
 
-        take, run = SteppedService.take, ThreadExecutor.run
+        take, timed = SteppedService.take, ThreadExecutor._timed
 
         def taken(target: Any, item: VerifyItem, sender: Any) -> None:
             take(target, item, sender)
             queued.append((item.head.session_id, item.head.round, now_ns()))
 
-        async def ran(executor: Any, step: Callable[[], Any]) -> Any:
-            def stamped() -> Any:
-                result = step()
-                stamp = now_ns()
-                if isinstance(result, list):
-                    judged.extend((a.key.session_id, a.key.round, stamp) for a in result)
-                return result
-
-            return await run(executor, stamped)
+        def stamped(executor: Any, step: Callable[[], Any]) -> Any:
+            result = timed(executor, step)
+            stamp = now_ns()
+            judged.extend(
+                (one.key.session_id, one.key.round, stamp)
+                for one in (result if isinstance(result, list) else ())
+                if isinstance(one, VerdictReply)
+            )
+            return result
 
         _patch(stack, SteppedService, "take", taken)
-        _patch(stack, ThreadExecutor, "run", ran)
+        _patch(stack, ThreadExecutor, "_timed", stamped)
         role = await stack.enter_async_context(service(setup))
         from outrider.transport.grpc_link import target_link
 

@@ -45,7 +45,7 @@ def append(session: int, num_rounds: int) -> Append:
     return Append(f"{session:032x}", 1, "c", 0, (1,), 0, cache, cache, counters)
 
 
-def draft_item(session: int, round_index: int, num_draft_tokens: int = 8) -> DraftItem:
+def draft_item(session: int, round_index: int = 1, num_draft_tokens: int = 8) -> DraftItem:
     head = make_head((1, 2, 3), session=session, round_index=round_index, rule=Rule.TOKEN)
     return DraftItem(head, num_draft_tokens)
 
