@@ -196,6 +196,7 @@ distill(options, Target("tiny", Path(target), Template((0, 5), (3, 6)), None), P
 """
 
 
+@pytest.mark.full
 def test_a_process_that_is_killed_is_gone_on_with(
     target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
 ) -> None:

@@ -1,0 +1,312 @@
+"""Draft draws: quantised before they are sampled, and keyed as the target expects."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verdict_laws import draft_token, draft_tokens
+
+from outrider.errors import InvariantError
+from outrider.limits import SEED_MAX
+from outrider.speculation.draft_sampling import (
+    DeviceDraws,
+    DraftedToken,
+    Drawing,
+    can_draw,
+    draw_from_logits,
+    place_of,
+    quantise,
+)
+from outrider.speculation.gumbel_max import race, token_keys, uniforms
+from outrider.speculation.logits_processing import (
+    DraftVocabulary,
+    TokenHistory,
+    target_probabilities,
+)
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.sampling_params import Rule, SamplingParams
+
+
+def distribution(*weights: float) -> torch.Tensor:
+    values = torch.tensor(weights, dtype=torch.float64)
+    return values / values.sum()
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.floats(0, 1) | st.just(0.0), min_size=1, max_size=40).filter(any),
+    entries_max=st.integers(1, 20),
+)
+def test_quantise(weights, entries_max):
+    """Positive counts that sum to 2^16 over at most so many of the likeliest tokens, each within
+    one of its share."""
+    probabilities = torch.tensor(weights, dtype=torch.float64)
+    q = quantise(probabilities, entries_max)
+    assert sum(q.counts) == COUNT_TOTAL
+    assert min(q.counts) > 0
+    assert len(set(q.token_ids)) == len(q.token_ids)
+    ranked = sorted(weights, reverse=True)[:entries_max]
+    counts = [*q.counts, *[0] * len(ranked)]
+    for token_id, weight, count in zip(q.token_ids, ranked, counts, strict=False):
+        assert weights[token_id] == weight
+        assert abs(count - weight / sum(ranked) * COUNT_TOTAL) < 1 + 1e-6
+
+
+def test_quantise_drops_what_gets_no_count():
+    """A token too light for one of 2^16 counts is left out, so that no listed q is zero."""
+    q = quantise(distribution(1.0, 1.0, 1e-9), 64)
+    assert q == DraftDistribution((0, 1), (COUNT_TOTAL // 2, COUNT_TOTAL // 2))
+    with pytest.raises(InvariantError):
+        quantise(distribution(1.0), 0)
+
+
+def test_a_row_without_mass_is_no_distribution():
+    for bad in (torch.nan, 0.0):
+        with pytest.raises(InvariantError):
+            quantise(torch.full((3,), bad, dtype=torch.float64), 3)
+
+
+def test_a_uniform_falls_on_each_count_as_often_as_it_says():
+    """By every level that there is, and at the ends of each; on arrays and on tensors."""
+    counts = np.array([[60_000.0, 5_000.0, 0.0, 536.0]])
+    levels = np.repeat(counts.cumsum(1), COUNT_TOTAL, axis=0)
+    for inside in (0.5**40, 0.5, 1 - 0.5**30):
+        uniform = (np.arange(COUNT_TOTAL)[:, None] + inside) / COUNT_TOTAL
+        places = place_of(levels, uniform)
+        assert np.bincount(places, minlength=4).tolist() == counts[0].tolist()
+        on_device = place_of(torch.from_numpy(levels), torch.from_numpy(uniform))
+        assert on_device.tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
+    """Token and block draw by DRAFT noise from the very numbers that go on the wire."""
+    probabilities = torch.rand(500, dtype=torch.float64) ** 4
+    seen = set()
+    for index in range(40):
+        noise = RoundNoise(11, rule, 40)
+        token_id, q = draft_token(probabilities, noise, index, entries_max=8)
+        assert q == quantise(probabilities, 8)
+        keys = token_keys(row_keys(11, [noise.place(index)], [Stream.DRAFT]))
+        level = float(uniforms(keys, np.array([[0]]))[0, 0]) * COUNT_TOTAL
+        place = sum(total <= level for total in itertools.accumulate(q.counts))
+        assert token_id == q.token_ids[place]
+        assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
+        seen.add(token_id)
+    assert len(seen) > 3
+
+
+def test_coupled_draws_as_the_target_does():
+    """The draft's draw under coupled is the race over its whole row, by the target's noise at the
+    absolute position; no q is sent."""
+    probabilities = distribution(*range(1, 301))
+    noise = RoundNoise(11, Rule.COUPLED, 40)
+    keys = row_keys(11, [noise.place(2)], [Stream.TARGET])
+    expected = int(race(probabilities[None], keys))
+    assert draft_token(probabilities, noise, 2) == (expected, None)
+    moved = RoundNoise(11, Rule.COUPLED, 42)
+    assert draft_token(probabilities, moved, 0) == (expected, None)
+
+
+def test_one_hot_draws_have_no_distribution():
+    """A support of one, and everything greedy, is one-hot: None."""
+    sharp = distribution(0, 0, 1, 0)
+    for rule in Rule:
+        assert draft_token(sharp, RoundNoise(1, rule, 9), 0) == (2, None)
+    flat = distribution(1, 2, 2)
+    assert draft_token(flat, RoundNoise(1, Rule.GREEDY, 9), 0) == (1, None)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_batch_draws_what_each_session_would_alone(rule):
+    """Batching sessions, with supports of different sizes, changes nothing."""
+    torch.manual_seed(0)
+    rows = torch.rand(5, 700, dtype=torch.float64) ** 6
+    rows[1, 3:] = 0
+    rows[2, 1:] = 0
+    noises = [RoundNoise(i, rule, 100 + i) for i in range(5)]
+    indices = [0, 4, 2, 2, 1]
+    together = draft_tokens(rows, noises, indices, 16)
+    alone = [draft_token(row, n, i, 16) for row, n, i in zip(rows, noises, indices, strict=True)]
+    assert together == alone
+    assert draft_tokens(rows[:0], [], [], 16) == []
+
+
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=5),
+    SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(temperature=0.0),
+)
+NUM_DEPTHS = 3
+
+
+def draw(
+    logits: torch.Tensor,
+    drawings: list[Drawing],
+    entries_max: int,
+    num_rows: int,
+    vocabulary: DraftVocabulary | None = None,
+) -> list[list[DraftedToken]]:
+    """Of logits [K, S, V] the tokens of each session, drawn beside rows that nobody wants."""
+    draws = DeviceDraws(drawings, len(logits), entries_max, vocabulary)
+    words = torch.from_numpy(draws.words(num_rows)).to(logits.device)
+    padding = logits.new_zeros((num_rows - len(drawings), logits.shape[2]))
+    rows = [
+        draws.draw(torch.cat([each, padding]), words, depth).cpu().numpy()
+        for depth, each in enumerate(logits)
+    ]
+    return [[draws.read(row[i], i) for row in rows] for i in range(len(drawings))]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 3_001])
+@pytest.mark.parametrize("entries_max", [1, 7, 64])
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("rules", [tuple(Rule), (Rule.TOKEN,), (Rule.COUPLED,), (Rule.GREEDY,)])
+def test_the_same_tokens_and_the_same_q(
+    vocab_size: int, entries_max: int, rules: tuple[Rule, ...], is_reduced: bool, device: str
+) -> None:
+    """Every rule under all sampling parameters, in one batch: token ids and q to the count; also
+    where the logits are those of every third token. A sum that rounds differently changes a
+    count with a probability under 1e-8."""
+    drawings = [
+        Drawing(sampling, rule, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
+        for i, (sampling, rule) in enumerate((s, r) for s in SAMPLINGS for r in rules)
+    ]
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn((NUM_DEPTHS, len(drawings), vocab_size), generator=generator)
+    vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
+    found = draw(logits.to(device), drawings, entries_max, len(drawings) + 3, vocabulary)
+    for index, drawing in enumerate(drawings):
+        for depth in range(NUM_DEPTHS):
+            [expected], _ = draw_from_logits(
+                logits[depth, index][None], drawing.sampling, [drawing.noise], [depth],
+                entries_max, vocabulary=vocabulary,
+            )  # fmt: skip
+            assert found[index][depth] == expected
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers(bad: float) -> None:
+    """They are one session's own, and are found when its row is read."""
+    logits = torch.zeros((1, 2, 20))
+    logits[0, 1, 3] = bad
+    drawings = [
+        Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5)) for _ in range(2)
+    ]
+    draws = DeviceDraws(drawings, 1, 64)
+    rows = draws.draw(logits[0], torch.from_numpy(draws.words(2)), 0).numpy()
+    assert draws.read(rows[0], 0)[0] < 20
+    with pytest.raises(InvariantError, match="no numbers to sample from"):
+        draws.read(rows[1], 1)
+
+
+def test_what_depends_on_more_than_logits_is_not_drawn_so() -> None:
+    assert can_draw(SamplingParams(top_k=3))
+    assert not can_draw(SamplingParams(repetition_penalty=1.1))
+    assert not can_draw(SamplingParams(logit_bias=((1, 2.0),)))
+
+
+def test_what_one_vocabulary_recorded_is_not_replayed_for_another() -> None:
+    """Though they are as wide: its work reads that one's table."""
+    drawings = [Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5))]
+    one, other = (DraftVocabulary(np.arange(4) + first) for first in (0, 3))
+    keys = [DeviceDraws(drawings, 1, 64, each).key for each in (one, one, other, None)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+
+
+VOCAB = 700
+NUM_COLUMNS = 90
+ROWS = 24
+BIASED = ((3, 2.5), (5, -100.0), (8, 1.0), (640, 3.0))
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "greedy-biased": SamplingParams(temperature=0.0, logit_bias=BIASED, presence_penalty=1.5),
+    "plain": SamplingParams(),
+    "cold": SamplingParams(temperature=0.6, top_p=0.8),
+    "top-k": SamplingParams(top_k=7, min_p=0.01),
+    "wide-top-k": SamplingParams(top_k=NUM_COLUMNS + 5),
+    "biased": SamplingParams(logit_bias=BIASED, top_p=0.95),
+    "penalised": SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=BIASED
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> DraftVocabulary:
+    random = np.random.default_rng(3)
+    others = random.choice(np.arange(10, VOCAB), NUM_COLUMNS - 2, replace=False)
+    return DraftVocabulary(np.sort([3, 5, *others]))
+
+
+@pytest.fixture(scope="module")
+def logits(vocabulary: DraftVocabulary) -> torch.Tensor:
+    """Over the columns; none are tied, as any of tied ones may be listed."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * 2
+
+
+def scattered(rows: torch.Tensor, vocabulary: DraftVocabulary, nothing: float) -> torch.Tensor:
+    wide = torch.full((len(rows), VOCAB), nothing, dtype=rows.dtype)
+    wide[:, torch.from_numpy(vocabulary.token_ids)] = rows
+    return wide
+
+
+def noises(rule: Rule) -> list[RoundNoise]:
+    return [RoundNoise(100 + row, rule, 40 + row) for row in range(ROWS)]
+
+
+def history(vocabulary: DraftVocabulary) -> TokenHistory:
+    """With repeats, and tokens of both kinds."""
+    listed = vocabulary.token_ids.tolist()
+    return TokenHistory((*listed[:20], 0, 1, 2), (*listed[10:30], *listed[10:12], 4, 3, 8, 8))
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
+@pytest.mark.parametrize("name", PARAMS)
+def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
+    vocabulary: DraftVocabulary, logits: torch.Tensor, name: str, rule: Rule
+) -> None:
+    """Same tokens, same distributions, by the target's ids, from logits and from probabilities:
+    bias, penalties and filters mean the same in the small space."""
+    params = PARAMS[name]
+    rule = Rule.GREEDY if params.greedy else rule
+    places, seen = list(range(ROWS)), history(vocabulary)
+    got, _ = draw_from_logits(logits, params, noises(rule), places, 16, seen, vocabulary)
+    wide = scattered(logits, vocabulary, -torch.inf)
+    assert got == draw_from_logits(wide, params, noises(rule), places, 16, seen)[0]
+    assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
+    small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
+    assert draft_tokens(small, noises(rule), places, 16, vocabulary) == got
+
+
+def test_quantised_columns_are_the_targets_tokens(
+    vocabulary: DraftVocabulary, logits: torch.Tensor
+) -> None:
+    row = target_probabilities(logits, SamplingParams())[0]
+    wide = scattered(row[None], vocabulary, 0.0)[0]
+    assert quantise(row, 12, vocabulary) == quantise(wide, 12)
+
+
+def test_columns_are_found_by_token(vocabulary: DraftVocabulary) -> None:
+    listed = vocabulary.token_ids
+    known, columns = vocabulary.columns([0, int(listed[7]), VOCAB, int(listed[-1]), 1])
+    assert known.tolist() == [1, 3]
+    assert columns.tolist() == [7, NUM_COLUMNS - 1]
+
+
+def test_tokens_out_of_order_are_refused() -> None:
+    with pytest.raises(InvariantError, match="ascend"):
+        DraftVocabulary(np.array([2, 1]))
+    assert DraftVocabulary.of(()) is None
