@@ -38,7 +38,7 @@ from outrider.replica.process_setup import (
     use_threads,
 )
 
-from .command import Arguments, Command, Group, declared, option
+from .command import Arguments, Command, Group, declared, json_option, option
 from .connection import Connection, connected, connection_options
 from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
 from .output import note, progress, show
@@ -95,9 +95,7 @@ class _Measurements(Group):
             return None
         options = _options_class(found)
         own = [*options.flags(), *REQUEST_KEYS]
-        params = declared(options.add_arguments)
-        for one in params:
-            one.show_default = False  # type: ignore[attr-defined]  # Their help has it.
+        params = [*declared(options), json_option()]
         if name == "serve":
             help_text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
             params.append(option("--api-key", help=help_text))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ from click.core import ParameterSource
 from outrider.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from benchmarks.options import Options
     from outrider.settings import Setting
 
 NEAR: Final = 0.75
@@ -211,69 +213,34 @@ def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[
     return made
 
 
-class Declared:
-    """Takes options as argparse declares them, from `add_arguments` of a measurement."""
+def parsed_by(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """What an option's text is parsed by; a default, which is no text, stays as it is."""
 
-    def __init__(self, group: str = "Options", params: list[click.Parameter] | None = None) -> None:
-        self.params: list[click.Parameter] = [] if params is None else params
-        self._group = group
-
-    def add_argument_group(self, title: str, description: str = "") -> Declared:
-        """Takes those under a title of their own."""
-        return Declared(title.capitalize(), self.params)
-
-    def set_defaults(self, **values: Any) -> None:
-        """Changes defaults."""
-        for one in self.params:
-            if one.name in values:
-                one.default = values[one.name]
-
-    def add_argument(
-        self,
-        *names: str,
-        action: str = "",
-        nargs: str = "",
-        type: Callable[[str], Any] | None = None,  # noqa: A002
-        default: Any = None,
-        help: str = "",  # noqa: A002
-        **attributes: Any,
-    ) -> None:
-        """Takes one option."""
-        words = help % {"default": default}
-        if "[%(default)" in help:
-            attributes["show_default"] = False
-        if action == "store_true":
-            attributes["is_flag"] = True
-        elif type is not None:
-            attributes["type"] = type if isinstance(type, click.ParamType) else _converter(type)
-        if nargs == "+":
-            attributes["multiple"] = attributes["variadic"] = True
-        if action != "store_true":
-            attributes["default"] = default
-        self.params.append(option(*names, group=self._group, help=words, **attributes))
-
-
-def _converter(convert: Callable[[str], Any]) -> Any:
-    if convert in (int, float):
-        return convert
-
-    def converted(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
+    def convert(value: Any) -> Any:
         try:
-            return convert(text)
+            return parse(value) if isinstance(value, str) else value
         except argparse.ArgumentTypeError as error:
             raise click.BadParameter(str(error)) from None
 
-    return converted
+    return convert
 
 
-def declared(*adders: Callable[[Any], None]) -> list[click.Parameter]:
-    """The options that these functions declare."""
-    found = Declared()
-    for add in adders:
-        add(found)
-    return found.params
+def declared(options: type[Options]) -> list[Option]:
+    """An option for each field of a measurement's options."""
+    defaults = {entry.name: entry.default for entry in fields(options)}
+    found = []
+    for name, flag in options.flags().items():
+        default = defaults[name]
+        more: dict[str, Any] = {"is_flag": True}
+        if not isinstance(default, bool):
+            plain = flag.parse in (int, float)
+            more = {
+                "type": flag.parse if plain else parsed_by(flag.parse), "default": default,
+                "metavar": flag.metavar, "multiple": flag.several, "variadic": flag.several,
+                "choices": () if isinstance(default, tuple) else flag.choices,
+            }  # fmt: skip
+        found.append(option("--" + name.replace("_", "-"), help=flag.help, **more))
+    return found
 
 
 def exclusive(arguments: Arguments, *names: str) -> None:

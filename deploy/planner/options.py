@@ -241,15 +241,3 @@ class SimulationOptions(Options):
     def counts(self, role: Role) -> Counts:
         """Numbers of replicas of a role."""
         return cast(Counts, getattr(self, f"{role}s"))
-
-
-def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a simulation."""
-    group = parser.add_argument_group("a simulated fleet")
-    group.add_argument(
-        "--simulate", action="store_true",
-        help="try a fleet, too: the real services on a virtual clock. A simulated round takes 1 to "
-        "2 ms of this machine's time, 6 where the draft looks ahead: 20 sessions for 10 s take "
-        "about 20 s, and numbers of replicas are found in about ten such runs",
-    )  # fmt: skip
-    SimulationOptions.add_arguments(group, json=False)

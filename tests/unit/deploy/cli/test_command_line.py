@@ -135,7 +135,7 @@ def test_a_wrong_setting_is_called_what_it_was_set_by(
     monkeypatch.setenv("OUTRIDER_ENGINE", "emulated:seed=1")
     assert main([*words, "--device", "gpu"]) == 2
     assert capsys.readouterr().err.startswith("outrider: error: --device: 'gpu' is wrong")
-    assert main(["bench", "core", "--device", "cpu"]) == 2
+    assert main(["bench", "engine", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith("outrider: error: OUTRIDER_ENGINE: an emulated one")
 
 
