@@ -10,7 +10,7 @@ import pytest
 from models import save_tiny_model
 
 from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject
-from deploy.cli.connection import Connection
+from deploy.cli.connection import Connection, connected
 from deploy.cli.main import parse
 from deploy.cli.options import public_settings
 from deploy.fleet import launcher
@@ -104,6 +104,7 @@ async def test_a_deployment_that_the_command_starts_has_been_asked_nothing(
     monkeypatch.setattr(launcher, "Deployment", Started)
     words = ["--draft-model", "suffix"] if is_own else ["--server", "127.0.0.1:1"]
     arguments = parse(["bench", "speedup", *words])
-    async with _subject(arguments, raw=True, reference=lambda _: None) as subject:
+    async with connected(arguments) as connection, connection.client() as client:
+        subject = _subject(connection, client, True, None)
         assert (subject.asked is not None) == is_own
         assert subject.keeps_answers
