@@ -2,7 +2,8 @@
 of a coordinator, a target and a draft in a process of their own, and beside it a caller whose
 answers must not change. Prints what failed, each with how to have it again, and one last line.
 
-`--only KIND --batch B` feeds nothing but that batch and those behind it.
+`--only KIND --batch B` feeds nothing but that batch and those behind it. `--schemathesis PROGRAM`
+also runs that one, on the server's OpenAPI document.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
+from tests.fuzz.by_schemathesis import KIND, run_schemathesis
 from tests.fuzz.by_socket import SocketFeed, byte_strings
 from tests.fuzz.control import Control
 from tests.fuzz.ledger import Ledger
@@ -36,7 +38,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--only", choices=(*KINDS, "seeds"))
+    parser.add_argument("--only", choices=(*KINDS, KIND, "seeds"))
+    parser.add_argument("--schemathesis", type=Path, help="its command, in its own environment")
     parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
     parser.add_argument("--system", default="tests.fuzz.system", help="the module that is fuzzed")
     arguments = parser.parse_args()
@@ -44,13 +47,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-log-") as directory:
         started = Started(Path(directory) / "log", arguments.system)
         try:
-            return _fuzzed(started, arguments, seed)
+            return _fuzzed(started, arguments, seed, Path(directory))
         finally:
             if started.is_alive:
                 started.stop()
 
 
-def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
+def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int, directory: Path) -> int:
     ledger = Ledger(seed, math.inf, arguments.batch)
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
@@ -72,6 +75,10 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         for kind in KINDS
         if arguments.only in (None, kind)
     ]
+    if arguments.schemathesis is not None and arguments.only in (None, KIND):
+        program = arguments.schemathesis.absolute()
+        told = (program, started, ledger, arguments.seconds, seed, directory)
+        threads.append(threading.Thread(target=run_schemathesis, args=told))
     for thread in threads:
         thread.start()
     for thread in (*threads, watching):
@@ -101,7 +108,7 @@ def _told(ledger: Ledger, control: Control, before: dict[str, int], seed: int) -
     print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")
     print(", ".join(f"{name}: {number}" for name, number in sorted(ledger.statuses.items())))
     counts = ledger.counts
-    http, grpc = counts["http"], counts["grpc"] + counts["bytes"]
+    http, grpc = counts["http"] + counts[KIND], counts["grpc"] + counts["bytes"]
     print(
         f"requests={http + grpc + counts['raw']} http={http} grpc={grpc} raw={counts['raw']} "
         f"failed={len(ledger.failures)} control={control.number}"
