@@ -167,7 +167,7 @@ def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None 
                     if isinstance(one, ProposalReply) and not one.assumed:
                         found[item.head.seed] = one.proposal.open()
         for item in items:
-            proposer.release(item.head.session_id, 1)
+            proposer.release(item.head.session_id)
         return [found[seed] for seed in seeds]
 
     return propose
