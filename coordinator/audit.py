@@ -18,12 +18,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.affinity import affinity
 from coordinator.routing.replica_pool import ReplicaPool, route_of
 from coordinator.routing.target_client import HeaderWriter, TargetClient
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.registry.affinity import affinity
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.proposal import SealedProposal

@@ -33,6 +33,7 @@ from coordinator.requests.validation import (
     check_fields,
     resolve,
 )
+from coordinator.routing.affinity import affinity
 from coordinator.routing.discovery import FleetView
 from coordinator.routing.draft_client import DraftClient, SelfDraftClient
 from coordinator.routing.drafts import Drafts, LookupDrafts, SessionLookup
@@ -43,7 +44,6 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
-from outrider.registry.affinity import affinity
 from outrider.registry.registry import Figures, Registry
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session

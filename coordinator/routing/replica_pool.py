@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
+from coordinator.routing.affinity import choose
 from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
 from outrider.limits import MAILBOX_REPLIES_MAX, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
@@ -27,7 +28,6 @@ from outrider.messages import (
     Resync,
     VerdictReply,
 )
-from outrider.registry.affinity import choose
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side

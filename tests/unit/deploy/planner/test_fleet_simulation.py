@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.routing.affinity import LOAD_SLACK
 from deploy.planner.fleets import keeps, smallest
 from deploy.planner.options import Loss
 from deploy.planner.round_times import Line, ServiceTimes
@@ -21,7 +22,6 @@ from deploy.planner.simulation import (
 )
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import SESSION_LEASE_MS
-from outrider.registry.affinity import LOAD_SLACK
 from outrider.registry.registry import LEASE_S, Role
 
 TARGET = StepCosts((1, 4096), (0.020, 0.020))
