@@ -202,27 +202,36 @@ async def _play(opens: Opens, answer: Callable[[Mapping[str, object]], None]) ->
         answer({"error": error.message})
 
 
+def service_config(
+    name: str, values: Mapping[str, Any]
+) -> TargetConfig | DraftConfig | CoordinatorConfig:
+    """The configuration of a service from its fields, as `asdict` makes them."""
+    if name == "target":
+        return TargetConfig(**values)
+    if name == "draft":
+        return DraftConfig(**values)
+    lookup = None if values["lookup"] is None else DraftConfig(**values["lookup"])
+    return CoordinatorConfig(**{**values, "lookup": lookup})
+
+
 @asynccontextmanager
 async def service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
     `config` the fields of its configuration."""
     actor: Any
-    config: Any
-    values = setup["config"]
     if setup["service"] == "target":
         from target_service.actor import TargetActor
 
-        actor, config = TargetActor(), TargetConfig(**values)
+        actor = TargetActor()
     elif setup["service"] == "draft":
         from draft_service.actor import DraftActor
 
-        actor, config = DraftActor(), DraftConfig(**values)
+        actor = DraftActor()
     else:
         from coordinator.actor import CoordinatorActor
 
-        actor, config = CoordinatorActor(), CoordinatorConfig(**values)
-        if config.lookup is not None:
-            config = replace(config, lookup=DraftConfig(**values["lookup"]))
+        actor = CoordinatorActor()
+    config = service_config(setup["service"], setup["config"])
     address = await actor.start(config, log_directory="")
     try:
         yield Role({"address": address, "pid": os.getpid()})

@@ -165,17 +165,17 @@ class RequestMetrics:
 
 
 _AUDIT: Final = {
-    "tokens": ("num_tokens", "Tokens audited."),
-    "impossible_tokens": (
+    "audit_tokens": ("num_tokens", "Tokens audited."),
+    "audit_impossible_tokens": (
         "num_impossible", "Of them those that the target gives no probability."
     ),
-    "unlikely_tokens": (
+    "audit_unlikely_tokens": (
         "num_unlikely", "Greedy ones that are neither the likeliest token nor a near tie of it."
     ),
-    "near_ties": ("num_near_ties", "Greedy ones that are such a near tie."),
-    "surprise_nats": ("surprise", "Sum of -log p of tokens that were drawn."),
-    "entropy_nats": ("entropy", "What that sum is expected to be."),
-    "variance_nats2": ("variance", "Variance of that sum."),
+    "audit_near_ties": ("num_near_ties", "Greedy ones that are such a near tie."),
+    "audit_surprise_nats": ("surprise", "Sum of -log p of tokens that were drawn."),
+    "audit_entropy_nats": ("entropy", "What that sum is expected to be."),
+    "audit_variance_nats2": ("variance", "Variance of that sum."),
 }  # fmt: skip
 """By name: the attribute of `AuditSums`, and what it says."""
 _OF_GREEDY: Final = ("num_unlikely", "num_near_ties")
@@ -195,7 +195,7 @@ class AuditMetrics:
         self.outcomes = ObservedCounter(meter, "audits", about, "outcome", outcomes)
         self._sums = {
             field: ObservedCounter(
-                meter, f"audit_{name}", about, "rule", greedy if field in _OF_GREEDY else rules
+                meter, name, about, "rule", greedy if field in _OF_GREEDY else rules
             )
             for name, (field, about) in _AUDIT.items()
         }

@@ -198,7 +198,7 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
             while True:
                 fleet = (await http.get("/api/fleet")).json()
                 seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
-                if all(node for _, _, node in seen):
+                if len(seen) == 5 and all(node for _, _, node in seen):
                     break
                 await asyncio.sleep(0.1)
     assert answer["usage"]["completion_tokens"] == 8

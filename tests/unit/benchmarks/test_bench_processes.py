@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
-from benchmarks.processes import Process, ending
+from benchmarks.processes import Process, ending, service_config
 from benchmarks.relay import relay
+from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig
 from outrider.errors import ConfigError, Unavailable
 
 DELAY_S = 0.05
@@ -111,3 +115,17 @@ async def test_a_process_that_cannot_start_says_why() -> None:
             pass
     with pytest.raises(Unavailable, match="has not been started"):
         await process.ask({})
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("target", TargetConfig(max_num_seqs=3)),
+        ("draft", DraftConfig(ngram_max=5)),
+        ("coordinator", CoordinatorConfig(lookup=DraftConfig(ngram_max=5))),
+        ("coordinator", CoordinatorConfig(num_draft_tokens=2)),
+    ],
+)
+def test_a_configuration_reaches_the_process_of_its_service(name: str, config: Any) -> None:
+    """As JSON; of a coordinator with that of its look-up."""
+    assert service_config(name, json.loads(json.dumps(asdict(config)))) == config
