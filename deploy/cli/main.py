@@ -37,7 +37,7 @@ COMMANDS: Final = {
     ),
     "generate": ("generate", "generate text"),
     "chat": ("chat", "talk with the model"),
-    "drafters": ("describe", "list who can draft, and what each needs"),
+    "drafters": ("describe", "list the kinds of drafters, and what each needs"),
     "bench": ("bench", "measure"),
     "plan": ("plan", "say what drafting would bring, before anything is deployed"),
     "distill": ("distill", "make a drafter for a target"),
