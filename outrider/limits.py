@@ -97,6 +97,9 @@ STUCK_WRITE_MS: Final = 1_000
 """How long a caller to whom too many answers wait may take to read on and hear so."""
 SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
+RELEASES_REMEMBERED_MAX: Final = 2**16
+"""Sessions, running and released, whose newest epoch and round a replica remembers: far more than
+run at a time, so that one that has long been quiet is not forgotten for short ones."""
 ENGINE_SEQUENCES_MAX: Final = 64
 """Sequences in one step of an engine, by default (`--max-num-seqs`)."""
 FEATURES_MAX: Final = 64

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 CHECKED: Final = ConfigDict(
     strict=True, extra="forbid", defer_build=True, use_attribute_docstrings=True,
-    validate_by_name=True, validate_by_alias=False,
+    validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
 )  # fmt: skip
 """Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
 Internal = Annotated[T, Field(exclude=True)]
@@ -48,6 +48,8 @@ _KIND_NAMES: Final = {
     float: "a number",
     bool: "true or false",
 }
+
+_BOOLEANS: Final = ("true", "1", "yes", "on", "false", "0", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,21 @@ class Setting:
         """The value that `raw` (text, or what YAML made of it) stands for. Raises `ConfigError`
         naming `source` where it is not one or lies outside the bounds."""
         try:
+            if isinstance(raw, str) and not self._reads(raw):
+                raise ValueError(raw)
             return self.adapter.validate_python(raw, strict=not isinstance(raw, str))
-        except ValidationError:
+        except ValueError:  # pydantic's errors, too.
             shown = "what it is set to" if self.secret else repr(raw)
             hint = did_you_mean(str(raw), self.choices) if self.choices else ""
             raise ConfigError(
                 f"{source}: {shown} is wrong; it must be {self.allowed}{hint}"
             ) from None
+
+    def _reads(self, text: str) -> bool:
+        """Whether the text has the form of its kind: pydantic also takes `y` and `5.0`."""
+        if self.kind is bool:
+            return text.strip().lower() in _BOOLEANS
+        return self.kind is not int or "." not in text
 
 
 def settings_of(config: Any) -> Mapping[str, Setting]:
@@ -161,6 +171,18 @@ def settings_of(config: Any) -> Mapping[str, Setting]:
         for name, one in fields.items()
         if not one.exclude
     }
+
+
+@contextmanager
+def checking(config: Any) -> Iterator[None]:
+    """Turns the error of a value that does not suit this configuration into a `SettingError`."""
+    try:
+        yield
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_context=False)
+        setting = settings_of(type(config))[str(first["loc"][0])]
+        shown = "it" if setting.secret else repr(first["input"])
+        raise SettingError(setting.key, f"{shown} is wrong; it must be {setting.allowed}") from None
 
 
 def check_range(key: str, value: float | None, lowest: float, highest: float) -> None:

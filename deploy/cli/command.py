@@ -6,6 +6,7 @@ Help shows a command's own options and the settings that are set most often; `--
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -38,6 +39,9 @@ class Arguments(argparse.Namespace):
     config: Path | None
 
 
+_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
+
+
 class Option(click.Option):
     """One option. `group` heads it in the help; a `rare` one is shown by `--help=all` alone, and a
     `variadic` one takes all words up to the next option."""
@@ -56,6 +60,11 @@ class Option(click.Option):
         self.rare = rare
         self.setting = setting
         super().__init__(*words, **attributes)
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether it does not stand for itself."""
+        return not (self.is_flag or self.count or "--help" in self.opts)
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """With the default of the setting, which the option itself has not."""
@@ -116,20 +125,33 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeats a variadic option before each of its words, as click knows it."""
-        variadic = {
-            name for one in self.params if isinstance(one, Option) and one.variadic
-            for name in one.opts
-        }  # fmt: skip
+        """Repeats a variadic option before each of its words, as click knows it. A word that begins
+        with a dash and is a number or has spaces is no option, and an option is no value."""
+        options = {name: one for one in self.params if isinstance(one, Option) for name in one.opts}
         words: list[str] = []
-        last = ""
-        for word in args:
-            if word.startswith("-"):
-                last = word if word in variadic else ""
-            elif last and words[-1] != last:
+        texts: list[str] = []
+        waiting = last = ""
+        for place, word in enumerate(args):
+            is_text = _NUMBER.fullmatch(word) or (" " in word and word.split("=")[0] not in options)
+            is_option = word.startswith("-") and word != "-" and not is_text
+            if waiting and is_option:
+                raise click.BadOptionUsage(waiting, f"{waiting}: needs a value", ctx)
+            if word == "--":
+                texts += args[place + 1 :]
+                break
+            if is_option:
+                one = options.get(word)
+                waiting = word if one is not None and one.needs_value else ""
+                last = word if one is not None and one.variadic else ""
+            elif not waiting and last:
                 words.append(last)
+            elif not waiting and word.startswith("-"):
+                texts.append(word)
+                continue
+            else:
+                waiting = ""
             words.append(word)
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, [*words, "--", *texts] if texts else words)
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the groups that it is in."""
@@ -256,6 +278,8 @@ def common_options() -> list[Option]:
     def show_help(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
         if value is None or ctx.resilient_parsing:
             return
+        if value not in ("all", "common"):
+            raise click.BadParameter(f"{value!r} is wrong; it may be all", ctx, param)
         if value == "all":
             ctx.meta[_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)

@@ -177,7 +177,8 @@ def _named_redis_version() -> str | None:
     from redis.exceptions import RedisError
 
     try:
-        address = load_config({}, os.environ).coordinator.redis
+        named = {name: os.environ[name] for name in os.environ if "_REDIS_" in name}
+        address = load_config({}, named).coordinator.redis
         return asyncio.run(_redis_version(with_password(address)))
     except (OutriderError, RedisError, ValueError, OSError) as error:
         return f"does not answer ({type(error).__name__})"

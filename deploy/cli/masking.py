@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from outrider.settings import Setting
@@ -121,7 +122,19 @@ def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def masked_url(url: str) -> str:
-    """A URL without its user, password and query. What looks like a host before the last `@` may be
-    a piece of a password."""
-    url = re.sub(r"(?s)://.*@", f"://{MASK}@", url)
-    return re.sub(r"(?s)[?#].*", f"?{MASK}", url)
+    """A URL without its user, password and query. One that is not well formed is masked whole:
+    what looks like a host may then be a piece of a password."""
+    if not set("@?#") & set(url):
+        return url
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = "" if parts.port is None else f":{parts.port}"
+    except ValueError:
+        return MASK
+    if "@" in url.replace(parts.netloc, "", 1) or any(c.isspace() for c in url):
+        return f"{parts.scheme}://{MASK}"
+    user = f"{MASK}@" if "@" in parts.netloc else ""
+    host = f"[{host}]" if ":" in host else host
+    query = MASK if parts.query or parts.fragment else ""
+    return urlunsplit((parts.scheme, f"{user}{host}{port}", parts.path, query, ""))

@@ -23,6 +23,7 @@ from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Membership, Role
 from outrider.replica.process_setup import available_cores
+from outrider.settings import checking
 from outrider.telemetry.destination import Destination
 from target_service.actor import TargetActor
 
@@ -126,12 +127,14 @@ class FleetSpec:
         )  # fmt: skip
         if role == "coordinator":
             own = self.config.coordinator
-            return replace(
-                own, membership=member, grpc_port=port(own.grpc_port), port=port(own.port),
-                shares_ports=self.local, takes_over_ports=takes_over and self.local,
-            )  # fmt: skip
+            with checking(own):
+                return replace(
+                    own, membership=member, grpc_port=port(own.grpc_port), port=port(own.port),
+                    shares_ports=self.local, takes_over_ports=takes_over and self.local,
+                )  # fmt: skip
         model = self.config.target if role == "target" else self.config.draft
-        return replace(model, membership=member, port=port(model.port))
+        with checking(model):
+            return replace(model, membership=member, port=port(model.port))
 
     def settled(self, nodes: Sequence[str], model_nodes: Collection[str]) -> FleetSpec:
         """With what depends on where the actors have been placed: on the machines `nodes`, those

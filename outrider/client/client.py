@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
 from contextlib import aclosing
@@ -217,19 +218,27 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Awaits what never suspends, as what it awaits blocks instead."""
+    """Awaits what never suspends, as what it awaits blocks instead. An event loop of this thread
+    does not learn of its generators, which it would close at its own end."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
     try:
         call.__await__().send(None)
     except StopIteration as stop:
         return cast(T, stop.value)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
     raise InvariantError("a blocking call has suspended")
 
 
 def _iterate(events: AsyncGenerator[T]) -> Generator[T]:
+    async def following() -> T:
+        return await anext(events)
+
     try:
         while True:
             try:
-                event = _run(events.__anext__())
+                event = _run(following())
             except StopAsyncIteration:
                 return
             yield event
@@ -270,6 +279,8 @@ def _texts(request: GenerateRequest) -> Iterator[tuple[str, str]]:
                 yield f"chat.messages[{index}].content", turn.content
     for index, text in enumerate(request.stop):
         yield f"stop[{index}]", text
+    if request.constraint is not None:
+        yield str(request.constraint.kind), request.constraint.text
 
 
 def _integers(request: GenerateRequest) -> Iterator[tuple[str, int, int, int]]:

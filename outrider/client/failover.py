@@ -80,6 +80,7 @@ class EndpointPool(Generic[T]):
         self._named = dict.fromkeys([] if names_none else addresses_of(named))
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
+        self._each = list(self._open.values())
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[T, float] = {}
         """Until when."""
@@ -94,7 +95,7 @@ class EndpointPool(Generic[T]):
     @property
     def each(self) -> list[T]:
         """To those that were named last; empty until a function has named any."""
-        return [self._open[address] for address in self._named]
+        return self._each
 
     @property
     def all(self) -> list[T]:
@@ -148,6 +149,7 @@ class EndpointPool(Generic[T]):
                 if address not in self._open:
                     self._open[address] = self._connect(address)
             self._named = named
+            self._each = [self._open[address] for address in named]
             gone = [address for address in self._open if address not in named]
             closed = [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
             for one in closed:

@@ -14,7 +14,12 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import EngineLost, OutriderError, Overloaded, StaleEpoch
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX, SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
+from outrider.limits import (
+    RELEASES_REMEMBERED_MAX,
+    SEQUENCES_PER_REPLICA_MAX,
+    SILENT_SESSION_MS,
+    STREAM_QUEUE_ITEMS_MAX,
+)
 from outrider.messages import Refused, ReplicaDescription, RoundHead
 from outrider.registry.registry import Figures
 from outrider.replica.batching_delay import BatchingDelay
@@ -308,7 +313,7 @@ class StaleRoundFilter:
     late or twice, and would only throw away what newer rounds have cached, or bring back a session
     that was released.
 
-    Remembers `SEQUENCES_PER_REPLICA_MAX` sessions; one that it has forgotten may pass again.
+    Remembers `RELEASES_REMEMBERED_MAX` sessions; one that it has forgotten may pass again.
     """
 
     def __init__(self) -> None:
@@ -341,5 +346,5 @@ class StaleRoundFilter:
     def _note(self, session_id: str, epoch: int, latest: int) -> None:
         self._asked[session_id] = (epoch, latest)
         self._asked.move_to_end(session_id)
-        if len(self._asked) > SEQUENCES_PER_REPLICA_MAX:
+        if len(self._asked) > RELEASES_REMEMBERED_MAX:
             self._asked.popitem(last=False)

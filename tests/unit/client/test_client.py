@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from outrider.client import (
     Usage,
 )
 from outrider.errors import BadRequest, DataLoss, NotFound, Overloaded, Unavailable
+from outrider.grammar.constraint import Constraint, ConstraintKind
 from outrider.sessions.store import (
     CacheState,
     Counters,
@@ -217,6 +218,7 @@ async def test_health_is_what_the_server_says(client: Client, server: RpcServer)
         ("text", {"prompt": "half a pair: \ud800"}),
         ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
         ("stop[0]", {"stop": ("\ud800",)}),
+        ("regex", {"constraint": Constraint(ConstraintKind.REGEX, "\ud800")}),
         ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
     ],
 )
@@ -336,3 +338,22 @@ async def test_leaving_the_blocking_stream_cancels(
         client.close()
         with pytest.raises(Unavailable, match="closed"):
             await reading
+
+
+async def test_a_blocking_stream_outlives_the_event_loop_that_began_it(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """A program may begin it on a thread with a loop, and read on when that loop has ended."""
+    coordinator.events = (STARTED, FIRST, SECOND, FINISHED)
+
+    def use() -> None:
+        with SyncClient(server.address) as client:
+
+            async def begin() -> Generator[Event]:
+                events = client.generate(GenerateRequest("hi"))
+                assert next(events) == STARTED
+                return events
+
+            assert list(asyncio.run(begin())) == [FIRST, SECOND, FINISHED]
+
+    await asyncio.to_thread(use)

@@ -193,3 +193,12 @@ def test_secrets_are_not_shown() -> None:
     """What may hold a password does not get into logs through `repr`."""
     config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
     assert "swordfish" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("OUTRIDER_INSECURE", "y"), ("OUTRIDER_HTTP", "t"), ("OUTRIDER_MAX_NUM_SEQS", "5.0")],
+)
+def test_text_that_is_only_nearly_a_value_is_refused(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}: '{text}' is wrong"):
+        load_config({}, {variable: text})

@@ -10,7 +10,7 @@ from rounds import make_head, session_name
 
 from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import PageCounts
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.limits import RELEASES_REMEMBERED_MAX, SEQUENCES_PER_REPLICA_MAX
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.scheduler import StepLoad
 from outrider.replica.service import SessionTracker, StaleRoundFilter
@@ -85,7 +85,7 @@ def test_rounds_and_epochs_only_grow() -> None:
     assert rounds.admit(make_head((1,), epoch=3)) is None
     assert rounds.release(session_name(2), 1)
     assert rounds.admit(make_head((1,), session=2)) is not None
-    for session in range(3, SEQUENCES_PER_REPLICA_MAX + 3):
+    for session in range(3, RELEASES_REMEMBERED_MAX + 3):
         rounds.release(session_name(session), 1)
     assert rounds.admit(make_head((1,), session=2)) is None
 
@@ -130,3 +130,12 @@ def test_a_rate_is_right_from_the_start() -> None:
         if tick >= 5:
             assert sums.rate(tick / 10, "a") == pytest.approx(30.0, rel=0.1)
     assert sums.mean(2.0, "a", "b") is None
+
+
+def test_an_epoch_is_remembered_while_thousands_of_sessions_come_and_go() -> None:
+    """More than a replica holds at a time: a quiet session is not released by a former owner."""
+    known = StaleRoundFilter()
+    assert known.release("quiet", 2)
+    for number in range(2 * SEQUENCES_PER_REPLICA_MAX):
+        assert known.release(f"other-{number}", 1)
+    assert not known.release("quiet", 1)

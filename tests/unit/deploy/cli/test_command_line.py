@@ -22,6 +22,10 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
     ("words", "names"),
     [
         ((), "COMMAND"),
+        (("serve", "--model", "--detach"), "--model: needs a value"),
+        (("generate", "hi", "--stop", "--", "--json"), "--stop: needs a value"),
+        (("generate", "-hello"), "--help: 'ello' is wrong; it may be all"),
+        (("plan", "--help=foo"), "--help: 'foo' is wrong; it may be all"),
         (("fly",), "fly"),
         (("servr",), "; did you mean serve? (see outrider --help)"),
         (("bench", "speedpu"), "; did you mean speedup? (see outrider bench --help)"),
@@ -303,3 +307,10 @@ def test_help_is_quick_to_load(words: list[str], more: set[str]) -> None:
     )
     assert completed.returncode == 0, completed.stderr
     assert "--help" in completed.stdout
+
+
+@pytest.mark.parametrize("prompt", ["-5 degrees Celsius is", "- first item", "-1", "-.5", "-"])
+def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
+    """Where it is a number, or has spaces; the options behind it are read."""
+    arguments = parse(["generate", prompt, "--json"])
+    assert (arguments.prompt, arguments.json) == (prompt, True)

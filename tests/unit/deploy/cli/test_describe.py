@@ -43,6 +43,23 @@ def test_no_part_of_a_password_is_shown(url: str) -> None:
         assert "***" in shown
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:6379/0?password=p@swordfish",
+        "redis://user:hun?swordfish",
+        "redis://h/a swordfish@b",
+    ],
+)
+def test_a_url_that_is_not_well_formed_shows_nothing_of_a_password(url: str) -> None:
+    assert "swordfish" not in masked_url(url)
+
+
+def test_text_before_a_url_is_masked_with_it() -> None:
+    headers = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer swordfish,via=http://a@b"}
+    assert "swordfish" not in str(masked_environment(headers))
+
+
 def test_the_place_stays_readable() -> None:
     """That is what a report is read for."""
     assert masked_url("redis://u:p@h.example:6379/0") == "redis://***@h.example:6379/0"

@@ -42,6 +42,15 @@ def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
     assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
 
 
+def test_a_port_beyond_the_last_one_is_refused_by_its_setting() -> None:
+    plan = spec(**{**PORTS, "port": 65535, "target_port": 65535})
+    with pytest.raises(SettingError, match="65536 is wrong; it must be a whole number from 0"):
+        plan.replica_config("coordinator", "x", 1)
+    with pytest.raises(SettingError) as caught:
+        plan.replica_config("target", "x", 1)
+    assert caught.value.key == "target_port"
+
+
 def test_on_a_cluster_each_replica_has_the_ports_that_are_set() -> None:
     """They are on machines of their own, and their slots say nothing of ports there."""
     plan = spec(local=False, **PORTS)
