@@ -100,7 +100,9 @@ class TokenBudget:
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
         load = _Load()
         for index, demand in enumerate(demands):
-            fits = load.rows + demand.num_tokens <= self._max_tokens - spared.rows
+            # The first round always fits: prefixes that follow each other would keep it waiting.
+            rows = self._max_tokens - (spared.rows if load.rows else 0)
+            fits = load.rows + demand.num_tokens <= rows
             has_seat = load.sessions < self._max_steps - spared.sessions
             if demand.is_round and fits and has_seat:
                 grants[index] = demand.num_tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import save_tiny_model
 from recorded_work import CountingRecorder, attend_by_tables
@@ -168,6 +168,7 @@ WISHES = st.lists(
 
 
 @given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))
+@example([TokenDemand(ROUND_TOKENS_MAX, 1, 0), TokenDemand(51, 1, 0)], 64, 2, None)
 def test_whatever_is_wished(
     demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
 ) -> None:
