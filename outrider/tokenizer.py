@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from outrider.errors import BadRequest, ConfigError
-from outrider.grammar.compiler import GrammarTokenizer, backend_json
+from outrider.grammar.compiler import backend_json
 from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT: Final = "\ufffd"
@@ -89,11 +89,6 @@ class TokenizerText:
         except (TemplateError, TypeError, KeyError) as error:
             raise BadRequest("chat", f"the model's chat template refuses: {error}") from error
         return list(ids)
-
-    def grammar_tokenizer(self, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
-        """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
-        `ConfigError` where it does not serve."""
-        return GrammarTokenizer(self._tokenizer, eos_token_ids)
 
     def backend_json(self) -> str:
         """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where

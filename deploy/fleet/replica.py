@@ -111,7 +111,7 @@ class Replica:
             return []
         neighbours = Counter(actor.place.node for actor in self.ranks)
         rendezvous: Rendezvous = await self.leader.call(
-            "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
+            "open_rendezvous", len(self.ranks), neighbours[self.leader.place.node], timeout_s
         )
         return [
             (actor, RankAssignment(rendezvous, actor.rank, neighbours[actor.place.node]))

@@ -5,7 +5,7 @@ file                what it holds
 `model.safetensors` every weight that is not the target's; matrices as int8 with one scale a row
                     (`NAME.scale`); `draft_token_ids`, ascending, the tokens whose rows of the
                     target's head it has
-`README.md`         the model card, with `loss.svg`
+`README.md`         the model card
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self.leadership: RankLeader | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
-    async def open_meeting(
+    async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
         """Where the other ranks of this replica's model join, while `start` loads it here. See

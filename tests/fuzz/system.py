@@ -24,7 +24,7 @@ from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.grammar.compiler import Grammars
+from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.sessions.redis_address import RedisAddress
 from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
@@ -53,7 +53,8 @@ CALLERS: Final = {
 
 async def main() -> None:
     """Serves until nobody is there any more."""
-    text = TokenizerText(byte_level_tokenizer(VOCAB_SIZE), "toy")
+    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+    text = TokenizerText(tokenizer, "toy")
     target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
         directory = Path(name)
@@ -64,7 +65,7 @@ async def main() -> None:
         async with (
             running_stack(
                 target, draft, directory / "redis", text=text, max_sessions=256,
-                grammars=lambda: Grammars(lambda: text.grammar_tokenizer((SPEC.eos,))),
+                grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
                 resume_grace_s=0.5, length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, Detail(0, 0)),
             ) as stack,

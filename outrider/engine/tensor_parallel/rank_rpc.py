@@ -166,13 +166,13 @@ class FrameSender:
         ready in time."""
         end = time.monotonic() + timeout_s
         for rank, connection in self._connections.items():
-            patience_s = connection.gettimeout()
+            usual_s = connection.gettimeout()
             connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
             try:
                 theirs = read_exactly(connection, len(digest))
             except TimeoutError as error:
                 raise Unavailable(f"rank {rank} has not loaded in {timeout_s:g} s") from error
-            connection.settimeout(patience_s)
+            connection.settimeout(usual_s)
             if theirs is None:
                 raise Unavailable(f"rank {rank} has ended while it loaded; its log says why")
             if theirs != digest:
