@@ -135,18 +135,6 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     await store.close()
 
 
-async def test_scripts_that_redis_forgot_are_sent_again(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    await store.open(new_session())
-    session = Session(new_session())
-    assert await appended(store, session, 1) == 4
-    session.acknowledge(4)
-    admin.script_flush()
-    assert await appended(store, session, 2) == 5
-    assert (await store.load(IDS[0])).token_ids == (*new_session().token_ids, 1, 2)
-
-
 async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_expires(
     store: RedisStore, admin: redis.Redis
 ) -> None:

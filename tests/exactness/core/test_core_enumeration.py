@@ -116,15 +116,6 @@ def test_the_example_of_the_block_paper():
     assert assert_exact(pair, Rule.BLOCK, 2) == pytest.approx(11 / 9, abs=EXACT)
 
 
-def test_token_acceptance_is_the_overlap():
-    """The first token is accepted with probability sum min(p, q), and no more is possible."""
-    for seed in range(20):
-        pair = random_pair(5, seed)
-        _, accepted = round_law(pair, Rule.TOKEN, 1)
-        overlap = float(torch.minimum(pair.p[0], pair.mass[0, 0]).sum())
-        assert accepted == pytest.approx(overlap, abs=EXACT)
-
-
 def test_one_hot_drafts_gain_nothing_from_block():
     """With n-gram drafts both rules accept the same number of tokens."""
     target = random_pair(4, 9).p

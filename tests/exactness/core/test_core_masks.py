@@ -4,7 +4,6 @@ The draft has masks, or none, and then proposes what the grammar forbids."""
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,13 @@ from outrider.errors import Incompatible, InvariantError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict, decide, ending_at
 from outrider.speculation.logits_processing import (
-    TokenHistory,
     draft_mask,
     masked_logits,
     row_masks,
     target_probabilities,
 )
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 
 V = 3
 OVER = 2
@@ -247,53 +243,3 @@ def test_masks_at_the_wrong_rows_are_found(rule: Rule, masks: Masks) -> None:
         return not np.abs(law - expected).max() < 1e-3
 
     assert any(is_found(seed) for seed in range(6))
-
-
-@pytest.mark.parametrize("k", [0, 2, 4])
-def test_under_coupled_the_masked_targets_own_draws_are_committed(k: int) -> None:
-    """Whatever the draft tokens are, forbidden ones included, and however they depend on the
-    target's draws."""
-    for seed in range(4 if k < 4 else 1):
-        raw, held, masked = constrained(seed)
-        random = np.random.default_rng(seed)
-        drafter = random.dirichlet([0.5] * V, V)
-        law = np.zeros((V,) * (k + 1))
-        for path in itertools.product(range(V), repeat=k):
-            states = [0]
-            for token_id in path:
-                states.append(int(raw.step[states[-1], token_id]))
-            logits = product_masks(raw.p[states].log(), Proposal(path), held)
-            p = target_probabilities(logits, SamplingParams()).numpy()
-            for own in itertools.product(range(V), repeat=k + 1):
-                chance = np.prod([p[i, t] for i, t in enumerate(own)])
-                chance *= np.prod([drafter[t, x] for t, x in zip(own, path, strict=False)])
-                if chance == 0:
-                    continue
-                accept = tuple(float(t == x) for t, x in zip(own, path, strict=False))
-                outcome = decide(Verdict(accept, own), path, Rule.COUPLED, (0.5,) * k)
-                last = raw.step[states[outcome.num_accepted], outcome.token_ids[-1]]
-                rest = masked.continuation(last, k - outcome.num_accepted)
-                law[outcome.token_ids] += chance * rest
-        np.testing.assert_allclose(law, masked.law(k + 1), atol=EXACT)
-
-
-@pytest.mark.parametrize("k", [0, 2, 4])
-def test_under_greedy_the_likeliest_allowed_tokens_are_committed(k: int) -> None:
-    greedy = SamplingParams(temperature=0.0)
-    for seed in range(6):
-        raw, held, _ = constrained(seed)
-        expected, state = [], 0
-        for _ in range(k + 1):
-            allowed = raw.p[state].log().masked_fill(~held.flags[state], -torch.inf)
-            expected.append(int(allowed.argmax()))
-            state = int(raw.step[state, expected[-1]])
-        for path in itertools.product(range(V), repeat=k):
-            states = [0]
-            for token_id in path:
-                states.append(int(raw.step[states[-1], token_id]))
-            proposal = Proposal(path)
-            logits = product_masks(raw.p[states].log(), proposal, held)
-            noise = RoundNoise(1, Rule.GREEDY, 5)
-            verdict = verdict_from_logits(logits, greedy, TokenHistory(), proposal, noise)
-            outcome = decide(verdict, path, Rule.GREEDY, noise.accept_uniforms(k))
-            assert list(outcome.token_ids) == expected[: len(outcome.token_ids)]

@@ -161,39 +161,6 @@ def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
     np.testing.assert_allclose(law, pair.law(3), atol=EXACT)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fused_verdicts_are_those_of_whole_rows(shape):
-    """The few tokens that have a probability give the same verdict as full rows."""
-    parents = SHAPES[shape]
-    random = np.random.default_rng(3)
-    for rule in (Rule.TOKEN, Rule.COUPLED, Rule.GREEDY):
-        for trial in range(20):
-            logits = torch.from_numpy(random.normal(0, 2, (len(parents) + 1, 50)))
-            tree = draft_tree(parents, len(parents))
-            tokens, q = [0] * len(parents), []
-            for group in tree.groups:
-                ids = tuple(sorted(random.choice(60, 8, replace=False).tolist()))
-                counts = (COUNT_TOTAL - 7 * 100, *(100,) * 7)
-                q.append(None if trial % 5 == 0 else DraftDistribution(ids, counts))
-                for index, drawn in zip(
-                    group, random.choice(ids, len(group), replace=False).tolist(), strict=True
-                ):
-                    tokens[index] = drawn
-            proposal = Proposal(tuple(tokens), tuple(q) if rule.needs_q else (), parents)
-            params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
-            numbers = RoundNoise(trial, rule, 7)
-            p = (
-                torch.nn.functional.one_hot(logits.argmax(dim=1), 50).double()
-                if params.greedy
-                else logits.softmax(dim=1)
-            )
-            expected = score(p, proposal, numbers)
-            found = verdict_from_logits(logits, params, noise=numbers, proposal=proposal,
-                                        history=NO_HISTORY)  # fmt: skip
-            assert found.correction == expected.correction
-            assert found.accept_probability == pytest.approx(expected.accept_probability, abs=1e-12)
-
-
 def by_what_was_thrown_away(verdict: Verdict | None) -> tuple[int, ...]:
     """An adversary's choice: a large tree behind a round whose last slot was a weak one."""
     if verdict is None or not verdict.accept_probability:

@@ -291,14 +291,6 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     assert draft_tokens(small, noises(rule), places, 16, vocabulary) == got
 
 
-def test_quantised_columns_are_the_targets_tokens(
-    vocabulary: DraftVocabulary, logits: torch.Tensor
-) -> None:
-    row = target_probabilities(logits, SamplingParams())[0]
-    wide = scattered(row[None], vocabulary, 0.0)[0]
-    assert quantise(row, 12, vocabulary) == quantise(wide, 12)
-
-
 def test_columns_are_found_by_token(vocabulary: DraftVocabulary) -> None:
     listed = vocabulary.token_ids
     known, columns = vocabulary.columns([0, int(listed[7]), VOCAB, int(listed[-1]), 1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import NoiseRows, draft_rows, draft_tokens, score, score_rows, verdict_law
+from verdict_laws import draft_rows, draft_tokens, score, verdict_law
 
 from outrider.errors import InvariantError
 from outrider.speculation.accept_reject import Verdict
@@ -145,29 +145,6 @@ def test_long_paths_of_small_ratios_keep_their_precision():
     assert law.accept[0, 4] == 0.0
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_rows_of_many_sessions_score_as_each_alone(rule, device):
-    """Batching proposals changes nothing, and inputs are left as they were."""
-    torch.manual_seed(2)
-    p = torch.rand(4, 4, 600, dtype=torch.float64) ** 20
-    p = (p / p.sum(dim=2, keepdim=True)).to(device)
-    before = p.clone()
-    ids = torch.stack([torch.randperm(600)[:5].sort().values for _ in range(12)]).view(4, 3, 5)
-    counts = torch.tensor([1000, 20000, 30000, 14000, 536], dtype=torch.float64)
-    mass = (counts / COUNT_TOTAL).expand(4, 3, 5)
-    drafts = draft_rows(ids[..., 2].to(device), ids.to(device), mass.to(device))
-    noises = [RoundNoise(b, rule, 50 + b) for b in range(4)]
-    accept, correction = score_rows(p, drafts, NoiseRows.of(noises))
-    for b in range(4):
-        q = tuple(
-            DraftDistribution(tuple(row.tolist()), tuple(int(c) for c in counts)) for row in ids[b]
-        )
-        proposal = Proposal(tuple(ids[b, :, 2].tolist()), q)
-        verdict = score(p[b], proposal, noises[b])
-        assert verdict == Verdict(tuple(accept[b].tolist()), tuple(correction[b].tolist()))
-    assert torch.equal(p, before)
-
-
 @pytest.mark.parametrize(
     ("rows", "proposal", "rule"),
     [
@@ -247,27 +224,6 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
     assert verdict.accept_probability == pytest.approx(
         expected.accept_probability, rel=1e-12, abs=1e-12
     )
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_drafts_and_verdicts_over_wide_rows(rule):
-    """Where hundreds of tokens have a chance, and the draft lists some that the target does not:
-    the draft keeps the likeliest, and only what the target lists counts against it."""
-    torch.manual_seed(12)
-    target, draft = SamplingParams(top_p=0.7), SamplingParams()
-    for seed in range(30):
-        logits = torch.randn(4, 400) * 1.5
-        near = logits[:3] + torch.randn(3, 400)
-        noise = RoundNoise(seed, rule, 30)
-        drafted = draft_tokens(target_probabilities(near, draft), [noise] * 3, range(3), 16)
-        assert draw_from_logits(near, draft, [noise] * 3, range(3), 16)[0] == drafted
-        proposal = Proposal(*zip(*drafted, strict=True))
-        expected = score(target_probabilities(logits, target), proposal, noise)
-        verdict = verdict_from_logits(logits, target, NO_HISTORY, proposal, noise)
-        assert verdict.correction == expected.correction
-        assert verdict.accept_probability == pytest.approx(
-            expected.accept_probability, rel=1e-5, abs=1e-12
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -350,22 +306,6 @@ def test_greedy_takes_the_lowest_of_the_likeliest(params):
     )
 
 
-def test_a_residual_with_nothing_left_falls_back_to_p():
-    """p = q, and a path that the target cannot take: the same fallbacks as with full rows."""
-    half = DraftDistribution((0, 1), (COUNT_TOTAL // 2, COUNT_TOTAL // 2))
-    beyond = DraftDistribution((1, 9), (COUNT_TOTAL // 2, COUNT_TOTAL // 2))
-    logits = torch.tensor([[0.0, 0.0, -INF]] * 4)
-    for rule in RATIO_RULES:
-        noise = RoundNoise(6, rule, 8)
-        for proposal in (
-            Proposal((1, 0, 1), (half, half, half)),
-            Proposal((9, 1, 0), (beyond, half, None)),
-        ):
-            expected = score(target_probabilities(logits, SamplingParams()), proposal, noise)
-            verdict = verdict_from_logits(logits, SamplingParams(), NO_HISTORY, proposal, noise)
-            assert verdict == expected
-
-
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("presence_penalty", [0.0, 1.0])
@@ -380,24 +320,6 @@ def test_logits_that_are_no_numbers_name_their_row(bad, rule, presence_penalty):
         verdict_from_logits(logits, params, HISTORY, proposal, RoundNoise(1, rule, 4))
     with pytest.raises(InvariantError, match="row 0"):
         likeliest(torch.full((1, 4), -INF), params)
-
-
-@pytest.mark.parametrize(
-    ("shape", "proposal", "rule"),
-    [
-        ((2, 3), Proposal(), Rule.COUPLED),
-        ((2, 0), Proposal((1,)), Rule.COUPLED),
-        ((3,), Proposal(), Rule.TOKEN),
-        ((2, 3), Proposal((1,)), Rule.TOKEN),
-        ((2, 3), Proposal((2,), (DraftDistribution((0, 1), (1, COUNT_TOTAL - 1)),)), Rule.BLOCK),
-    ],
-)
-def test_logits_that_do_not_fit_are_refused(shape, proposal, rule):
-    """Wrong shapes, a missing q, and a draft token outside its own q never become a verdict."""
-    with pytest.raises(InvariantError):
-        verdict_from_logits(
-            torch.zeros(shape), SamplingParams(), NO_HISTORY, proposal, RoundNoise(0, rule, 4)
-        )
 
 
 @settings(max_examples=60, deadline=None)
