@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
-from deploy.fleet.ray_cluster import Actor, Demand, Topic
+from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.clock import run_virtually
@@ -22,17 +22,17 @@ class SavedInMemory:
     """What a reconciler keeps, without Ray."""
 
     def __init__(self) -> None:
-        self.texts: dict[Topic, str] = {}
+        self.text = ""
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
-    async def load(self, topic: Topic) -> str:
+    async def load(self) -> str:
         self._check()
-        return self.texts.get(topic, "")
+        return self.text
 
-    async def save(self, topic: Topic, text: str) -> None:
+    async def save(self, text: str) -> None:
         self._check()
-        self.texts[topic] = text
+        self.text = text
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -43,8 +43,9 @@ class Sitter(Actor):
     """An actor that serves until it is told how it ends."""
 
     def __init__(self, demand: Demand, rank: int, cluster: Machines) -> None:
-        super().__init__(demand, None, rank)
-        self._place = Place(1, "here")
+        super().__init__(demand.name, None, rank)
+        self.demand = demand
+        self.place = Place(1, "here")
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
         self.num_items = 0
@@ -81,7 +82,7 @@ class Sitter(Actor):
                 address=address, slot=self.config.slot, plan=self.config.plan,
                 leaving="leave" in self.calls, num_ranks=self.demand.num_ranks,
             )  # fmt: skip
-        return self._place if method == "ping" else None
+        return self.place if method == "ping" else None
 
     async def kill(self) -> None:
         self.calls.append("kill")
@@ -107,22 +108,21 @@ class Machines:
         self.starts: list[str] = []
         """Roles whose actors were started behind the first ones."""
 
-    async def place(
-        self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
-    ) -> list[Actor]:
+    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         if self.full or len(self._there()) + len(demands) > self.room:
             raise ConfigError("there is no place")
         await self.placing.wait()
-        made = [
-            Sitter(demand, rank, self) for demand, *_ in demands for rank in range(demand.num_ranks)
-        ]
-        self.actors += made
-        self.groups |= {actor.demand.name for actor in made}
-        return list(made)
+        made: list[list[Actor]] = []
+        for demand in demands:
+            ranks = [Sitter(demand, rank, self) for rank in range(demand.num_ranks)]
+            self.actors += ranks
+            self.groups.add(demand.name)
+            made.append([*ranks])
+        return made
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         self.removed += [actor.name for actor in actors]
-        self.groups -= {actor.demand.name for actor in actors}
+        self.groups -= {actor.replica for actor in actors}
 
     async def free_groups(self, kept: Collection[str] = ()) -> None:
         self.groups &= {*kept}
@@ -132,18 +132,19 @@ class Machines:
         return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
 
     async def replicas(self) -> list[str]:
-        return sorted({actor.demand.name for actor in self._there()})
+        return sorted({actor.replica for actor in self._there()})
 
-    async def find(self, role: str, replica: str) -> list[Actor]:
-        found = [actor for actor in self._there() if actor.demand.name == replica]
+    async def find(self, replica: str) -> list[Actor]:
+        found = [actor for actor in self._there() if actor.replica == replica]
         return sorted(found, key=lambda actor: actor.rank)
 
 
 class World:
     """A fleet that runs."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, gpus: float = 0.0, **settings: Any) -> None:
         self.machines, self.registry = Machines(), MemoryRegistry()
+        self.gpus = gpus
         self.settings = settings
         self.spec = self._plan()
         self.fleet = self._fleet()
@@ -151,7 +152,7 @@ class World:
 
     def _plan(self, **changes: Any) -> FleetSpec:
         config = load_config(SETTINGS | self.settings | changes, {})
-        return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
+        return plan_fleet(config, config, {"CPU": 64, "GPU": self.gpus}, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
         """Another one takes over, with another plan."""

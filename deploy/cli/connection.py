@@ -263,15 +263,17 @@ async def _own_deployment(
             found = deployment.config
             try:
                 yield Connection(
-                    deployment.endpoints.coordinator,
+                    deployment.address,
                     found.target.directory,
                     found.coordinator.tokenizer_directory,
                     public_settings(found),
                     is_own=True,
-                    http_address=deployment.endpoints.http[0] if found.coordinator.http else "",
+                    http_address="".join(
+                        deployment.overview.addresses("coordinator", http=True)[:1]
+                    ),
                     api_key=deployment.api_key,
                     trust=caller_trust_of(arguments, public_settings(found)),
-                    find=lambda: deployment.endpoints.coordinator,
+                    find=lambda: deployment.address,
                 )
             finally:
                 progress("stopping the deployment", at_once=False)

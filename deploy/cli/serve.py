@@ -158,7 +158,7 @@ async def _keep_record_current(
 
 def record_of(deployment: Deployment) -> DeploymentRecord:
     """Of a deployment that has started, without secrets."""
-    config, endpoints = deployment.config, deployment.endpoints
+    config, overview = deployment.config, deployment.overview
     return DeploymentRecord(
         pid=os.getpid(),
         process_start=process_start(os.getpid()) or 0,
@@ -166,10 +166,10 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
         model=config.target_name,
         draft_model=config.draft.model,
         served_model_name=config.served_model_name,
-        grpc_address=endpoints.coordinator,
-        http_address=",".join(endpoints.http),
-        target_addresses=list(endpoints.targets),
-        draft_addresses=list(endpoints.drafts),
+        grpc_address=",".join(overview.addresses("coordinator")),
+        http_address=",".join(overview.addresses("coordinator", http=True)),
+        target_addresses=list(overview.addresses("target")),
+        draft_addresses=list(overview.addresses("draft")),
         target_directory=config.target.directory,
         tokenizer_directory=config.coordinator.tokenizer_directory,
         deployment=deployment.name,
@@ -177,7 +177,7 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
         ray_token=str(deployment.ray.token or ""),
         redis=asdict(replace(config.coordinator.redis, password="", sentinel_password="")),
         asks_for_keys=config.coordinator.asks_for_keys,
-        wanted={str(role): count for role, count in deployment.overview.wanted.items()},
+        wanted={str(role): count for role, count in overview.wanted.items()},
         settings=public_settings(config),
     )
 

@@ -24,14 +24,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-from outrider.config import AutoscalePolicy, Bounds
+from outrider.config import AutoscalePolicy
 from outrider.errors import OutriderError
 from outrider.registry.registry import ROLES, Registry, ReplicaRecord, Role
-
-from .ray_cluster import SavedState, retried
 
 _log = logging.getLogger(__name__)
 
@@ -58,64 +56,72 @@ class Change:
 class Autoscaler:
     """Decides; remembers what was changed, and how long it has been calm."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry, policy: AutoscalePolicy) -> None:
+        """`policy` may be replaced by another one at any time."""
+        self.policy = policy
+        self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
         """Since when, and how many replicas have been there at most since."""
 
-    def decide(
-        self, now: float, policy: AutoscalePolicy, wanted: Mapping[Role, int], records: Records
-    ) -> list[Change]:
+    async def run(self) -> None:
+        """Looks at the registry again and again."""
+        while True:
+            try:
+                await self.look()
+            except OutriderError as error:
+                _log.warning("the numbers of replicas stay: %s", error)
+            except Exception:  # noqa: BLE001 (the fleet goes on with the numbers that it has)
+                _log.exception("the numbers of replicas stay")
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def look(self) -> None:
+        """Once. Raises `StoreUnavailable`."""
+        if not self.policy.bounds:
+            return
+        wanted = await self._registry.wanted()
+        records = {role: await self._registry.records(role) for role in ROLES}
+        for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
+            _log.info("wanted: %s=%d, %s", change.role, change.count, change.reason)
+            await self._registry.want({change.role: change.count})
+
+    def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
         """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
         changes = []
-        for role, (least, most) in policy.bounds.items():
+        for role, (least, most) in self.policy.bounds.items():
             if (count := wanted.get(role)) is None:
                 continue
             change = None
             if not least <= count <= most:
                 bounded = min(max(count, least), most)
                 change = Change(role, bounded, f"it must be {least} to {most}")
-            elif self._is_settled(now, policy, role, count, records[role]):
-                change = self._change(now, policy, role, count, records)
+            elif now >= self._changed_at.get(role, -math.inf) + self.policy.cooldown_s:
+                change = self._change(now, role, count, records)
             if change is not None:
                 self._changed_at[role] = now
                 self._calm.pop(role, None)
                 changes.append(change)
         return changes
 
-    def _is_settled(
-        self,
-        now: float,
-        policy: AutoscalePolicy,
-        role: Role,
-        count: int,
-        records: Sequence[ReplicaRecord],
-    ) -> bool:
-        rests = now < self._changed_at.get(role, -math.inf) + policy.cooldown_s
-        num_there = _num_staying(records)
-        is_short = 0 < num_there < count and num_there == len(records)
-        return not rests and (num_there == count or is_short)
-
-    def _change(
-        self, now: float, policy: AutoscalePolicy, role: Role, count: int, records: Records
-    ) -> Change | None:
-        least, most = policy.bounds[role]
+    def _change(self, now: float, role: Role, count: int, records: Records) -> Change | None:
+        least, most = self.policy.bounds[role]
         num_there = _num_staying(records[role])
-        excess, load, reason = _LOADS[role](policy, records)
+        is_short = 0 < num_there < count and num_there == len(records[role])
+        if num_there != count and not is_short:
+            return None
+        excess, load, reason = _LOADS[role](self.policy, records)
         if excess > 1:
             self._calm.pop(role, None)
-            if num_there < count:
-                return None
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
-            return Change(role, grown, reason) if grown > count else None
+            return Change(role, grown, reason) if grown > count and num_there == count else None
         fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
-        if fewer_load >= policy.calm or count <= least:
+        if fewer_load >= self.policy.calm or count <= least:
             self._calm.pop(role, None)
             return None
         since, num_enough = self._calm.get(role, (now, num_there))
         num_enough = max(num_enough, num_there)
         self._calm[role] = since, num_enough
-        if now < since + policy.calm_s:
+        if now < since + self.policy.calm_s:
             return None
         return Change(role, max(least, min(num_enough, count - 1)), reason)
 
@@ -167,68 +173,3 @@ def _num_staying(records: Sequence[ReplicaRecord]) -> int:
 def _mean(values: Sequence[float | None]) -> float:
     """A replica without a figure has had nothing to do."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0
-
-
-class Autoscaling:
-    """Looks at the registry until it is cancelled."""
-
-    def __init__(self, saved: SavedState, registry: Registry, policy: AutoscalePolicy) -> None:
-        """`policy` is the one at first; `outrider autoscale` changes its bounds."""
-        self._saved = saved
-        self._registry = registry
-        self._scaler = Autoscaler()
-        self.policy = policy
-
-    async def begin(self) -> None:
-        """Forgets what a deployment of this name had before. Raises `Unavailable`."""
-        await self._saved.save("policy", self.policy.to_json())
-
-    async def forget(self) -> None:
-        """Keeps no policy any more, at the end of a deployment. Raises `Unavailable`."""
-        await self._saved.save("policy", "")
-
-    async def restore(self) -> None:
-        """Takes over the bounds that an earlier reconciler of the deployment had saved."""
-
-        async def load() -> None:
-            if text := await self._saved.load("policy"):
-                self.use(self.policy, AutoscalePolicy.from_json(text).bounds)
-
-        await retried("the bounds that hold", load)
-
-    async def bound(self, changes: Mapping[Role, Bounds | None]) -> AutoscalePolicy:
-        """Other bounds for some roles, None for a role whose number the load no longer decides;
-        the policy that holds then. Raises `Unavailable`; then the one before still holds."""
-        bounds = {**self.policy.bounds, **changes}
-        kept = {role: pair for role, pair in bounds.items() if pair is not None}
-        policy = replace(self.policy, bounds=kept)
-        if policy != self.policy:
-            await self._saved.save("policy", policy.to_json())
-            self.policy = policy
-        return self.policy
-
-    def use(self, policy: AutoscalePolicy, bounds: Mapping[Role, Bounds] | None = None) -> None:
-        """Other thresholds from now on; bounds stay as they are unless they are given."""
-        self.policy = replace(policy, bounds=self.policy.bounds if bounds is None else bounds)
-
-    async def run(self) -> None:
-        """Looks again and again."""
-        while True:
-            try:
-                await self.look()
-            except OutriderError as error:
-                _log.warning("the numbers of replicas stay: %s", error)
-            except Exception:  # noqa: BLE001 (the fleet goes on with the numbers that it has)
-                _log.exception("the numbers of replicas stay")
-            await asyncio.sleep(LOOK_PERIOD_S)
-
-    async def look(self) -> None:
-        """Once. Raises `StoreUnavailable`."""
-        if not self.policy.bounds:
-            return
-        wanted = await self._registry.wanted()
-        records = {role: await self._registry.records(role) for role in ROLES}
-        now = asyncio.get_running_loop().time()
-        for change in self._scaler.decide(now, self.policy, wanted, records):
-            _log.info("wanted: %s=%d, %s", change.role, change.count, change.reason)
-            await self._registry.want({change.role: change.count})

@@ -39,7 +39,7 @@ from .replica import close_timeout_s, raise_first
 from .rolling_update import FIXED
 from .security_setup import SecretFiles, own_trust, warnings, without_secrets
 from .spec import FleetSpec, plan_fleet
-from .status import Endpoints, Overview
+from .status import Overview
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Deployment:
     ) -> None:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
         data go there. `report` gets a line for each step of a start-up; `on_change` is called
-        when `endpoints` are others, or other counts are wanted."""
+        when its `overview` is another."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
@@ -95,35 +95,42 @@ class Deployment:
         return self._overview
 
     @property
-    def endpoints(self) -> Endpoints:
-        """Where it answers now. Raises `Unavailable` before it has started."""
-        return self.overview.endpoints
+    def address(self) -> str:
+        """Of all coordinators, with commas between them: what a `Client` takes. Raises
+        `Unavailable` before it has started."""
+        return ",".join(self.overview.addresses("coordinator"))
 
     @property
     def reconciler(self) -> ReconcilerClient:
         """What keeps its replicas, to be asked for other numbers or settings."""
-        return ReconcilerClient(lambda: find_reconciler(self.ray.namespace))
+        return ReconcilerClient(self.ray.namespace)
 
-    async def start(self) -> Endpoints:
+    async def start(self) -> None:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
         errors of `outrider.errors`, with everything stopped again."""
         try:
-            return await self._start()
+            await self._start()
         except BaseException:
             await asyncio.shield(self.stop())
             raise
 
-    async def _start(self) -> Endpoints:
+    async def _start(self) -> None:
         self._report(start_line(self.config))
         config = await self._prepare()
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         for line in (*([warning] if warning else ()), *warnings(config)):
             self._report(line)
-        spec = self._spec(config)
+        logs = self._state / "logs"
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spec = plan_fleet(
+            self._given, config, resources(), self.name,
+            str(logs) if self.ray.local else STANDARD_ERROR, local=self.ray.local,
+        )  # fmt: skip
         running = None if self.ray.local else await find_reconciler(self.ray.namespace)
         if running is not None:
             if not await running.call("ends"):
-                return await self._take_over(running)
+                await self._take_over(running)
+                return
             self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
             await self._end(running)
         reconciler = self._reconciler = start_reconciler(spec, self.ray.namespace)
@@ -136,24 +143,23 @@ class Deployment:
         await self._hear(reconciler)
         await self._check_health()
         await reconciler.call("keep")
-        return self._go_on()
+        self._go_on()
 
     async def _check_health(self) -> None:
         trust = own_trust(self.config.values())
         if trust is None:
             return
-        for address in self.endpoints.coordinators:
+        for address in self.overview.addresses("coordinator"):
             async with Client(address, trust=trust) as client:
                 if not await client.healthy():
                     raise Unavailable(f"the coordinator at {address} does not say that it serves")
 
-    def _go_on(self) -> Endpoints:
+    def _go_on(self) -> None:
         self._following = [asyncio.create_task(self._follow())]
         if self.redis is not None:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
-        return self.endpoints
 
-    async def _take_over(self, running: Actor) -> Endpoints:
+    async def _take_over(self, running: Actor) -> None:
         """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
         where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
@@ -173,7 +179,7 @@ class Deployment:
             await self._hear(running)
             await asyncio.sleep(FOLLOW_PERIOD_S)
         self._reconciler = running  # From now on it is this one's to end.
-        return self._go_on()
+        self._go_on()
 
     async def _hear(self, reconciler: Actor) -> bool:
         """What it tells that is new, once it is; whether anything is."""
@@ -184,13 +190,6 @@ class Deployment:
         spec: FleetSpec = await reconciler.call("spec")
         self.config, self._overview = spec.config, found
         return True
-
-    def _spec(self, config: DeploymentConfig) -> FleetSpec:
-        logs = self._state / "logs"
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        local = self.ray.local
-        log_directory = str(logs) if local else STANDARD_ERROR
-        return plan_fleet(self._given, config, resources(), self.name, log_directory, local=local)
 
     async def _follow(self) -> None:
         """What the reconciler tells. While it is away the replicas go on without it; it may also

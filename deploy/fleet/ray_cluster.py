@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.replica.process_setup import Place
@@ -21,6 +21,8 @@ CALLS_PER_ACTOR_MAX: Final = 1000
 leaves its call behind."""
 RECONCILER: Final = "reconciler"
 """Name of the actor that places the others."""
+RETRY_PERIOD_S: Final = 1.0
+"""Until what is not known is asked again."""
 _RANK: Final = "-rank-"
 """Between a replica's name and the rank of a follower."""
 
@@ -33,13 +35,12 @@ def asking_head() -> Iterator[None]:
     try:
         yield
     except (RayError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise Unavailable(f"the Ray head does not answer: {reason}") from error
+        raise Unavailable(f"the Ray head does not answer: {one_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the actors of a role ask Ray for."""
+    """What the actors of a replica ask Ray for."""
 
     role: str
     num_cpus: float
@@ -49,7 +50,9 @@ class Demand:
     resources: Mapping[str, float] = field(default_factory=dict)
     """What else each asks for, by Ray's names."""
     name: str = ""
-    """Of the replica, unique; empty where there is one of its role."""
+    """Of the replica, unique."""
+    classes: tuple[type, type] = (object, object)
+    """Of the actor that serves, and of the other ranks."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -64,37 +67,27 @@ class Demand:
 
 
 class Actor:
-    """One actor and what it was placed with."""
+    """One actor: a rank of a replica, or the reconciler."""
 
-    def __init__(self, demand: Demand, handle: Any, rank: int = 0) -> None:
-        """`rank` 0 is the actor that serves; it leads the others of its role."""
-        self.demand = demand
+    def __init__(self, replica: str, handle: Any, rank: int = 0) -> None:
+        """`rank` 0 is the actor that serves; it leads the others of its replica."""
+        self.replica = replica
         self.rank = rank
+        self.name = f"{replica}{_RANK}{rank}" if rank else replica
+        self.place = Place(0, "")
+        """Where it runs, once `find_place` has found it."""
         self._handle = handle
-        self._place: Place | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where it runs. Raises `Unavailable` before it was found a place."""
-        if self._place is None:
-            raise Unavailable(f"the {self.name} actor has no place yet")
-        return self._place
 
     async def find_place(self, timeout_s: float) -> bool:
         """Whether it runs within the time. Raises `Unavailable` for an actor that had a place and
         died there."""
         try:
-            self._place = await self.call("ping", timeout_s=timeout_s)
+            self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
             if isinstance(error.__cause__, TimeoutError):
                 return False
             raise
         return True
-
-    @property
-    def name(self) -> str:
-        """The replica's, or its role's, and the rank of a follower."""
-        return _name(self.demand, self.rank)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """Calls a method. Raises the `OutriderError` that it raised, `Unavailable` for an actor
@@ -110,8 +103,7 @@ class Actor:
                 f"the {self.name} actor did not answer {method} in {timeout_s:g} s"
             ) from error
         except ray.exceptions.RayActorError as error:
-            reason = " ".join(str(error).split())
-            raise Unavailable(f"the {self.name} actor died: {reason}") from error
+            raise Unavailable(f"the {self.name} actor died: {one_line(error)}") from error
 
     async def kill(self) -> None:
         """Ends the actor's process at once. Raises `Unavailable`."""
@@ -130,42 +122,30 @@ class Cluster:
         self.namespace = namespace
         self.local = local
 
-    async def place(
-        self, actors: Sequence[tuple[Demand, type, type]], timeout_s: float
-    ) -> list[Actor]:
-        """For each demand an actor of the first class and, where it has further ranks, as many of
-        the second, once every one of them runs; in the order of the demands, and the ranks of each.
-        Ranks of one role stand in one placement group, on one machine where one is large enough.
-        Raises `ConfigError` naming those that found no place within `timeout_s`, or can never find
-        one on a cluster of our own, and `Unavailable` for one that died; then none is left
-        running."""
-        demands = [demand for demand, *_ in actors]
+    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
+        """The ranks of each demand, once every one of them runs. Those of one replica stand in one
+        placement group, on one machine where one is large enough. Raises `ConfigError` naming
+        those that found no place within `timeout_s`, or can never find one on a cluster of our own,
+        and `Unavailable` for one that died; then none is left running."""
         if self.local and (too_much := beyond(demands, resources())):
-            raise ConfigError(self._no_place(too_much, demands, "there is no place"))
-        placed = [
-            actor
-            for demand, leader, follower in actors
-            for actor in self._begin(demand, leader, follower)
-        ]
+            raise ConfigError(_no_place("there is no place", too_much, demands))
+        placed = [self._begin(demand) for demand in demands]
+        actors = [actor for ranks in placed for actor in ranks]
         try:
-            found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
-            homeless = {
-                _name(actor.demand, 0): actor.demand
-                for actor, runs in zip(placed, found, strict=True)
-                if not runs
-            }
+            found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
+            homeless = {one.replica for one, runs in zip(actors, found, strict=True) if not runs}
             if homeless:
-                missing, what = list(homeless.values()), f"no place within {timeout_s:g} s"
-                raise ConfigError(self._no_place(missing, demands, what))
+                missing = [demand for demand in demands if demand.name in homeless]
+                raise ConfigError(_no_place(f"no place within {timeout_s:g} s", missing, demands))
         except BaseException:
-            await self.remove(placed)
+            await self.remove(actors)
             raise
         return placed
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         """Ends actors at once, and gives back the places of their groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
-        for name in {_name(actor.demand, 0) for actor in actors}:
+        for name in {actor.replica for actor in actors}:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
@@ -187,22 +167,18 @@ class Cluster:
     async def replicas(self) -> list[str]:
         return sorted({name.partition(_RANK)[0] for name in await self._names()})
 
-    async def find(self, role: str, replica: str) -> list[Actor]:
+    async def find(self, replica: str) -> list[Actor]:
         """The actors that are there of a replica, by rank."""
         import ray
 
-        ranks = sorted(
-            int(rank or 0)
-            for name, _, rank in (one.partition(_RANK) for one in await self._names())
-            if name == replica
-        )
-        demand, found = Demand(role, 0, 0, len(ranks), name=replica), []
-        for rank in ranks:
-            with suppress(ValueError):  # It has just ended.
-                name = _name(demand, rank)
-                handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
-                found.append(Actor(demand, handle, rank))
-        return found
+        found = []
+        for name in await self._names():
+            of, _, rank = name.partition(_RANK)
+            if of == replica:
+                with suppress(ValueError):  # It has just ended.
+                    handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
+                    found.append(Actor(replica, handle, int(rank or 0)))
+        return sorted(found, key=lambda actor: actor.rank)
 
     async def clear(self) -> None:
         import ray
@@ -222,66 +198,49 @@ class Cluster:
             if one["namespace"] == self.namespace and one["name"] != RECONCILER
         }  # fmt: skip
 
-    def _begin(self, demand: Demand, leader: type, follower: type) -> list[Actor]:
-        import ray
-
-        places = self._places_of_ranks(demand)
-        return [
-            Actor(
-                demand,
-                ray.remote(follower if rank else leader)
-                .options(
-                    name=_name(demand, rank),
-                    namespace=self.namespace,
-                    lifetime="detached",
-                    num_cpus=demand.num_cpus,
-                    num_gpus=demand.num_gpus,
-                    resources=dict(demand.resources),
-                    max_concurrency=CALLS_PER_ACTOR_MAX,
-                    **places[rank],
-                )
-                .remote(),
-                rank,
-            )
-            for rank in range(demand.num_ranks)
-        ]
-
-    def _places_of_ranks(self, demand: Demand) -> list[dict[str, Any]]:
-        """Ray's options for where each rank of a role runs: where few others are for one that is
-        alone, and for ranks that ask for nothing, of which no group can be made."""
-        if demand.num_ranks == 1 or not demand.each:
-            return [{"scheduling_strategy": "SPREAD"}] * demand.num_ranks
+    def _begin(self, demand: Demand) -> list[Actor]:
+        """Its actors: where few others are for one that is alone, and for ranks that ask for
+        nothing, of which no group can be made."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        bundles = [demand.each] * demand.num_ranks
-        name = self._group(_name(demand, 0))
-        group = placement_group(bundles, strategy(demand, machines), name=name, lifetime="detached")
-        return [
-            {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
-            for rank in range(demand.num_ranks)
-        ]
+        where: list[Any] = ["SPREAD"] * demand.num_ranks
+        if demand.num_ranks > 1 and demand.each:
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            group = placement_group(
+                [demand.each] * demand.num_ranks, strategy(demand, machines),
+                name=self._group(demand.name), lifetime="detached",
+            )  # fmt: skip
+            where = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(len(where))]
+        found = []
+        for rank, place in enumerate(where):
+            one = Actor(demand.name, None, rank)
+            options = ray.remote(demand.classes[min(rank, 1)]).options(
+                name=one.name, namespace=self.namespace, lifetime="detached",
+                num_cpus=demand.num_cpus, num_gpus=demand.num_gpus,
+                resources=dict(demand.resources), max_concurrency=CALLS_PER_ACTOR_MAX,
+                scheduling_strategy=place,
+            )  # fmt: skip
+            one._handle = options.remote()
+            found.append(one)
+        return found
 
-    def _no_place(self, homeless: Sequence[Demand], demands: Sequence[Demand], what: str) -> str:
-        import ray
 
-        free = _amounts(ray.available_resources())
-        asked = "; ".join(f"the {demand.role} actor asks for {demand}" for demand in homeless)
-        together = _amounts(
-            {
-                "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
-                "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
-            }
-        )
-        roles = dict.fromkeys(demand.role for demand in demands)
-        flags = ", ".join(f"--{role}-num-cpus" for role in roles)
-        return (
-            f"{what} for {len(homeless)} of the actors: {asked}. All together ask for {together}; "
-            f"the cluster has {_amounts(resources())}, and now {free} free (see {flags} and "
-            "the like for GPUs)"
-        )
+def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) -> str:
+    import ray
+
+    asked = "; ".join(f"the {demand.role} actor asks for {demand}" for demand in homeless)
+    together = {
+        "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
+        "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
+    }
+    flags = ", ".join(dict.fromkeys(f"--{demand.role}-num-cpus" for demand in demands))
+    return (
+        f"{what} for {len(homeless)} of the actors: {asked}. All together ask for "
+        f"{_amounts(together)}; the cluster has {_amounts(resources())}, and now "
+        f"{_amounts(ray.available_resources())} free (see {flags} and the like for GPUs)"
+    )
 
 
 async def run_task(function: Callable[..., T], *arguments: object) -> T:
@@ -294,7 +253,7 @@ async def run_task(function: Callable[..., T], *arguments: object) -> T:
         found: T = await _result(called)
         return found
     except ray.exceptions.WorkerCrashedError as error:
-        raise Unavailable(f"{function.__name__} died: {' '.join(str(error).split())}") from error
+        raise Unavailable(f"{function.__name__} died: {one_line(error)}") from error
 
 
 async def _result(called: Any) -> Any:
@@ -342,62 +301,39 @@ def _remove_group(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
-def _name(demand: Demand, rank: int) -> str:
-    name = demand.name or demand.role
-    return f"{name}{_RANK}{rank}" if rank else name
-
-
 def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
-Topic = Literal["changes", "policy"]
-RETRY_PERIOD_S: Final = 1.0
-"""Until what is not known is asked again."""
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
-class SavedState(Protocol):
-    """What a reconciler must know again when Ray restarts it: one text for each topic.
+class SavedState:
+    """What a reconciler must know again when Ray restarts it: one text, in the key-value store of
+    Ray's head (GCS), and not in Redis: writing it needs the right to run code on the cluster."""
 
-    | topic | text |
-    | --- | --- |
-    | `changes` | settings that differ from those that the deployment began with |
-    | `policy` | between which bounds the load decides how many replicas a role has |
-    """
-
-    async def load(self, topic: Topic) -> str:
-        """What was saved last; empty where nothing was. Raises `Unavailable`."""
-        ...
-
-    async def save(self, topic: Topic, text: str) -> None:
-        """Keeps a text in place of the one before. Raises `Unavailable`."""
-        ...
-
-
-class RaySavedState:
-    """In the key-value store of Ray's head (GCS), and not in Redis: writing it needs the right to
-    run code on the cluster."""
+    _KEY: Final = b"changes"
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace.encode()
 
-    async def load(self, topic: Topic) -> str:
+    async def load(self) -> str:
+        """What was saved last; empty where nothing was. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         with asking_head():
-            found = await asyncio.to_thread(
-                _internal_kv_get, topic.encode(), namespace=self._namespace
-            )
+            found = await asyncio.to_thread(_internal_kv_get, self._KEY, namespace=self._namespace)
         return "" if found is None else bytes(found).decode()
 
-    async def save(self, topic: Topic, text: str) -> None:
+    async def save(self, text: str) -> None:
+        """Keeps a text in place of the one before. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         with asking_head():
             await asyncio.to_thread(
-                _internal_kv_put, topic.encode(), text.encode(), overwrite=True,
-                namespace=self._namespace,
-            )  # fmt: skip
+                _internal_kv_put, self._KEY, text.encode(), namespace=self._namespace
+            )
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:

@@ -20,9 +20,9 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,26 +31,27 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.process_setup import Place, log_at, log_to
 from outrider.sessions.redis_address import with_password
 
-from .autoscaling import Autoscaling
+from .autoscaling import Autoscaler
 from .preflight import check_same_tokens, resolve_models
 from .ray_cluster import (
     CALLS_PER_ACTOR_MAX,
     RECONCILER,
     Actor,
     Cluster,
-    Demand,
-    RaySavedState,
+    SavedState,
     asking_head,
+    resources,
+    retried,
     run_task,
 )
 from .ray_connection import RayConnection, forget_token, use_token
 from .replica_set import FIRST_REST_S, REST_S_MAX, Fleet
-from .rolling_update import RollingUpdate
-from .spec import FleetSpec
+from .rolling_update import SHARING, Changes, changed
+from .spec import FleetSpec, plan_fleet
 from .status import Overview
 
 if TYPE_CHECKING:
-    from outrider.config import AutoscalePolicy, Bounds, DeploymentConfig, TargetConfig
+    from outrider.config import AutoscalePolicy, Bounds
     from outrider.registry.registry import Role
     from outrider.settings import Value
 
@@ -75,21 +76,21 @@ class Reconciler:
 
         log_to(spec.log_directory, RECONCILER)
         log_at(spec.config.coordinator.log_level)
-        cluster = Cluster(namespace, local=spec.local)
         redis = spec.config.coordinator.redis
         self._no_password: SettingError | None = None
         try:
             redis = with_password(redis)
         except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
             self._no_password = error
+        self._original = spec
+        self._saved = SavedState(namespace)
+        self._changes = Changes()
+        """Those that hold, all together since the deployment began."""
+        self._changing, self._saving = asyncio.Lock(), asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
-        self._fleet = Fleet(cluster, spec, self._registry, self._tell)
-        saved = RaySavedState(namespace)
-        self._autoscaling = Autoscaling(saved, self._registry, spec.config.autoscale.policy)
-        self._rolling_update = RollingUpdate(
-            saved, self._registry, spec, _resolved, _checked, self._use
-        )
-        self._looking: asyncio.Task[None] | None = None
+        self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry, self._tell)
+        self._autoscaler = Autoscaler(self._registry, spec.config.autoscale.policy)
+        self._scaling: asyncio.Task[None] | None = None
         self._keeps = asyncio.Event()
         """Set once it keeps the fleet, and knows what held before."""
         self._work: asyncio.Task[Any] | None = None
@@ -112,8 +113,7 @@ class Reconciler:
         """See `Fleet.place`. Raises `SettingError` where its machine has no password of Redis."""
         self._check_password()
         # First, for one that Ray restarts from now on goes by what is saved.
-        await self._autoscaling.begin()
-        await self._rolling_update.forget()
+        await self._saved.save("")
         await self._do(self._fleet.place())
 
     async def begin(self, *roles: Role) -> None:
@@ -132,19 +132,78 @@ class Reconciler:
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
         await self._registry.want(counts)
-        return self._autoscaling.policy
+        return self._autoscaler.policy
 
     async def bound(self, changes: Mapping[Role, Bounds | None]) -> AutoscalePolicy:
-        """See `Autoscaling.bound`. Raises `ConfigError` for bounds that cannot be."""
+        """Other bounds for some roles, None for a role whose number the load no longer decides;
+        the policy that holds then. Raises `ConfigError` for bounds that cannot be, and
+        `Unavailable`; then the one before still holds."""
         await self._keeps.wait()
         for role, bounds in changes.items():
             for count in bounds or ():
                 self._fleet.spec.check_count(role, count)
-        return await self._autoscaling.bound(changes)
+        every = {**self._autoscaler.policy.bounds, **changes}
+        kept = {role: bounds for role, bounds in every.items() if bounds is not None}
+        if changes:
+            await self._save(bounds=kept)
+            self._autoscaler.policy = replace(self._autoscaler.policy, bounds=kept)
+        return self._autoscaler.policy
 
-    async def change(self, name: str, values: Mapping[str, Value]) -> None:
+    async def change(self, values: Mapping[str, Value]) -> None:
+        """Adds settings to the changes that hold. Raises `ConfigError` for settings that cannot
+        be, and `Unavailable`; then what held still holds."""
         await self._keeps.wait()
-        await self._rolling_update.change(name, values)
+        async with self._changing:
+            changes = replace(self._changes, values={**self._changes.values, **values})
+            if not SHARING.isdisjoint(values):
+                changes = replace(changes, cluster_gpus=resources().get("GPU", 0.0))
+            spec = await self._plan(changes)
+            running = self._fleet.spec.config.target
+            await run_task(check_same_tokens, running, spec.config.target)
+            self._fleet.check(spec)
+            if "draft_model" in values and "draft" in spec.demands:
+                wanted = await self._registry.wanted()
+                if not wanted.get("draft"):  # No replica drafted before.
+                    await self._registry.want({"draft": spec.counts["draft"]})
+            await self._save(values=changes.values, cluster_gpus=changes.cluster_gpus)
+            self._use(spec)
+            _log.info("other settings: %s", ", ".join(values))
+
+    async def _plan(self, changes: Changes) -> FleetSpec:
+        """By all changes together. Raises `ConfigError` for what cannot work."""
+        before, gpus = self._original, changes.cluster_gpus
+        given = changed(before.given, changes.values)
+        # In a process of its own: the model library stays there.
+        config = await run_task(resolve_models, given)
+        coordinator = config.coordinator.reaching(before.config.coordinator.redis)
+        return plan_fleet(
+            given, replace(config, coordinator=coordinator),
+            {"GPU": before.cluster_gpus if gpus is None else gpus}, before.deployment,
+            before.log_directory, local=before.local,
+        )  # fmt: skip
+
+    async def _save(self, **others: Any) -> None:
+        async with self._saving:
+            changes = replace(self._changes, **others)
+            await self._saved.save(changes.to_json())
+            self._changes = changes
+
+    async def _restore(self) -> None:
+        """Goes by the changes that an earlier reconciler of the deployment had saved."""
+        changes = Changes.from_json(await self._saved.load())
+        if changes.values:
+            self._use(await self._plan(changes))
+        if changes.bounds is not None:
+            self._autoscaler.policy = replace(self._autoscaler.policy, bounds=changes.bounds)
+        self._changes = changes
+
+    def _use(self, spec: FleetSpec) -> None:
+        log_at(spec.config.coordinator.log_level)
+        self._fleet.use(spec)
+        bounds = self._autoscaler.policy.bounds
+        self._autoscaler.policy = replace(spec.config.autoscale.policy, bounds=bounds)
+        self._upgrades = True
+        self._tell()
 
     async def spec(self) -> FleetSpec:
         return self._fleet.spec
@@ -165,6 +224,11 @@ class Reconciler:
             self._upgrades, tuple(fleet.last_failures.values()),
         )  # fmt: skip
 
+    def _tell(self) -> None:
+        self._version = uuid.uuid4().hex
+        self._upgrades = self._overview().num_stale > 0
+        self._news.set()
+
     async def ends(self) -> bool:
         """Whether it has been told to `close`: then there is nothing to be taken over."""
         return self._closing is not None
@@ -177,14 +241,13 @@ class Reconciler:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        tasks = [task for task in (self._looking, self._work) if task is not None]
+        tasks = [task for task in (self._scaling, self._work) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._fleet.close()
         try:
-            await self._autoscaling.forget()
-            await self._rolling_update.forget()
+            await self._saved.save("")
         except Unavailable as error:
             _log.warning("changes of this deployment are still saved: %s", error)
         await self._registry.close()
@@ -201,12 +264,11 @@ class Reconciler:
         try:
             if returns:
                 self._check_password()
-                await self._rolling_update.restore()
-                await self._autoscaling.restore()
+                await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
                 self._adopted = True
                 self._tell()
-            self._looking = asyncio.create_task(self._autoscaling.run())
+            self._scaling = asyncio.create_task(self._autoscaler.run())
             self._keeps.set()
             while True:
                 self._hopeless = await self._fleet.run()
@@ -224,27 +286,6 @@ class Reconciler:
         if self._no_password is not None:
             raise self._no_password
 
-    def _use(self, spec: FleetSpec) -> None:
-        log_at(spec.config.coordinator.log_level)
-        self._fleet.use(spec)
-        self._autoscaling.use(spec.config.autoscale.policy)
-        self._upgrades = True
-        self._tell()
-
-    def _tell(self) -> None:
-        self._version = uuid.uuid4().hex
-        self._upgrades = self._overview().num_stale > 0
-        self._news.set()
-
-
-async def _resolved(given: DeploymentConfig) -> DeploymentConfig:
-    """In a process of its own: the model library stays there."""
-    return await run_task(resolve_models, given)
-
-
-async def _checked(running: TargetConfig, other: TargetConfig) -> None:
-    await run_task(check_same_tokens, running, other)
-
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
     """Starts the reconciler of a deployment."""
@@ -258,7 +299,7 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
         max_restarts=-1,
         max_concurrency=CALLS_PER_ACTOR_MAX,
     )
-    return Actor(Demand(RECONCILER, 0, 0), options.remote(spec, namespace))
+    return Actor(RECONCILER, options.remote(spec, namespace))
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
@@ -268,7 +309,7 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
     with asking_head(), suppress(ValueError):
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
-        return Actor(Demand(RECONCILER, 0, 0), handle)
+        return Actor(RECONCILER, handle)
     return None
 
 
@@ -304,7 +345,7 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
         connection = RayConnection(where.address, where.namespace)
         await connection.connect()
         try:
-            yield ReconcilerClient(lambda: find_reconciler(where.namespace))
+            yield ReconcilerClient(where.namespace)
         finally:
             await connection.disconnect()
     finally:
@@ -315,9 +356,8 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
 class ReconcilerClient:
     """Calls a reconciler, and again while it is away."""
 
-    def __init__(self, find: Callable[[], Awaitable[Actor | None]]) -> None:
-        """`find` is asked each time: another one may have taken its place."""
-        self._find = find
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
 
     async def call(self, method: str, *arguments: object, timeout_s: float = AWAY_S) -> Any:
         """What a method returns. It may be called twice. Raises what it raises, and `Unavailable`
@@ -326,7 +366,7 @@ class ReconcilerClient:
         give_up_at = None
         while True:
             try:
-                found = await self._find()
+                found = await find_reconciler(self._namespace)  # It may be another one.
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
@@ -337,9 +377,7 @@ class ReconcilerClient:
                 raise Unavailable("no deployment of this name runs on the Ray cluster")
             await asyncio.sleep(RETRY_PERIOD_S)
 
-    async def change(self, values: Mapping[str, Value]) -> str:
-        """Adds settings to the changes that hold; the name that they have. Raises `ConfigError`
-        where they are refused, and as `call`."""
-        name = uuid.uuid4().hex
-        await self.call("change", name, dict(values), timeout_s=CHANGE_S)
-        return name
+    async def change(self, values: Mapping[str, Value]) -> None:
+        """Adds settings to the changes that hold. Raises `ConfigError` where they are refused, and
+        as `call`."""
+        await self.call("change", dict(values), timeout_s=CHANGE_S)

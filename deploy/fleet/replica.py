@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
-from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
-from outrider.registry.registry import ROLES, Engagement, Role
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.registry.registry import Engagement, Role
 
 from .ray_cluster import Actor
 from .status import ReplicaView
@@ -40,7 +40,7 @@ class Replica:
         self.name = f"{role}-{age}"
         self.slot = slot
         self.plan = plan
-        self.ranks: tuple[Actor, ...] = ()
+        self.ranks: Sequence[Actor] = ()
         self.address = ""
         """HOST:PORT, once it serves."""
         self.http_address = ""
@@ -51,7 +51,6 @@ class Replica:
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
         """The replica of a name, which an earlier reconciler has started and of which these actors
         are there; None where it does not serve, or not with all its ranks."""
-        role, age = role_and_age(name)
         if not ranks or ranks[0].rank:
             return None
         answers: list[Any] = await asyncio.gather(
@@ -67,19 +66,15 @@ class Replica:
         found, *placed = answers
         if not found.address or not all(placed) or len(ranks) != found.num_ranks:
             return None
-        one = cls(role, age, found.slot, found.plan)
-        one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving
-        one.http_address = found.http_address
+        one = cls(*role_and_age(name), found.slot, found.plan)
+        one.ranks, one.leaves = ranks, found.leaving
+        one.address, one.http_address = found.address, found.http_address
         return one
 
     @property
     def leader(self) -> Actor:
         """The rank that serves."""
         return self.ranks[0]
-
-    @property
-    def _followers(self) -> tuple[Actor, ...]:
-        return self.ranks[1:]
 
     def view(self, plan: str) -> ReplicaView:
         """What others are told of it; `plan` is the one that holds now."""
@@ -91,32 +86,22 @@ class Replica:
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
         """Starts its service, and the other ranks of its model."""
-        seats = await self._seats_of_followers(timeout_s)
-        address: str = await _of_the_first(
-            self.leader.call("start", config, log_directory, timeout_s=timeout_s),
-            *(
-                follower.call(
-                    "start", config, self.role, seat, timeout_s, log_directory, timeout_s=timeout_s
-                )
-                for follower, seat in seats
-            ),
-        )
+        leader, *followers = self.ranks
+        starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
+        if followers:
+            on_node = Counter(actor.place.node for actor in self.ranks)
+            rendezvous: Rendezvous = await leader.call(
+                "open_rendezvous", len(self.ranks), on_node[leader.place.node], timeout_s
+            )
+            for actor in followers:
+                seat = RankAssignment(rendezvous, actor.rank, on_node[actor.place.node])
+                work = (config, self.role, seat, timeout_s, log_directory)
+                starts.append(actor.call("start", *work, timeout_s=timeout_s))
+        address: str = await _of_the_first(*starts)
         if self.role == "coordinator":
-            found: Engagement = await self.leader.call("engagement", timeout_s=timeout_s)
+            found: Engagement = await leader.call("engagement", timeout_s=timeout_s)
             self.http_address = found.http_address
         self.address = address
-
-    async def _seats_of_followers(self, timeout_s: float) -> list[tuple[Actor, RankAssignment]]:
-        if not self._followers:
-            return []
-        neighbours = Counter(actor.place.node for actor in self.ranks)
-        rendezvous: Rendezvous = await self.leader.call(
-            "open_rendezvous", len(self.ranks), neighbours[self.leader.place.node], timeout_s
-        )
-        return [
-            (actor, RankAssignment(rendezvous, actor.rank, neighbours[actor.place.node]))
-            for actor in self._followers
-        ]
 
     async def ended(self) -> OutriderError | None:
         """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
@@ -156,7 +141,7 @@ class Replica:
         if self.ranks:
             await _stop(self.leader, grace_s)
         # They have ended with their leader, unless it died.
-        await asyncio.gather(*(_stop(actor, grace_s) for actor in self._followers))
+        await asyncio.gather(*(_stop(actor, grace_s) for actor in self.ranks[1:]))
 
 
 def close_timeout_s(grace_s: float) -> float:
@@ -166,12 +151,9 @@ def close_timeout_s(grace_s: float) -> float:
 
 
 def role_and_age(name: str) -> tuple[Role, int]:
-    """Of a replica's name. Raises `InvariantError` for what is none."""
-    word, _, age = name.rpartition("-")
-    role = next((role for role in ROLES if role == word), None)
-    if role is None or not age.isdecimal():
-        raise InvariantError(f"{name} is no replica's name")
-    return role, int(age)
+    """Of a replica's name."""
+    role, _, age = name.rpartition("-")
+    return cast(Role, role), int(age)
 
 
 async def _stop(actor: Actor, grace_s: float) -> None:
@@ -182,10 +164,10 @@ async def _stop(actor: Actor, grace_s: float) -> None:
     await actor.kill()
 
 
-async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
+async def _of_the_first(*work: Awaitable[Any]) -> Any:
     """The result of the first, once all have one. Raises as soon as one of them fails: a
     `ConfigError` of any that fails within `ERROR_GRACE_S`, because ranks end when another does."""
-    tasks = [asyncio.ensure_future(work) for work in (first, *others)]
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:

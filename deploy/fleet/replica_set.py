@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable
@@ -42,12 +42,6 @@ HOPELESS_AFTER: Final = 4
 """Failures of a role, one after the other, of which no replica serves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    starts: tuple[Role, ...]
-    leaves: tuple[str, ...]
-
-
 ROLLING: Final[tuple[Role, ...]] = ("draft", "target", "coordinator")
 """Whose stale replicas are replaced first, and then."""
 
@@ -58,8 +52,9 @@ def next_steps(
     held_back: Collection[Role] = (),
     in_place: Collection[Role] = (),
     crowded: Collection[Role] = (),
-) -> Steps:
-    """Pure. `fleet` begins with the oldest. As many starts as replicas are missing, but none of a
+) -> tuple[list[Role], list[str]]:
+    """The roles of the replicas to start, and the names of those that are to leave. Pure. `fleet`
+    begins with the oldest. As many starts as replicas are missing, but none of a
     role that is `held_back`; of those that are too many such as do not serve yet leave first, then
     stale ones, then the youngest.
 
@@ -89,7 +84,7 @@ def next_steps(
             starts += [role] * num_more
         if num_more < 0:
             leaves += [one.name for one in stay[:-num_more]]
-    return Steps(tuple(starts), tuple(leaves))
+    return starts, leaves
 
 
 class Fleet:
@@ -103,7 +98,7 @@ class Fleet:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when a replica begins to serve, or is gone."""
-        self.spec = self._unsettled = spec
+        self.spec = spec
         self._cluster = cluster
         self._registry = registry
         self._on_change = on_change
@@ -131,7 +126,7 @@ class Fleet:
 
     def views(self) -> tuple[ReplicaView, ...]:
         """What others are told of them, the oldest first."""
-        return tuple(one.view(self.spec.plan(one.role)) for one in self._replicas.values())
+        return tuple(one.view(self.spec.plans[one.role]) for one in self._replicas.values())
 
     def of(self, role: Role) -> list[Replica]:
         return [one for one in self._replicas.values() if one.role == role]
@@ -143,19 +138,18 @@ class Fleet:
         self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
         try:
-            demands = [self.spec.demand(one.role, one.name) for one in replicas]
-            actors = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
+            await self._place(replicas)
         except BaseException:
+            await self._cluster.remove([actor for one in replicas for actor in one.ranks])
             self._replicas.clear()
             raise
-        for one in replicas:
-            one.ranks = tuple(actor for actor in actors if actor.demand.name == one.name)
-        try:
-            self._settle()
-        except BaseException:
-            await self._cluster.remove(actors)
-            self._replicas.clear()
-            raise
+
+    async def _place(self, replicas: Sequence[Replica]) -> None:
+        demands = [replace(self.spec.demands[one.role], name=one.name) for one in replicas]
+        placed = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
+        for one, ranks in zip(replicas, placed, strict=True):
+            one.ranks = ranks
+        self.spec = self._settled(self.spec)
 
     async def adopt(self) -> None:
         """Takes over the replicas that another fleet has left, and goes on with what it had
@@ -166,15 +160,14 @@ class Fleet:
         self._replicas = {one.name: one for one in found}
         await self._recall()
         try:
-            self._settle()
+            self.spec = self._settled(self.spec)
         except ConfigError as error:  # They serve all the same.
             _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
     async def _adopt(self, name: str) -> None:
-        role, age = role_and_age(name)
-        self._num_started = max(self._num_started, age + 1)
-        ranks = await self._cluster.find(role, name)
+        self._num_started = max(self._num_started, role_and_age(name)[1] + 1)
+        ranks = await self._cluster.find(name)
         one = await Replica.adopted(name, ranks)
         if one is None:
             _log.warning("%s does not serve, and is ended", name)
@@ -194,20 +187,18 @@ class Fleet:
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
-    def _settle(self) -> None:
-        nodes = [(one.role, actor.place.node) for one in self.replicas for actor in one.ranks]
-        models = [node for role, node in nodes if role != "coordinator"]
-        self.spec = self._unsettled.settled([node for _, node in nodes], models)
+    def _settled(self, spec: FleetSpec) -> FleetSpec:
+        return spec.settled([
+            (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
+        ])  # fmt: skip
+
+    def check(self, spec: FleetSpec) -> None:
+        """Raises `SettingError` for a spec that does not fit the machines that replicas are on."""
+        self._settled(spec)
 
     def use(self, spec: FleetSpec) -> None:
-        """Another spec: what it changes is replaced, one by one. Raises `SettingError`; then the
-        one before still holds."""
-        before, self._unsettled = self._unsettled, spec
-        try:
-            self._settle()
-        except BaseException:
-            self._unsettled = before
-            raise
+        """Another spec: what it changes is replaced, one by one. Raises as `check`."""
+        self.spec = self._settled(spec)
         self._crowded.clear()
         self._made_way.clear()
         self.last_failures.clear()
@@ -217,12 +208,7 @@ class Fleet:
         """Starts the replicas of these roles that have their places, at the same time. Raises what
         the first says that fails, a `ConfigError` before others."""
         starting = [self._begin(one) for role in roles for one in self.of(role)]
-        started = asyncio.gather(*starting, return_exceptions=True)
-        try:
-            raise_first(await asyncio.shield(started))
-        except asyncio.CancelledError:
-            started.cancel()
-            raise
+        raise_first(await asyncio.gather(*starting, return_exceptions=True))
 
     async def run(self) -> Role:
         """Keeps as many as are wanted, until there is none of a role that cannot be done without,
@@ -251,13 +237,13 @@ class Fleet:
         held_back = [role for role in ROLES if now < self._not_before[role]]
         if not any(one.address for one in self.of("target")):
             held_back.append("coordinator")  # It could say of no model what it is.
-        in_place = {*self.spec.in_place, *self._crowded}
+        in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | self._crowded
         crowded = self._crowded - self._made_way
-        steps = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
-        for role in steps.starts:
+        starts, leaves = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
+        for role in starts:
             one = self._new(role)
             self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
-        for name in steps.leaves:
+        for name in leaves:
             one = self._replicas[name]
             if one.role in self._crowded:
                 self._made_way.add(one.role)
@@ -283,8 +269,7 @@ class Fleet:
         self._replicas.clear()
 
     def _new(self, role: Role) -> Replica:
-        slot = self._free_slot(role)
-        one = Replica(role, self._num_started, slot, self.spec.plan(role))
+        one = Replica(role, self._num_started, self._free_slot(role), self.spec.plans[role])
         self._num_started += 1
         self._replicas[one.name] = one
         return one
@@ -292,9 +277,9 @@ class Fleet:
     def _free_slot(self, role: Role) -> int:
         """The lowest; of a role that keeps its ports that of the stale replica that leaves next, if
         there is one."""
-        plan, taken, stale = self.spec.plan(role), set(), []
+        taken, stale = set(), []
         for one in self.of(role):
-            if role in self.spec.keeps_ports and one.plan != plan:
+            if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
                 stale.append(one.slot)  # The oldest first; the youngest leaves first.
             else:
                 taken.add(one.slot)
@@ -322,21 +307,21 @@ class Fleet:
             _log.exception("%s did not start", one.name)
         if one.leaves:
             return  # `_leave` does the rest.
+        rest_s = FIRST_REST_S
         if is_its_own:
-            self._fail(one.role)
-        else:
-            self._hold_back(one.role, FIRST_REST_S)
+            num_doublings = min(self._failures[one.role], DOUBLINGS_MAX)
+            rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
+            self._failures[one.role] += 1
+        self._not_before[one.role] = asyncio.get_running_loop().time() + rest_s
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:
-        demand = self.spec.demand(one.role, one.name)
         try:
-            found = await self._cluster.place([demand], self.spec.config.startup_timeout_s)
+            await self._place([one])
         except ConfigError:
-            self._crowded.add(one.role)
+            if not one.ranks:
+                self._crowded.add(one.role)
             raise
-        one.ranks = tuple(found)
-        self._settle()
         await self._begin(one)
         self._made_way.discard(one.role)
         self.last_failures.pop(one.role, None)
@@ -380,15 +365,6 @@ class Fleet:
             self._replicas.pop(one.name, None)
             self._lives.pop(one.name, None)
             self._tell_changed()
-
-    def _fail(self, role: Role) -> None:
-        num_doublings = min(self._failures[role], DOUBLINGS_MAX)
-        rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
-        self._failures[role] += 1
-        self._hold_back(role, rest_s)
-
-    def _hold_back(self, role: Role, rest_s: float) -> None:
-        self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
@@ -46,14 +46,15 @@ class FleetSpec:
     """Of all machines together, by which shares were chosen."""
     demands: Mapping[Role, Demand]
     """What the actors of each role ask for. No draft where the target drafts, or a look-up."""
+    plans: Mapping[Role, str]
+    """Names what the replicas of each role are made from; nothing in it depends on where they have
+    been placed."""
     deployment: str
     """Its name in Redis."""
     log_directory: str
     """See `log_to`."""
     local: bool
     """Whether all replicas share a machine, and so its ports and cores."""
-    plans: Mapping[Role, str] = field(default_factory=dict)
-    """Once it is settled: what named the plan of each role before that."""
 
     @property
     def counts(self) -> dict[Role, int]:
@@ -75,42 +76,25 @@ class FleetSpec:
     def check_count(self, role: Role, count: int) -> None:
         """Raises `ConfigError` for a number of replicas that this deployment cannot have."""
         if count and role not in self.demands:
-            raise ConfigError(f"draft={count}: {self._no_drafts}; there are no draft replicas")
+            draft = self.config.draft
+            part = "coordinators draft" if draft.drafter.is_lookup else "target drafts"
+            raise ConfigError(
+                f"draft={count}: with draft_model {draft.model} the {part}; there are no draft "
+                "replicas"
+            )
         if not LEAST[role] <= count <= REPLICAS_MAX:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
-    @property
-    def _no_drafts(self) -> str:
-        draft = self.config.draft
-        part = "coordinators draft" if draft.drafter.is_lookup else "target drafts"
-        return f"with draft_model {draft.model} the {part}"
+    def replaced_in_place(self, role: Role) -> bool:
+        """Whether a replica ends before the one in its place starts: coordinators of one machine
+        that serve metrics on a port of their own, which two cannot listen on."""
+        telemetry = self.config.coordinator.telemetry
+        return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
-    @property
-    def in_place(self) -> tuple[Role, ...]:
-        """Roles of which a replica ends before the one in its place starts: coordinators of one
-        machine that serve metrics on a port of their own, which two cannot listen on."""
-        destination = Destination.parse(self.config.coordinator.telemetry)
-        return ("coordinator",) if self.local and destination.prometheus_port else ()
-
-    @property
-    def keeps_ports(self) -> tuple[Role, ...]:
-        """Roles of which a replica listens on the ports of the one that it replaces: coordinators
-        of one machine, for callers know their ports."""
-        return ("coordinator",) if self.local else ()
-
-    def plan(self, role: Role) -> str:
-        """Names what the replicas of a role are made from; nothing that depends on where they have
-        been placed."""
-        if role in self.plans:
-            return self.plans[role]
-        made_from = (self.demands.get(role), getattr(self.config, role))
-        return hashlib.blake2b(repr(made_from).encode(), digest_size=6).hexdigest()
-
-    def demand(self, role: Role, name: str) -> tuple[Demand, type, type]:
-        """What a replica asks of the cluster, and the actors of its first rank and of others."""
-        if role not in self.demands:
-            raise SettingError("draft_model", f"{self._no_drafts}: there are no draft replicas")
-        return replace(self.demands[role], name=name), ACTORS[role], RankHost
+    def keeps_ports(self, role: Role) -> bool:
+        """Whether a replica listens on the ports of the one that it replaces: coordinators of one
+        machine, for callers know their ports."""
+        return role == "coordinator" and self.local
 
     def replica_config(
         self, role: Role, name: str, slot: int, *, takes_over: bool = False
@@ -123,7 +107,7 @@ class FleetSpec:
 
         member = Membership(
             redis=self.config.coordinator.redis, deployment=self.deployment, name=name,
-            slot=slot if self.local else 0, plan=self.plan(role),
+            slot=slot if self.local else 0, plan=self.plans[role],
         )  # fmt: skip
         if role == "coordinator":
             own = self.config.coordinator
@@ -136,30 +120,27 @@ class FleetSpec:
         with checking(model):
             return replace(model, membership=member, port=port(model.port))
 
-    def settled(self, nodes: Sequence[str], model_nodes: Collection[str]) -> FleetSpec:
-        """With what depends on where the actors have been placed: on the machines `nodes`, those
-        with models on `model_nodes`. Raises `SettingError` for servers that others would not
-        reach."""
+    def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
+        """With what depends on the machine that each actor of a role has been placed on. Raises
+        `SettingError` for servers that others would not reach."""
         config = self.config
-        if len(set(nodes)) > 1 and is_loopback(config.target.host):
+        nodes = {node for _, node in placed}
+        if len(nodes) > 1 and is_loopback(config.target.host):
             raise SettingError(
                 "host",
-                f"the actors were placed on {len(set(nodes))} machines, but their servers bind "
+                f"the actors were placed on {len(nodes)} machines, but their servers bind "
                 f"{config.target.host}; give --host 0.0.0.0, with --internal-tls-dir and keys, or "
                 "with --insecure on a trusted network",
             )
-        apart = are_apart(
-            config,
-            same_node=len(set(model_nodes)) <= 1,
-            num_cores=available_cores() if self.local else 0,
-        )
-        coordinator = replace(
-            config.coordinator,
-            drafting_delays=not apart,
-            look_ahead=look_ahead_outcomes(config, apart=apart),
-        )
-        plans = {role: self.plan(role) for role in ROLES}
-        return replace(self, config=replace(config, coordinator=coordinator), plans=plans)
+        same_node = len({node for role, node in placed if role != "coordinator"}) <= 1
+        num_cores = available_cores() if self.local else 0
+        apart = are_apart(config, same_node=same_node, num_cores=num_cores)
+        look_ahead, model = self.given.coordinator.look_ahead, config.draft.drafter.model
+        if look_ahead is None:
+            drafts_ahead = apart and model is not None and not model.reads_features
+            look_ahead = LOOK_AHEAD_DEFAULT if drafts_ahead else 0
+        coordinator = replace(config.coordinator, drafting_delays=not apart, look_ahead=look_ahead)
+        return replace(self, config=replace(config, coordinator=coordinator))
 
 
 def plan_fleet(
@@ -174,63 +155,55 @@ def plan_fleet(
     """`found` is what was `given`, with the models' files and Redis; `amounts` are the cluster's
     resources. Shares GPUs out where there are any and the configuration leaves it open: one for
     each rank of a model, or an equal fraction where there are fewer; none for what runs no model.
+    On one machine targets with a model share its cores, unless it says how many threads they have.
     Raises `SettingError` where a device was asked for that no actor gets, and for several ranks of
     what runs no model."""
-    config = share_cores(found, available_cores()) if local else found
-    _check_ranks(config)
-    target, draft, coordinator = config.target, config.draft, config.coordinator
+    target, draft, coordinator = found.target, found.draft, found.coordinator
+    runs_model = target.emulated is None
     drafts = draft.drafter.model is not None
+    for key, num_ranks, is_shared in (
+        ("tensor_parallel_size", target.tensor_parallel_size, runs_model),
+        ("draft_tensor_parallel_size", draft.tensor_parallel_size, runs_model and drafts),
+    ):
+        if num_ranks > 1 and not is_shared:
+            raise SettingError(key, f"{num_ranks} given, but no model runs that could be shared")
+    num_ranks = target.tensor_parallel_size * found.num_targets
+    if local and found.num_targets > 1 and runs_model and not target.num_threads:
+        # Each would use all cores.
+        target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus, cluster_gpus = 0.0, amounts.get("GPU", 0.0)
-    if cluster_gpus > 0 and target.emulated is None:
-        num_ranks = target.tensor_parallel_size * config.num_targets
+    if cluster_gpus > 0 and runs_model:
         if drafts:
-            num_ranks += draft.tensor_parallel_size * config.num_drafts
+            num_ranks += draft.tensor_parallel_size * found.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
-    target_gpus, target_device = _device("target", target.device, target.num_gpus, default_gpus)
-    draft_gpus, draft_device = 0.0, "cpu"
+    target_gpus, device = _device("target", target.device, target.num_gpus, default_gpus)
+    target = replace(target, device=device, num_gpus=target_gpus)
+    draft_gpus, device = 0.0, "cpu"
     if drafts:
-        draft_gpus, draft_device = _device("draft", draft.device, draft.num_gpus, default_gpus)
+        draft_gpus, device = _device("draft", draft.device, draft.num_gpus, default_gpus)
+    draft = replace(draft, device=device, num_gpus=draft_gpus)
     asked: dict[Role, tuple[float, float, int]] = {
         "coordinator": (coordinator.num_cpus, 0.0, 1),
         "target": (target.num_cpus, target_gpus, target.tensor_parallel_size),
         "draft": (draft.num_cpus, draft_gpus, draft.tensor_parallel_size),
     }
     demands = {
-        role: Demand(role, *amount, _resources(f"{role}_resources", config))
+        role: Demand(role, *amount, _resources(role, found), classes=(ACTORS[role], RankHost))
         for role, amount in asked.items()
     }
     if not drafts:
         del demands["draft"]
+    config = replace(found, target=target, draft=draft)
+    plans = {
+        role: hashlib.blake2b(
+            repr((demands.get(role), getattr(config, role))).encode(), digest_size=6
+        ).hexdigest()
+        for role in ROLES
+    }
     return FleetSpec(
-        config=replace(
-            config,
-            target=replace(target, device=target_device, num_gpus=target_gpus),
-            draft=replace(draft, device=draft_device, num_gpus=draft_gpus),
-        ),
-        given=given, cluster_gpus=cluster_gpus, demands=demands, deployment=deployment,
-        log_directory=log_directory, local=local,
+        config=config, given=given, cluster_gpus=cluster_gpus, demands=demands, plans=plans,
+        deployment=deployment, log_directory=log_directory, local=local,
     )  # fmt: skip
-
-
-def share_cores(config: DeploymentConfig, num_cores: int) -> DeploymentConfig:
-    """For one machine: where several targets have a model and no number of threads is configured,
-    an equal share of the cores, for else each would use all of them."""
-    if config.num_targets == 1 or config.target.num_threads or config.target.emulated is not None:
-        return config
-    num_ranks = config.num_targets * config.target.tensor_parallel_size
-    num_threads = max(1, num_cores // num_ranks)
-    return replace(config, target=replace(config.target, num_threads=num_threads))
-
-
-def look_ahead_outcomes(config: DeploymentConfig, *, apart: bool) -> int:
-    """How many outcomes of a round the draft is to work out while the target verifies: what the
-    configuration says, else some where they are `apart`, and none where no model drafts."""
-    if config.coordinator.look_ahead is not None:
-        return config.coordinator.look_ahead
-    model = config.draft.drafter.model
-    if model is None or model.reads_features:
-        return 0
-    return LOOK_AHEAD_DEFAULT if apart else 0
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
@@ -254,55 +227,40 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
     return min(num_verifying, num_drafting) > 0 and num_verifying + num_drafting <= num_cores
 
 
-def _resources(key: str, config: DeploymentConfig) -> dict[str, float]:
+def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
     """Of `NAME=AMOUNT,...`. Raises `SettingError`."""
-    text: str = getattr(config, key)
+    text: str = getattr(config, f"{role}_resources")
     found: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, amount = part.partition("=")
-        if not name or name in ("CPU", "GPU") or not _is_amount(amount) or name in found:
-            raise SettingError(
-                key, f"{text!r} is wrong; it must be NAME=AMOUNT, with commas between several, "
-                "of resources that Ray knows by name other than CPU and GPU",
-            )  # fmt: skip
-        found[name] = float(amount)
-    return found
-
-
-def _is_amount(text: str) -> bool:
     try:
-        return 0 < float(text) < math.inf
+        for part in filter(None, map(str.strip, text.split(","))):
+            name, amount = part.split("=")
+            if name in ("", "CPU", "GPU", *found) or not 0 < float(amount) < math.inf:
+                raise ValueError(part)
+            found[name] = float(amount)
     except ValueError:
-        return False
-
-
-def _check_ranks(config: DeploymentConfig) -> None:
-    emulated = config.target.emulated is not None
-    drafts = config.draft.drafter.model is not None
-    for key, service, runs_model in (
-        ("tensor_parallel_size", config.target, not emulated),
-        ("draft_tensor_parallel_size", config.draft, not emulated and drafts),
-    ):
-        if service.tensor_parallel_size > 1 and not runs_model:
-            raise SettingError(
-                key, f"{service.tensor_parallel_size} given, but no model runs that could be shared"
-            )
+        raise SettingError(
+            f"{role}_resources",
+            f"{text!r} is wrong; it must be NAME=AMOUNT, with commas between several, of resources "
+            "that Ray knows by name other than CPU and GPU",
+        ) from None
+    return found
 
 
 def _device(
     role: str, device: str, num_gpus: float | None, default_gpus: float
 ) -> tuple[float, str]:
     """The GPUs to ask for, and the device that the actor then uses."""
-    wants_gpu = device.startswith("cuda")
     if device == "cpu":
         if num_gpus:
             raise SettingError(f"{role}_num_gpus", f"{num_gpus:g} is of no use with device cpu")
         return 0.0, "cpu"
     asked = default_gpus if num_gpus is None else num_gpus
-    if wants_gpu and asked == 0:
-        raise SettingError(
-            "device",
-            f"{device} needs a GPU, but the {role} gets none: the cluster has none, or "
-            f"--{role}-num-gpus is 0",
-        )
-    return asked, (device if wants_gpu else "cuda" if asked > 0 else "cpu")
+    if device.startswith("cuda"):
+        if asked == 0:
+            raise SettingError(
+                "device",
+                f"{device} needs a GPU, but the {role} gets none: the cluster has none, or "
+                f"--{role}-num-gpus is 0",
+            )
+        return asked, device
+    return asked, "cuda" if asked > 0 else "cpu"

@@ -29,23 +29,6 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where the replicas answer: each HOST:PORT, the oldest replica's first."""
-
-    coordinators: tuple[str, ...]
-    targets: tuple[str, ...]
-    drafts: tuple[str, ...]
-    """None where the target drafts for itself."""
-    http: tuple[str, ...] = ()
-    """Of the coordinators; none where they do not answer by HTTP."""
-
-    @property
-    def coordinator(self) -> str:
-        """All coordinators, with commas between them: what a `Client` takes."""
-        return ",".join(self.coordinators)
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """All replicas, the oldest first, and how many there should be."""
 
@@ -93,14 +76,11 @@ class Overview:
             total += max(num_old, self.wanted.get(role, 0) - num_new)
         return total
 
-    @property
-    def endpoints(self) -> Endpoints:
-        """Where those answer that stay."""
-        staying = [one for one in self.replicas if one.address and not one.leaves]
+    def addresses(self, role: Role, *, http: bool = False) -> tuple[str, ...]:
+        """Where those of a role answer that stay, by gRPC or by HTTP: each HOST:PORT, the oldest
+        replica's first."""
+        found = [
+            one.http_address if http else one.address for one in self.of(role) if not one.leaves
+        ]
         # Two coordinators have one address while one is replaced by the other.
-        coordinators, targets, drafts = (
-            tuple(dict.fromkeys(one.address for one in staying if one.role == role))
-            for role in ("coordinator", "target", "draft")
-        )
-        http = tuple(dict.fromkeys(one.http_address for one in staying if one.http_address))
-        return Endpoints(coordinators, targets, drafts, http)
+        return tuple(dict.fromkeys(filter(None, found)))

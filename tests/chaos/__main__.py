@@ -77,15 +77,15 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         Deployment(_config(arguments, machines), state) as found,
     ):
         load = Load(
-            lambda: found.endpoints.coordinator,
+            lambda: found.address,
             REAL_WORK if arguments.real else WORK,
             arguments.seed,
-            lambda: found.endpoints.http,
+            lambda: found.overview.addresses("coordinator", http=True),
         )
         peak = await load.prepare()
         if arguments.overload:
             pids = [place.pid for one in found.overview.replicas for place in one.places]
-            overload = Overload(load, found.endpoints.coordinator, pids)
+            overload = Overload(load, found.address, pids)
             return await overload.run(peak, until)
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()

@@ -17,7 +17,7 @@ import ray
 import redis
 
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import RECONCILER, Actor, Cluster, Demand
+from deploy.fleet.ray_cluster import RECONCILER, Actor, Cluster
 from outrider.client import Client, Finished, GenerateRequest, Started, Tokens
 from outrider.config import load_config
 from outrider.errors import ConfigError, DataLoss, NotFound
@@ -95,7 +95,7 @@ class Load:
         """Ports are chosen here: where the only coordinator that was known is replaced before it
         has answered, the one in its place is asked."""
         tokens: list[int] = []
-        async with Client(lambda: self._deployment.endpoints.coordinator) as client:
+        async with Client(lambda: self._deployment.address) as client:
             async for event in client.generate(seeded(seed)):
                 if isinstance(event, Tokens):
                     tokens += event.token_ids
@@ -162,7 +162,7 @@ async def _traffic(deployment: Deployment, role: Role) -> int:
     cluster = Cluster(f"outrider-{deployment.name}", local=True)
     found = []
     for name in serving(deployment, role):
-        (actor,) = await cluster.find(role, name)
+        (actor,) = await cluster.find(name)
         found.append(await actor.call("traffic"))
     return sum(found)
 
@@ -173,7 +173,7 @@ async def test_a_process_for_each_replica_and_traffic_on_each_hop(deployment: De
     pids = {one.places[0].pid for one in deployment.overview.replicas}
     assert len({*pids, os.getpid()}) == 6
     before = {role: await _traffic(deployment, role) for role in MODELS}
-    async with Client(deployment.endpoints.coordinator) as client:
+    async with Client(deployment.address) as client:
         request = GenerateRequest(PROMPT, max_tokens=40, seed=1, num_draft_tokens=4)
         completion = await client.complete(request)
     assert len(completion.token_ids) == 40
@@ -185,7 +185,7 @@ async def test_a_process_for_each_replica_and_traffic_on_each_hop(deployment: De
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
     """Where its endpoints say, from its own process: health, the model, and a completion."""
-    address = deployment.endpoints.http[0]
+    address = deployment.overview.addresses("coordinator", http=True)[0]
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         health = await http.get("/health")
         assert (health.status_code, health.json()) == (200, {"status": "ok"})
@@ -228,7 +228,7 @@ async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) 
                 return event
         raise AssertionError("the stream ended before its last event")
 
-    async with Client(deployment.endpoints.coordinator) as client:
+    async with Client(deployment.address) as client:
         collecting = asyncio.create_task(collect(client))
         async with asyncio.timeout(30):
             await enough.wait()
@@ -250,7 +250,7 @@ async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
     """With its data: who generates meanwhile waits, and gets every token."""
     assert deployment.redis is not None
-    async with Client(deployment.endpoints.coordinator) as client:
+    async with Client(deployment.address) as client:
         request = GenerateRequest(PROMPT, max_tokens=300, seed=3, ignore_eos=True)
         expected = (await client.complete(request)).token_ids
         generating = asyncio.create_task(client.complete(request))
@@ -319,7 +319,7 @@ async def known(deployment: Deployment) -> dict[str, object]:
 async def test_redis_loses_everything_under_load(deployment: Deployment) -> None:
     """Streams in flight end as lost, behind tokens that are right; who asks now is answered, and
     the fleet says all again that it had said."""
-    addresses = deployment.endpoints.coordinators
+    addresses = deployment.overview.addresses("coordinator")
     before = await known(deployment)
     replicas = {role: serving(deployment, role) for role in ROLES}
     async with Client(",".join(addresses)) as client:
@@ -363,7 +363,7 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
 ) -> None:
     """No replica ends for that; one that dies meanwhile is replaced."""
     handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
-    reconciler = Actor(Demand(RECONCILER, 0, 0), handle)
+    reconciler = Actor(RECONCILER, handle)
     before = {role: serving(deployment, role) for role in ROLES}
     killed = deployment.overview.of("draft")[0]
     place = await reconciler.call("ping")

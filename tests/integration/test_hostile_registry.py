@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.fleet.autoscaling import Autoscaling
+from deploy.fleet.autoscaling import Autoscaler
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.config import AutoscalePolicy as Policy
@@ -62,16 +62,6 @@ def spec() -> FleetSpec:
     return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
 
 
-class Wants:
-    """What the autoscaler keeps."""
-
-    async def load(self, topic: str) -> str:
-        return ""
-
-    async def save(self, topic: str, text: str) -> None:
-        """Nothing reads it."""
-
-
 async def hear(fleet: Fleet) -> None:
     """Looks at what is wanted, as a fleet does twice a second."""
     await fleet._hear_wanted()
@@ -86,7 +76,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     plan = spec()
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)
-    scaling = Autoscaling(Wants(), registry, Policy(bounds={"draft": (1, 2)}))
+    scaling = Autoscaler(registry, Policy(bounds={"draft": (1, 2)}))
     for field in (*ROLES, "started", "changes", "asked", "answer", "policy", "boss"):
         admin.hset("p:wanted:{d}", field, value)
     for role in ROLES:

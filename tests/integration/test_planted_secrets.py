@@ -182,7 +182,7 @@ async def test_no_secret_stands_in_rays_head(deployment: Deployment) -> None:
 
 
 async def test_it_serves_with_its_secrets(deployment: Deployment) -> None:
-    async with Client(deployment.endpoints.coordinator, api_key=KEY) as client:
+    async with Client(deployment.address, api_key=KEY) as client:
         answer = await client.complete(GenerateRequest((1, 2, 3), max_tokens=4, ignore_eos=True))
     assert len(answer.token_ids) == 4
 

@@ -60,6 +60,12 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     await connection.disconnect()
 
 
+def demand(name: str, num_cpus: float, num_gpus: float, num_ranks: int = 1) -> Demand:
+    """Of a replica of that name."""
+    role = name.partition("-")[0]
+    return Demand(role, num_cpus, num_gpus, num_ranks, {}, name, (Leader, Sitter))
+
+
 async def _asked(actors: list[Actor], method: str) -> list[object]:
     return list(await asyncio.gather(*(actor.call(method) for actor in actors)))
 
@@ -68,15 +74,15 @@ async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: 
     """A target of three whole GPUs, a draft of two halves of the fourth, and one that is alone:
     the first rank of each is the leader, and no GPU is given out twice."""
     demands = [
-        Demand("target", 0.5, 1.0, 3),
-        Demand("draft", 0.25, 0.5, 2),
-        Demand("coordinator", 0.25, 0.0),
+        demand("target", 0.5, 1.0, 3),
+        demand("draft", 0.25, 0.5, 2),
+        demand("coordinator", 0.25, 0.0),
     ]
-    actors = await cluster.place([(demand, Leader, Sitter) for demand in demands], PLACE_S)
+    target, draft, alone = await cluster.place(demands, PLACE_S)
+    actors = [*target, *draft, *alone]
     names = ["target", "target-rank-1", "target-rank-2", "draft", "draft-rank-1", "coordinator"]
     assert [actor.name for actor in actors] == names
     assert len({actor.place.pid for actor in actors}) == len(actors)
-    target, draft, alone = actors[:3], actors[3:5], actors[5:]
     used = await _asked(target, "gpus")
     assert len({str(gpus) for gpus in used}) == len(target)
     shared = await _asked(draft, "gpus")
@@ -94,15 +100,15 @@ async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: 
 async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Cluster) -> None:
     """Named with what they ask for, at once on a cluster of our own and after a while on another,
     where more machines might come; the GPUs of those that did fit are free again."""
-    demands = [Demand("draft", 0.25, 1.0, 2), Demand("target", 0.5, 1.0, 3)]
+    demands = [demand("draft", 0.25, 1.0, 2), demand("target", 0.5, 1.0, 3)]
     each = (r"target actor asks for 3 times 0\.5", r"draft actor asks for 2 times 0\.25")
     asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together ask for 2 CPUs and 5 GPUs"
     for local, what in ((True, "there is no place"), (False, "no place within 3 s")):
         cluster.local = local
         with pytest.raises(ConfigError, match=f"{what} .*{asked}"):
-            await cluster.place([(demand, Leader, Sitter) for demand in demands], 3.0)
+            await cluster.place(demands, 3.0)
     cluster.local = True
-    fitting = await cluster.place([(Demand("target", 0.5, 1.0, NUM_GPUS), Leader, Sitter)], PLACE_S)
+    [fitting] = await cluster.place([demand("target", 0.5, 1.0, NUM_GPUS)], PLACE_S)
     assert len(fitting) == NUM_GPUS
     await cluster.remove(fitting)
 
@@ -113,8 +119,7 @@ async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluste
     of_whom = {"target-1": cluster, "target-2": cluster, "target-3": other}
     placed = {}
     for name, one in of_whom.items():
-        demand = Demand("target", 0.25, 0.5, 2, name=name)
-        placed[name] = await one.place([(demand, Leader, Sitter)], PLACE_S)
+        [placed[name]] = await one.place([demand(name, 0.25, 0.5, 2)], PLACE_S)
     for name in ("target-1", "target-3"):
         await asyncio.gather(*(actor.kill() for actor in placed[name]))
     await cluster.free_groups(["target-2"])

@@ -74,7 +74,7 @@ async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, .
         max_tokens=NUM_TOKENS,
         num_draft_tokens=num_draft_tokens,
     )
-    async with Client(deployment.endpoints.coordinator) as client:
+    async with Client(deployment.address) as client:
         completion = await client.complete(request)
     if num_draft_tokens:
         assert completion.metrics.num_draft_tokens > 0

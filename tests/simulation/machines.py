@@ -21,9 +21,9 @@ class SimulatedActor(Actor):
     """Has a node. Calls of it always arrive, while it lives."""
 
     def __init__(self, demand: Demand, node: Node, world: Any) -> None:
-        super().__init__(demand, None, 0)
+        super().__init__(demand.name, None)
         self.node = node
-        self._place = Place(1, "host")
+        self.place = Place(1, "host")
         self._world = world
         self._stopping: asyncio.Task[None] | None = None
         self._open: set[asyncio.Future[Any]] = set()
@@ -53,7 +53,7 @@ class SimulatedActor(Actor):
             elif method == "stop":
                 result = await self._stopped(arguments[0])
             elif method == "ping":
-                result = self._place
+                result = self.place
             else:
                 result = await getattr(self.node, method)()
         except OutriderError as error:
@@ -112,17 +112,15 @@ class Machines:
         """It answers them all."""
         self._head.set()
 
-    async def place(
-        self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
-    ) -> list[Actor]:
+    async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         await self._head.wait()
         await asyncio.sleep(PLACING_S)
         made = [
             SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
-            for demand, *_ in demands
+            for demand in demands
         ]
         self.actors += made
-        return list(made)
+        return [[one] for one in made]
 
     def _there(self) -> list[SimulatedActor]:
         return [actor for actor in self.actors if not actor.node.process.is_dead]
@@ -131,7 +129,7 @@ class Machines:
         await self._head.wait()
         return sorted({actor.name for actor in self._there()})
 
-    async def find(self, role: str, replica: str) -> list[Actor]:
+    async def find(self, replica: str) -> list[Actor]:
         await self._head.wait()
         return [actor for actor in self._there() if actor.name == replica]
 

@@ -92,7 +92,8 @@ async def test_a_deployment_that_the_command_starts_has_been_asked_nothing(
     class Started:
         def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
             self.config = config
-            self.endpoints = SimpleNamespace(coordinator="127.0.0.1:1")
+            self.address = "127.0.0.1:1"
+            self.overview = SimpleNamespace(addresses=lambda *_, **__: ())
             self.api_key = ""
 
         async def __aenter__(self) -> Started:

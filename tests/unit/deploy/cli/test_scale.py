@@ -6,25 +6,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fleet_world import SavedInMemory
 from recorded import RAY, record
 
 from deploy.cli.main import main
 from deploy.cli.scale import parsed_bounds, parsed_counts
-from deploy.fleet.autoscaling import Autoscaling
 from deploy.fleet.local_state import publish, state_directory
 from deploy.fleet.ray_connection import new_token
 from deploy.fleet.status import Overview, ReplicaView
 from outrider.config import AutoscalePolicy as Policy
 from outrider.config import load_config
-from outrider.errors import ConfigError, StoreUnavailable, Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.limits import REPLICAS_MAX
-from outrider.registry.registry import ROLES, Figures, MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import ROLES, Role
 from outrider.replica.process_setup import Place
 
 Answers = Mapping[str, Callable[..., Awaitable[Any]]]
@@ -261,21 +260,28 @@ def test_a_wait_that_was_too_short_is_told(
 
 
 @pytest.fixture
-def scaling(monkeypatch: pytest.MonkeyPatch) -> Autoscaling:
-    """Of a deployment that runs."""
-    made = Autoscaling(SavedInMemory(), MemoryRegistry(lambda: 0.0), Policy(calm_s=7.0))
-    deployed_here(monkeypatch, {"bound": made.bound})
-    return made
+def policies(monkeypatch: pytest.MonkeyPatch) -> list[Policy]:
+    """Of a deployment that runs, the last of which holds."""
+    held = [Policy(calm_s=7.0)]
+
+    async def bound(changes: dict[Role, tuple[int, int] | None]) -> Policy:
+        bounds = {**held[-1].bounds, **changes}
+        bounds = {role: pair for role, pair in bounds.items() if pair is not None}
+        held.append(replace(held[-1], bounds=bounds))
+        return held[-1]
+
+    deployed_here(monkeypatch, {"bound": bound})
+    return held
 
 
 def test_bounds_are_told_role_by_role(
-    scaling: Autoscaling, capsys: pytest.CaptureFixture[str]
+    policies: list[Policy], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
     assert main(["autoscale", "draft=off", "--json"]) == 0
-    assert scaling.policy == Policy(bounds={"target": (1, 4)}, calm_s=7.0)
-    assert Policy.from_json(capsys.readouterr().out) == scaling.policy
+    assert policies[-1] == Policy(bounds={"target": (1, 4)}, calm_s=7.0)
+    assert Policy.from_json(capsys.readouterr().out) == policies[-1]
     assert main(["autoscale"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: off\n"
 
@@ -303,44 +309,6 @@ def test_settings_are_the_policy_at_first() -> None:
         load_config({"autoscale_drafts": "many"}, {})
 
 
-async def test_what_is_wanted_follows_what_replicas_say() -> None:
-    registry = MemoryRegistry()
-    scaling = Autoscaling(SavedInMemory(), registry, Policy())
-    await registry.want({"target": 1, "draft": 1, "coordinator": 1})
-    busy: Any = {"role": "target", "name": "t", "address": "h:1", "host": "h", "pid": 1}
-    await registry.announce(ReplicaRecord(**busy, figures=Figures(queue_steps=3.0)))
-    await scaling.look()
-    assert (await registry.wanted())["target"] == 1
-    await scaling.bound({"target": (1, 4)})
-    await scaling.look()
-    assert (await registry.wanted())["target"] == 2
-    registry.failure = StoreUnavailable("away")
-    with pytest.raises(StoreUnavailable):
-        await scaling.look()
-
-
-async def test_bounds_hold_also_for_a_reconciler_that_returns() -> None:
-    """Thresholds are settings, and bounds are not. What cannot be kept does not hold."""
-    kept, registry = SavedInMemory(), MemoryRegistry()
-    scaling = Autoscaling(kept, registry, Policy())
-    await scaling.begin()
-    await scaling.bound({"target": (1, 4)})
-    scaling.use(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
-    assert scaling.policy == Policy(bounds={"target": (1, 4)}, calm_s=5.0)
-    kept.failure = Unavailable("away")
-    with pytest.raises(Unavailable):
-        await scaling.bound({"target": None})
-    kept.failure = None
-    again = Autoscaling(kept, registry, Policy(calm_s=6.0))
-    await again.restore()
-    assert again.policy == Policy(bounds={"target": (1, 4)}, calm_s=6.0)
-    await again.begin()
-    third = Autoscaling(kept, registry, Policy(bounds={"draft": (1, 2)}))
-    await third.begin()
-    await third.restore()
-    assert third.policy.bounds == {"draft": (1, 2)}
-
-
 GIVEN = {
     "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",
     "address": "head:1", "redis_url": "redis://h", "api_key": "sha256:" + "0" * 64,
@@ -352,26 +320,19 @@ class Upgrades:
 
     def __init__(self) -> None:
         self.changes: list[dict[str, Any]] = []
-        self.names: set[str] = set()
         self.num_stale = [2, 1, 0]
         """How many replicas are still to be replaced, one look after the other."""
         self.refusal: ConfigError | None = None
         self.given = load_config(GIVEN, {})
         self.failures: tuple[str, ...] = ()
-        self.num_unanswered = 0
-        """Changes that are heard, and then it dies."""
 
     async def spec(self) -> Any:
         return SimpleNamespace(given=self.given)
 
-    async def change(self, name: str, values: dict[str, Any]) -> None:
+    async def change(self, values: dict[str, Any]) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.names.add(name)
         self.changes.append(values)
-        if self.num_unanswered:
-            self.num_unanswered -= 1
-            raise Unavailable("the reconciler actor died")
 
     async def overview(self, seen: str) -> Any:
         now = self.num_stale[0] if len(self.num_stale) == 1 else self.num_stale.pop(0)
@@ -497,12 +458,3 @@ def test_the_name_that_a_deployment_made_for_itself_is_no_change(
     upgrades.given = load_config({**GIVEN, "deployment_name": ""}, {})
     assert main(["upgrade", "--deployment-name", "d", "--max-num-seqs", "7"]) == 0
     assert upgrades.changes == [{"max_num_seqs": 7}]
-
-
-def test_a_change_that_is_asked_for_again_has_its_name(
-    upgrades: Upgrades, asked: Connections
-) -> None:
-    """So that a reconciler that had heard it does not make it twice."""
-    upgrades.num_unanswered = 2
-    assert main(["upgrade", "--max-num-seqs", "7"]) == 0
-    assert (len(upgrades.changes), len(upgrades.names)) == (3, 1)

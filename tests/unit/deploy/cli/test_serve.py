@@ -38,10 +38,11 @@ from deploy.fleet.local_state import (
     state_directory,
     withdraw,
 )
-from deploy.fleet.status import Endpoints
+from deploy.fleet.status import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable
+from outrider.registry.registry import Role
 from outrider.v1.coordinator_pb2 import GenerateRequest
 
 
@@ -98,11 +99,14 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     )
     telling = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
 
-    async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
-        deployment.endpoints, deployment.overview = (
-            endpoints,
-            SimpleNamespace(wanted=wanted),
-        )
+    async def tell(
+        replicas: list[tuple[Role, str, str]], wanted: dict[Role, int]
+    ) -> DeploymentRecord | None:
+        views = [
+            ReplicaView(f"{role}-{age}", role, address, http_address=http)
+            for age, (role, address, http) in enumerate(replicas)
+        ]
+        deployment.overview = Overview("1", wanted, tuple(views), None)
         await asyncio.sleep(0.01)
         assert running_deployment(state) == before
         changed.set()
@@ -110,16 +114,23 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
         return running_deployment(state)
 
     before: DeploymentRecord | None = record
-    wanted = {"coordinator": 2, "target": 3, "draft": 0}
-    endpoints = Endpoints(("h:1", "h:4"), ("h:5", "h:6"), (), ("h:8", "h:9"))
-    found = before = await tell(endpoints, wanted)
+    wanted: dict[Role, int] = {"coordinator": 2, "target": 3, "draft": 0}
+    found = before = await tell(
+        [
+            ("coordinator", "h:1", "h:8"), ("coordinator", "h:4", "h:9"),
+            ("target", "h:5", ""), ("target", "h:6", ""),
+        ],
+        wanted,
+    )  # fmt: skip
     assert found is not None
     assert found.http_address == "h:8,h:9"
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
     assert (found.draft_addresses, found.wanted) == ([], wanted)
     assert (found.started_at, found.redis["url"]) == (record.started_at, "unix:///x")
     deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
-    found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
+    found = await tell(
+        [("coordinator", "h:1", ""), ("target", "h:6", ""), ("draft", "h:7", "")], {"draft": 1}
+    )
     assert found is not None
     assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
     assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})

@@ -9,7 +9,8 @@ import pytest
 from deploy.fleet.autoscaling import Autoscaler
 from outrider.config import AutoscalePolicy as Policy
 from outrider.config import parse_bounds
-from outrider.registry.registry import Figures, ReplicaRecord, Role
+from outrider.errors import StoreUnavailable
+from outrider.registry.registry import Figures, MemoryRegistry, ReplicaRecord, Role
 
 POLICY = Policy(
     bounds={"target": (1, 8), "draft": (0, 6), "coordinator": (1, 4)},
@@ -28,7 +29,7 @@ class Fleet:
     """Replicas that say what a test has them say."""
 
     def __init__(self, policy: Policy = POLICY, **counts: int) -> None:
-        self.scaler, self.policy = Autoscaler(), policy
+        self.scaler = Autoscaler(MemoryRegistry(), policy)
         self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
         self.wanted |= counts  # type: ignore[typeddict-item]
         self.there: dict[Role, int] = {}
@@ -45,7 +46,7 @@ class Fleet:
             role: [record(role, **self.says[role]) for _ in range(count)]
             for role, count in (self.wanted | self.there).items()
         }
-        found = self.scaler.decide(now, self.policy, self.wanted, records)
+        found = self.scaler.decide(now, self.wanted, records)
         changes = {change.role: change.count for change in found}
         self.wanted |= changes
         return changes
@@ -148,25 +149,25 @@ def test_bounds_hold_where_fewer_are_there() -> None:
 
 
 def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
-    scaler = Autoscaler()
+    scaler = Autoscaler(MemoryRegistry(), POLICY)
     busy = record("target", queue_steps=5.0)
     wanted: dict[Role, int] = {"coordinator": 1, "target": 2, "draft": 1}
     others: dict[Role, list[ReplicaRecord]] = {"coordinator": [record("coordinator")], "draft": []}
     leaving = record("target", queue_steps=5.0, leaving=True)
     for targets in ([busy], [busy, leaving]):
-        assert scaler.decide(0, POLICY, wanted, others | {"target": targets}) == []
-    [change] = scaler.decide(0, POLICY, wanted, others | {"target": [busy, busy, leaving]})
+        assert scaler.decide(0, wanted, others | {"target": targets}) == []
+    [change] = scaler.decide(0, wanted, others | {"target": [busy, busy, leaving]})
     assert (change.role, change.count) == ("target", 4)
     assert "5.00 steps" in change.reason
 
 
 def test_nothing_changes_while_one_leaves_for_another() -> None:
-    scaler = Autoscaler()
+    scaler = Autoscaler(MemoryRegistry(), POLICY)
     targets = [record("target"), record("target", leaving=True)]
     records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
     wanted: dict[Role, int] = {"target": 3}
     for now in (0, 100, 200):
-        assert scaler.decide(now, POLICY, wanted, records) == []
+        assert scaler.decide(now, wanted, records) == []
 
 
 def test_a_policy_is_what_it_was_when_it_is_read_again() -> None:
@@ -193,9 +194,23 @@ def test_what_are_no_bounds_is_refused(text: str) -> None:
 
 def test_replicas_that_have_nothing_to_do_count() -> None:
     """One is busy beside three that nobody has asked anything yet."""
-    scaler = Autoscaler()
+    scaler = Autoscaler(MemoryRegistry(), POLICY)
     wanted: dict[Role, int] = {"coordinator": 1, "target": 4, "draft": 1}
     targets = [record("target", queue_steps=3.0, busy=1.0, fill=1.0)]
     targets += [record("target") for _ in range(3)]
     records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
-    assert scaler.decide(0, POLICY, wanted, records) == []
+    assert scaler.decide(0, wanted, records) == []
+
+
+async def test_what_is_wanted_follows_what_replicas_say() -> None:
+    registry = MemoryRegistry()
+    scaling = Autoscaler(registry, Policy())
+    await registry.want({"target": 1, "draft": 1, "coordinator": 1})
+    await registry.announce(record("target", queue_steps=3.0))
+    for bounds, count in ((None, 1), ((1, 4), 2)):
+        scaling.policy = Policy(bounds={"target": bounds} if bounds else {})
+        await scaling.look()
+        assert (await registry.wanted())["target"] == count
+    registry.failure = StoreUnavailable("away")
+    with pytest.raises(StoreUnavailable):
+        await scaling.look()

@@ -3,29 +3,22 @@ not started: its calls fail as they do then."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
-from fleet_world import SavedInMemory
 
 from deploy.fleet import launcher
 from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment, start_line
-from deploy.fleet.ray_cluster import Actor, Cluster, Demand
+from deploy.fleet.ray_cluster import Actor, Cluster
 from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.reconciler import Reconciler, ReconcilerClient, find_reconciler
-from deploy.fleet.spec import plan_fleet
+from deploy.fleet.reconciler import ReconcilerClient, find_reconciler
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError, Unavailable
-from outrider.replica.process_setup import log_at
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
 
@@ -41,7 +34,7 @@ async def test_calls_of_a_head_that_is_away_are_unavailable(
     monkeypatch.setattr(ray, "kill", fail)
     monkeypatch.setattr("ray.util.list_named_actors", fail)
     for call in (
-        find_reconciler("outrider-d"), Actor(Demand("x", 0, 0), None).kill(),
+        find_reconciler("outrider-d"), Actor("x", None).kill(),
         Cluster("outrider-d", local=False).clear(),
     ):  # fmt: skip
         with pytest.raises(Unavailable, match=r"the Ray head does not answer: .*GCS is away"):
@@ -56,12 +49,13 @@ async def test_a_head_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyP
         async def call(self, *_: Any, **__: Any) -> str:
             return "answer"
 
-    async def find() -> Any:
+    async def find(namespace: str) -> Any:
         if away:
             raise away.pop()
         return Reconciler()
 
-    assert await ReconcilerClient(find).call("ends") == "answer"
+    monkeypatch.setattr(asking, "find_reconciler", find)
+    assert await ReconcilerClient("outrider-d").call("ends") == "answer"
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -163,54 +157,6 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
     assert new.calls == ["place", "close", "kill"]
-
-
-@pytest.mark.asyncio
-async def test_a_reconciler_logs_at_the_level_of_its_plan(
-    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also once that is another one."""
-    is_first = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
-    quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
-    plans = [
-        plan_fleet(one, one, {}, "d", local=False)
-        for one in (quiet, config)
-    ]  # fmt: skip
-    logger = logging.getLogger("deploy")
-    before = logger.level
-    try:
-        reconciler = Reconciler(plans[0], "namespace")
-        assert logger.level == logging.WARNING
-        reconciler._use(plans[1])
-        assert logger.level == logging.INFO
-        await reconciler.close()
-    finally:
-        log_at(logging.getLevelName(before))
-
-
-@pytest.mark.asyncio
-async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
-    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where whoever told it so has gone."""
-    is_first = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.fleet.reconciler.RaySavedState", lambda namespace: SavedInMemory())
-    plan = plan_fleet(config, config, {}, "d", local=False)
-    reconciler = Reconciler(plan, "namespace")
-    assert not await reconciler.ends()
-    may_end = asyncio.Event()
-    closing = AsyncMock(side_effect=may_end.wait)
-    monkeypatch.setattr(reconciler._fleet, "close", closing)
-    gone = asyncio.create_task(reconciler.close())
-    await asyncio.sleep(0.01)
-    gone.cancel()
-    assert await reconciler.ends()
-    may_end.set()
-    await reconciler.close()
-    closing.assert_awaited_once()
 
 
 @pytest.mark.parametrize(

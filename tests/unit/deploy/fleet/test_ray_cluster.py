@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from deploy.fleet.ray_cluster import Actor, Demand
+from deploy.fleet.ray_cluster import Actor
 from deploy.fleet.replica import _of_the_first
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import RankLeader, threads_of_a_rank
@@ -21,7 +21,7 @@ from outrider.replica.process_setup import Place
 def actor_that(answer: Future[Any]) -> Actor:
     reference = SimpleNamespace(future=lambda: answer)
     handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: reference))
-    return Actor(Demand("target", 1.0, 0.0), handle)
+    return Actor("target", handle)
 
 
 async def test_an_actor_that_runs_says_where() -> None:

@@ -1,57 +1,101 @@
-"""What a reconciler keeps, and for how long, without Ray."""
+"""What a reconciler keeps, changes and remembers, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import ray
-from fleet_world import SavedInMemory, World, play
+from fleet_world import SavedInMemory, World
 
 from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler
 from deploy.fleet.replica_set import Fleet
 from outrider.clock import run_virtually
-from outrider.errors import SettingError, Unavailable
-from outrider.registry.registry import MemoryRegistry
+from outrider.config import DeploymentConfig
+from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.replica.process_setup import Place, log_at
+
+ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
 
 
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ray, "get_runtime_context",
-        lambda: SimpleNamespace(was_current_actor_reconstructed=False),
-    )  # fmt: skip
-    monkeypatch.setattr(module, "log_to", lambda *_: None)
+class Host:
+    """What the reconcilers of one deployment find, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.world = World(**settings)
+        self.saved = SavedInMemory()
+        self.amounts = {"CPU": 64.0}
+        """What the cluster has now."""
+        self.missing: set[str] = set()
+        """Models that are not to be had."""
+        self.context = SimpleNamespace(was_current_actor_reconstructed=False)
+        for name, found in {
+            "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
+            "SavedState": lambda _: self.saved, "RedisRegistry": lambda *_: self.world.registry,
+            "resources": lambda: self.amounts, "resolve_models": self._resolve, "run_task": call,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(module, name, found)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
+
+    def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
+        if config.draft.model in self.missing:
+            raise SettingError("draft_model", "is not to be had")
+        return config
+
+    async def start(self) -> Reconciler:
+        found = Reconciler(self.world.spec, "outrider-d")
+        await found.place()
+        await found.begin("target", "draft", "coordinator")
+        await found.keep()
+        return found
+
+    async def restart(self, before: Reconciler) -> Reconciler:
+        """Ray starts it again, once it has died."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.context.was_current_actor_reconstructed = True
+        return Reconciler(self.world.spec, "outrider-d")
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, scene: Callable[[Host, Reconciler], Awaitable[None]],
+         **settings: Any) -> None:  # fmt: skip
+    async def main() -> None:
+        host = Host(monkeypatch, **settings)
+        await scene(host, await host.start())
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    run_virtually(main())
 
 
 async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray may restart it while it places. In the end nothing is kept."""
-    kept = SavedInMemory()
-    kept.texts |= {"changes": "of an earlier one", "policy": "of an earlier one"}
-    seen: list[dict[Any, str]] = []
-
-    async def place(self: Fleet) -> None:
-        seen.append(dict(kept.texts))
-
-    monkeypatch.setattr(module, "RaySavedState", lambda namespace: kept)
-    monkeypatch.setattr(module, "RedisRegistry", lambda *_: MemoryRegistry())
-    monkeypatch.setattr(Fleet, "place", place)
+    """Ray may restart it while it places. In the end nothing is kept, unless the head is away."""
+    host = Host(monkeypatch)
+    seen = []
+    monkeypatch.setattr(Fleet, "place", AsyncMock(side_effect=lambda: seen.append(host.saved.text)))
     for failure in (None, Unavailable("the Ray head does not answer")):
-        found = Reconciler(World().spec, "outrider-d")
+        host.saved.text = "of an earlier one"
+        found = Reconciler(host.world.spec, "outrider-d")
         await found.place()
-        [texts] = seen
-        assert texts == {"changes": "", "policy": found._autoscaling.policy.to_json()}
-        kept.failure = failure
+        host.saved.text, host.saved.failure = "changes", failure
         await found.close()
-        assert kept.texts["policy"] == ("" if failure is None else texts["policy"])
-        assert kept.texts["changes"] == ""
-        seen.clear()
+        assert host.saved.text == ("changes" if failure else "")
+        assert seen.pop() == ""
 
 
 async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
@@ -59,65 +103,186 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
 ) -> None:
     """An error of the constructor would come as Ray's text of a traceback."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
-    spec = World(redis_url="redis://h:1").spec
-    config = spec.config
+    host = Host(monkeypatch, redis_url="redis://h:1")
+    config = host.world.spec.config
     asking = replace(config.coordinator.redis, asks_for_password=True)
     config = replace(config, coordinator=config.coordinator.reaching(asking))
-    spec = replace(spec, config=config)
-    found = Reconciler(spec, "outrider-d")
+    found = Reconciler(replace(host.world.spec, config=config), "outrider-d")
     with pytest.raises(SettingError, match="redis_password: is not known on"):
         await found.place()
 
 
-def reconciler_of(world: World, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
-    monkeypatch.setattr(module, "Cluster", lambda *_, **__: world.machines)
-    monkeypatch.setattr(module, "RaySavedState", lambda namespace: SavedInMemory())
-    monkeypatch.setattr(module, "RedisRegistry", lambda *_: world.registry)
-    return Reconciler(world.spec, "outrider-d")
+async def test_one_that_was_told_to_close_says_so_and_closes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where whoever told it so has gone."""
+    reconciler = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
+    assert not await reconciler.ends()
+    may_end = asyncio.Event()
+    closing = AsyncMock(side_effect=may_end.wait)
+    monkeypatch.setattr(reconciler._fleet, "close", closing)
+    gone = asyncio.create_task(reconciler.close())
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    assert await reconciler.ends()
+    may_end.set()
+    await reconciler.close()
+    closing.assert_awaited_once()
 
 
 def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `scale` starts later, or what comes for a replica that has died, is none of it."""
 
-    async def main() -> None:
-        world = World()
-        found = reconciler_of(world, monkeypatch)
-        await found.place()
-        await found.begin("target", "draft", "coordinator")
-        await found.keep()
+    async def scene(host: Host, found: Reconciler) -> None:
+        machines = host.world.machines
         await asyncio.sleep(1)
-        found._use(world._plan(max_num_seqs=5))
-        world.machines.loading.clear()
+        machines.loading.clear()
+        await found.change({"max_num_seqs": 5})
         for replaced in (False, True):
             overview = await found.overview("")
             assert (overview.upgrades, overview.num_stale > 0) == (not replaced, not replaced)
-            world.machines.loading.set()
+            machines.loading.set()
             await asyncio.sleep(60)
-        world.machines.loading.clear()
+        machines.loading.clear()
         await found.want({"target": 2})
         await asyncio.sleep(60)
         overview = await found.overview("")
         assert (overview.is_whole, overview.num_stale) == (False, 0)
-        world.machines.loading.set()
-        await found.close()
 
-    run_virtually(main())
+    play(monkeypatch, scene)
 
 
-def test_a_reconciler_that_returns_calls_no_upgrade_over_before_it_has_looked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    context = SimpleNamespace(was_current_actor_reconstructed=True)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it calls no upgrade over. A change that was refused is none."""
 
-    async def scene(world: World) -> None:
-        await world.die()
-        found = reconciler_of(world, monkeypatch)
+    async def scene(host: Host, found: Reconciler) -> None:
+        await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
+        await found.bound({"target": (1, 4)})
+        await asyncio.sleep(60)
+        spec, names = await found.spec(), [one.name for one in (await found.overview("")).replicas]
+        host.missing.add(spec.given.draft.model)
+        found = await host.restart(found)
+        await asyncio.sleep(5)
         overview = await found.overview("")
         assert (overview.adopted, overview.num_stale > 0) == (False, True)
-        await asyncio.sleep(1)
+        host.saved.failure = Unavailable("away")
+        await asyncio.sleep(5)
+        host.saved.failure = None
+        host.missing.clear()
+        assert (await found.bound({})).bounds == {"target": (1, 4)}
+        assert (await found.want({})).calm_s == 5
         overview = await found.overview("")
         assert (overview.adopted, overview.is_whole, overview.num_stale) == (True, True, 0)
-        await found.close()
+        assert {one.name for one in overview.replicas} == {*names}
+        assert await found.spec() == spec
 
-    play(scene)
+    play(monkeypatch, scene)
+
+
+def test_changes_add_up_also_where_several_are_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Roles that they do not concern keep their plan, and sessions their Redis."""
+
+    async def scene(host: Host, found: Reconciler) -> None:
+        logger = logging.getLogger("deploy")
+        level = logger.level
+        asked = ({"max_num_seqs": 7}, {"deadline_ms": 999}, {"log_level": "warning"})
+        try:
+            await asyncio.gather(*(found.change(values) for values in asked))
+            assert logger.level == logging.WARNING
+        finally:
+            log_at(logging.getLevelName(level))
+        before = await found.spec()
+        await found.change({"max_model_len": 99})
+        spec = await found.spec()
+        assert (spec.given.target.max_num_seqs, spec.given.target.max_model_len) == (7, 99)
+        assert spec.given.coordinator.deadline_ms == 999
+        assert spec.config.coordinator.redis.url == "unix:///x"
+        assert spec.plans["draft"] == before.plans["draft"]
+        assert spec.plans["target"] != before.plans["target"]
+
+    play(monkeypatch, scene, redis_url="unix:///x")
+
+
+def test_what_cannot_work_is_refused_and_what_held_still_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A setting that is fixed, a model that is not to be had, a target whose tokens mean something
+    else, servers that others would not reach, and what cannot be saved."""
+
+    async def scene(host: Host, found: Reconciler) -> None:
+        await found.change({"max_num_seqs": 7})
+        await found.bound({"target": (1, 4)})
+        host.missing.add("ngram")
+        host.world.machines.actors[0].place = Place(1, "elsewhere")
+        before, saved = await found.spec(), host.saved.text
+        wrong: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"draft_model": "ngram"}, "draft_model: is not to be had"),
+            ({"num_targets": 3}, r"num_targets: .*use `outrider scale`"),
+            (
+                {"engine": "emulated:vocab_size=90"},
+                "engine: .*vocab_size=90' has another vocabulary",
+            ),
+            ({"host": "127.0.0.1"}, "placed on 2 machines"),
+        )
+        for values, said in wrong:
+            with pytest.raises(ConfigError, match=said):
+                await found.change(values)
+        with pytest.raises(ConfigError, match="target=0"):
+            await found.bound({"target": (0, 4)})
+        host.saved.failure = Unavailable("away")
+        with pytest.raises(Unavailable):
+            await found.change({"max_num_seqs": 9})
+        with pytest.raises(Unavailable):
+            await found.bound({"target": None})
+        assert (await found.bound({})).bounds == {"target": (1, 4)}
+        assert (await found.spec(), host.saved.text) == (before, saved)
+        host.saved.failure = None
+        host.world.machines.actors[0].place = Place(1, "here")
+        await found.change({"max_model_len": 99})
+        assert (await found.spec()).given.target.max_num_seqs == 7
+
+    engine = "emulated:vocab_size=100"
+    play(monkeypatch, scene, engine=engine, host="0.0.0.0", insecure=True)  # noqa: S104
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shares"),
+    [
+        ("run_ahead_rounds", 2, [0.5, 0.5]),
+        ("device", "auto", [1.0, 1.0]),
+        ("target_num_gpus", 0.25, [0.25, 1.0]),
+        ("draft_num_gpus", 0.25, [1.0, 0.25]),
+        ("tensor_parallel_size", 2, [0.5, 0.5]),
+        ("draft_tensor_parallel_size", 2, [0.5, 0.5]),
+    ],
+)
+def test_gpus_are_shared_out_anew_only_where_changes_say_how(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str | float, shares: list[float]
+) -> None:
+    """And from then on so: neither another change nor a reconciler that returns counts again."""
+
+    async def scene(host: Host, found: Reconciler) -> None:
+        before = await found.spec()
+        host.amounts["GPU"] = 2.0
+        await found.change({setting: value})
+        host.amounts["GPU"] = 8.0
+        await found.change({"deadline_ms": 999})
+        for _ in range(2):
+            spec = await found.spec()
+            assert [spec.demands[role].num_gpus for role in ("target", "draft")] == shares
+            same = [spec.plans[role] == before.plans[role] for role in ("target", "draft")]
+            assert all(same) == (setting == "run_ahead_rounds")
+            found = await host.restart(found)
+            await asyncio.sleep(1)
+
+    play(monkeypatch, scene, gpus=1.0, **ON_GPUS)
+
+
+def test_drafts_come_where_there_were_none_for_want_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(host: Host, found: Reconciler) -> None:
+        await found.change({"draft_model": "hybrid:suffix,emulated"})
+        assert (await host.world.registry.wanted())["draft"] == 1
+
+    play(monkeypatch, scene, draft_model="suffix")

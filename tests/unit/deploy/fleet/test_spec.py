@@ -10,9 +10,7 @@ from deploy.fleet.ray_cluster import Demand, beyond, strategy
 from deploy.fleet.spec import (
     FleetSpec,
     are_apart,
-    look_ahead_outcomes,
     plan_fleet,
-    share_cores,
 )
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
@@ -89,28 +87,20 @@ def test_nothing_else_of_a_replicas_configuration_differs() -> None:
 def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace() -> None:
     """But for a port of metrics: then one ends before the other starts."""
     for settings, in_place in (
-        ({}, ()), ({"telemetry": "otlp=http://h:1"}, ()), ({"telemetry": "prometheus=0"}, ()),
-        ({"telemetry": "prometheus=9464"}, ("coordinator",)),
+        ({}, False), ({"telemetry": "otlp=http://h:1"}, False),
+        ({"telemetry": "prometheus=0"}, False),
+        ({"telemetry": "prometheus=9464"}, True),
     ):  # fmt: skip
         plan, elsewhere = spec(**settings), spec(local=False, **settings)
-        assert (plan.in_place, plan.keeps_ports) == (in_place, ("coordinator",))
-        assert (elsewhere.in_place, elsewhere.keeps_ports) == ((), ())
+        assert [plan.replaced_in_place(role) for role in ROLES] == [in_place, False, False]
+        assert [plan.keeps_ports(role) for role in ROLES] == [True, False, False]
+        assert not any(map(elsewhere.keeps_ports, ROLES))
+        assert not any(map(elsewhere.replaced_in_place, ROLES))
         for found in (plan, elsewhere):
             told: Any = found.replica_config("coordinator", "coordinator-9", 0)
             assert (told.shares_ports, told.takes_over_ports) == (found.local, False)
             told = found.replica_config("coordinator", "coordinator-9", 0, takes_over=True)
             assert told.takes_over_ports is found.local
-
-
-def test_what_a_replica_asks_for_bears_its_name() -> None:
-    plan = spec(target_num_cpus=3, target_resources="rack=1")
-    demand, leader, _ = plan.demand("target", "target-4")
-    assert (demand.name, demand.num_cpus, demand.resources) == ("target-4", 3.0, {"rack": 1.0})
-    leaders = {role: plan.demand(role, role)[1].__name__ for role in ROLES}
-    assert leaders == {
-        "coordinator": "CoordinatorActor", "target": "TargetActor", "draft": "DraftActor"
-    }  # fmt: skip
-    assert leader.__name__ == "TargetActor"
 
 
 def test_at_first_there_are_as_many_as_the_configuration_says() -> None:
@@ -136,8 +126,6 @@ def test_without_a_draft_of_its_own_there_are_no_replicas_of_one(drafter: str) -
     plan = spec(engine="transformers", model="m", draft_model=drafter, num_drafts=2)
     assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
     assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
-    with pytest.raises(SettingError, match="there are no draft replicas"):
-        plan.demand("draft", "draft-0")
 
 
 def test_a_number_that_cannot_be_is_refused_by_its_role() -> None:
@@ -259,8 +247,12 @@ def test_models_are_apart_where_neither_waits_for_the_other(
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     settings: dict[str, object], apart: bool, expected: int
 ) -> None:
-    config = load_config({"draft_model": "small", **settings}, {})
-    assert look_ahead_outcomes(config, apart=apart) == expected
+    gpus = 2.0 if apart else 0.0
+    placed = plan(load_config({"draft_model": "small", **settings}, {}), {"GPU": gpus})
+    for _ in range(2):
+        placed = placed.settled([("target", "a"), ("draft", "a")])
+        assert placed.config.coordinator.look_ahead == expected
+        assert placed.config.coordinator.drafting_delays is not apart
 
 
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
@@ -308,8 +300,6 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
         "draft_model": "small", "draft_tensor_parallel_size": 2, "draft_num_gpus": 0.5,
     }  # fmt: skip
     demands = plan(load_config(settings, {}), {"CPU": 8.0, "GPU": 4.0}).demands
-    assert demands["target"] == Demand("target", 2.0, 0.25, 3)
-    assert demands["draft"] == Demand("draft", 0.25, 0.5, 2)
     assert str(demands["target"]) == "3 times 2 CPUs and 0.25 GPUs"
     both = [demands["target"], demands["draft"]]
     assert not beyond(both, {"CPU": 6.5, "GPU": 1.75})
@@ -393,9 +383,12 @@ def test_resources_that_are_none_are_refused_by_name(key: str, text: str) -> Non
     ],
 )
 def test_targets_of_one_machine_share_its_cores(
-    settings: dict[str, object], num_threads: int
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], num_threads: int
 ) -> None:
     """Equally, unless the configuration says how many threads each has (0 = all cores)."""
+    monkeypatch.setattr("deploy.fleet.spec.available_cores", lambda: 8)
     config = load_config(settings, {})
-    assert share_cores(config, 8).target.num_threads == num_threads
-    assert share_cores(config, 8).draft == config.draft
+    for local, expected in ((True, num_threads), (False, config.target.num_threads)):
+        found = plan_fleet(config, config, {}, local=local).config
+        assert found.target.num_threads == expected
+        assert found.draft.num_threads == config.draft.num_threads
