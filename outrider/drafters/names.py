@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -89,6 +90,16 @@ class DrafterChoice:
         return reads or self.on_target is not None
 
 
+_DIRECTORIES: Final[dict[str, tuple[str, Callable[[str], DrafterChoice]]]] = {
+    _MEDUSA: ("the heads", lambda path: DrafterChoice(None, None, path)),
+    _EARLY_EXIT: ("the exit head", lambda path: DrafterChoice(None, None, early_exit=path)),
+    _EAGLE: (
+        "the head", lambda path: DrafterChoice(None, DraftModel(path, reads_features=True))
+    ),
+}  # fmt: skip
+"""Kinds that a directory follows: what it holds, and the drafter."""
+
+
 def parse_drafter(name: str) -> DrafterChoice:
     """The drafter that a `--draft-model` names. Raises `SettingError`."""
     if name == AUTO:
@@ -98,18 +109,11 @@ def parse_drafter(name: str) -> DrafterChoice:
         return DrafterChoice(_LOOKUPS[name], None)
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
-    if form == _MEDUSA:
+    if form in _DIRECTORIES:
+        what, choose = _DIRECTORIES[form]
         if not rest:
-            raise _wrong(name, "the directory of the heads is missing")
-        return DrafterChoice(None, None, rest)
-    if form == _EARLY_EXIT:
-        if not rest:
-            raise _wrong(name, "the directory of the exit head is missing")
-        return DrafterChoice(None, None, early_exit=rest)
-    if form == _EAGLE:
-        if not rest:
-            raise _wrong(name, "the directory of the head is missing")
-        return DrafterChoice(None, DraftModel(rest, reads_features=True))
+            raise _wrong(name, f"the directory of {what} is missing")
+        return choose(rest)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))
@@ -168,76 +172,42 @@ class DrafterDescription:
 
 DRAFTERS: Final = (
     DrafterDescription(
-        draft_model=AUTO,
-        proposes="as suffix",
-        files="none",
-        memory="as that one",
-        training="none",
-        q="one-hot",
+        AUTO, "as suffix", "none", "as that one", "none", "one-hot",
     ),
     DrafterDescription(
-        draft_model="ngram",
-        proposes="what followed the longest earlier match in the session",
-        files="none",
-        memory="200 bytes a token",
-        training="none",
-        q="one-hot",
+        "ngram", "what followed the longest earlier match in the session",
+        "none", "200 bytes a token", "none", "one-hot",
     ),
     DrafterDescription(
-        draft_model="suffix",
-        proposes="what most often followed, there and in earlier answers to the tenant",
-        files="none",
-        memory="200 bytes a token; history is bounded",
-        training="none",
-        q="one-hot",
+        "suffix", "what most often followed, there and in earlier answers to the tenant",
+        "none", "200 bytes a token; history is bounded", "none", "one-hot",
     ),
     DrafterDescription(
-        draft_model="PATH_OR_ID",
-        proposes="what a model of the target's tokenizer draws",
-        files="the model's",
-        memory="its weights, keys and values",
-        training="done",
-        q="sparse",
+        "PATH_OR_ID", "what a model of the target's tokenizer draws",
+        "the model's", "its weights, keys and values", "done", "sparse",
     ),
     DrafterDescription(
-        draft_model="quantized:BITS",
-        proposes="what the target's own weights draw, rounded to 8 or 4 bits",
-        files="the target's",
-        memory="a half to a third of its weights; its keys and values",
-        training="none",
-        q="sparse",
+        "quantized:BITS", "what the target's own weights draw, rounded to 8 or 4 bits",
+        "the target's", "a half to a third of its weights; its keys and values", "none", "sparse",
     ),
     DrafterDescription(
-        draft_model="medusa:DIR",
-        proposes="what heads on the target draw from what its own head read, with its verdicts",
-        files="outrider distill --kind medusa",
-        memory="its weights",
-        training="done",
-        q="sparse",
+        "medusa:DIR",
+        "what heads on the target draw from what its own head read, with its verdicts",
+        "outrider distill --kind medusa", "its weights", "done", "sparse",
     ),
     DrafterDescription(
-        draft_model="early-exit:DIR",
-        proposes="what a head behind the target's first layers draws, with its verdicts",
-        files="outrider distill --kind early-exit",
-        memory="its weights",
-        training="done",
-        q="sparse",
+        "early-exit:DIR", "what a head behind the target's first layers draws, with its verdicts",
+        "outrider distill --kind early-exit", "its weights", "done", "sparse",
     ),
     DrafterDescription(
-        draft_model="eagle:DIR",
-        proposes="what a head draws from what the target's own head read, and sends",
-        files="outrider distill --kind eagle",
-        memory="its weights, the target's rows, 64 tokens a session",
-        training="done",
-        q="sparse",
+        "eagle:DIR", "what a head draws from what the target's own head read, and sends",
+        "outrider distill --kind eagle", "its weights, the target's rows, 64 tokens a session",
+        "done", "sparse",
     ),
     DrafterDescription(
-        draft_model="hybrid:LOOKUP,MODEL",
-        proposes="as ngram or suffix where confident, else as its model, heads or exit head",
-        files="the model's",
-        memory="both parts'",
-        training="the model's",
-        q="one-hot or sparse",
+        "hybrid:LOOKUP,MODEL",
+        "as ngram or suffix where confident, else as its model, heads or exit head",
+        "the model's", "both parts'", "the model's", "one-hot or sparse",
     ),
-)
+)  # fmt: skip
 """What is taken by default, then every kind, the cheapest first."""

@@ -100,6 +100,7 @@ def test_mutant_absolute_keys_under_token():
     assert not run(Rule.TOKEN, EXACT, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
 
 
+@pytest.mark.full
 def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses(monkeypatch):
     """The real choice of lengths follows thrown-away slots closely enough to show it, if it is made
     when a round begins: settled a round earlier, it can hardly read a slot that is drawn again."""
