@@ -1,8 +1,8 @@
-"""How much of a proposal is accepted, given what the target wrote.
+"""How much of a proposal is accepted, given the target's text.
 
-A verifier that loses nothing commits the target's own text x, whatever is drafted. Seen from the
-other side: given x, rounds follow each other like a chain whose steps can be computed, and no
-round need be played. With p and q after every transform, at each place of the text:
+A lossless verifier commits the target's own text x, whatever is drafted. So given x, rounds follow
+each other like a chain whose steps can be computed, and no round need be played. With p and q after
+every transform, at each place of the text:
 
 | rule | chance that the first n of a proposal are accepted, given the text |
 | --- | --- |
@@ -19,11 +19,9 @@ Coupled: a race over p and q with the same noise, see `matched`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,77 +30,47 @@ import torch
 from benchmarks.acceptance import Asked, Encode, ModelReader, write
 from benchmarks.measurement import Progress
 from benchmarks.prompts import BenchPrompt
+from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import LookupDrafter
 from outrider.engine.interface import Engine
 from outrider.errors import SettingError, check
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX, SEED_MAX
+from outrider.replica.process_setup import build_lookup
 from outrider.speculation.outcome_prediction import RANKS_MAX
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
 
-
-@dataclass(frozen=True, slots=True)
-class DraftedPlace:
-    """What a drafter thinks of one token of a text, from the tokens before it alone."""
-
-    ratio: float
-    """q(x) / p(x) of the token x that the target wrote; at temperature 0 whether x is the
-    likeliest, as 1 or 0."""
-    match: float
-    """P(the draft draws x, given that the target does) where both draw by the same noise."""
+SAMPLED_RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+Array = npt.NDArray[np.float64]
 
 
-def survival(rule: Rule, places: Sequence[DraftedPlace]) -> tuple[float, ...]:
-    """The chances, for n = 1..len(places), that n tokens or more of a proposal are accepted that
-    was drawn for these places, given the text. Proposals that are one-hot have ratio and match 1
-    where they propose x, else 0."""
-    if rule is Rule.COUPLED:
-        steps = np.array([place.match for place in places], dtype=np.float64)
-        return tuple(np.cumprod(steps).tolist())
-    ratios = np.array([place.ratio for place in places], dtype=np.float64)
-    if rule is Rule.BLOCK:
-        return tuple(np.minimum.accumulate(_capped_products(ratios)).tolist())
-    return tuple(np.cumprod(np.minimum(1.0, ratios)).tolist())
+def survival(rule: Rule, steps: Sequence[float]) -> Array:
+    """The chances, for n = 1..len(steps), that n tokens or more of a proposal for these places are
+    accepted, given the text. `steps` are as of `Answer.steps`."""
+    values = np.asarray(steps, dtype=np.float64)
+    if rule is not Rule.BLOCK:
+        return np.minimum(values, 1.0).cumprod()
+    with np.errstate(divide="ignore"):  # In logarithms, as a product may be huge and the next 0.
+        products = np.exp(np.minimum(np.cumsum(np.log(values)), 0.0))
+    return np.asarray(np.minimum.accumulate(products))
 
 
-def matched(
-    p: npt.NDArray[np.float64], q_ids: Sequence[int], q_mass: Sequence[float], token_id: int
-) -> float:
+def matched(p: Array, q: Array, token_id: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g: the chance of both is
     1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv 2408.07978), and that of the second is
-    p_x. `p` [V] sums to 1, p_x > 0; q is 0 but at `q_ids`."""
-    check(p[token_id] > 0, "the target wrote a token that it cannot write")
-    mass = dict(zip(q_ids, q_mass, strict=True))
-    own = mass.get(token_id, 0.0)
-    if own <= 0:
+    p_x. Both [V]; p sums to 1."""
+    if q[token_id] <= 0:
         return 0.0
-    scale = float(p[token_id]) / own
-    inside = [v for v in q_ids if v < len(p)]
-    shared = p[inside]
-    larger = np.maximum(shared, scale * np.array([mass[v] for v in inside]))
-    total = float(p.sum() - shared.sum() + larger.sum())
-    total += scale * sum(mass[v] for v in q_ids if v >= len(p))
-    return min(1.0, 1.0 / total)
-
-
-def _capped_products(ratios: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """min(1, prod_{i<=m}), in logarithms: a product may be huge, and the next ratio 0."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.exp(np.minimum(np.cumsum(np.log(ratios)), 0.0)))
-
-
-Mass = npt.NDArray[np.float64]
+    return min(1.0, 1.0 / float(np.maximum(p, q * (p[token_id] / q[token_id])).sum()))
 
 
 def race_rank(
-    p: Mass, q: Mass, winner: int, generator: np.random.Generator, refused: int | None = None
+    p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
     """Which guess of the winner of a race over `p` is right, from 0: its place in the race over `q`
     with the same noise, `refused` left out. Both [N] are over the same tokens, of which those that
     are not drafted may be missing: with them p sums to 1. None where it is not drafted."""
-    check(p[winner] > 0, "the winner of a race takes part in it")
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -116,48 +84,29 @@ def race_rank(
     return int(earlier.sum())
 
 
-class RankShares:
-    """How often each guess of a correction was right, by weight."""
+class Guessing:
+    """How well corrections are guessed under one rule: weights by which guess was right, after a
+    refusal and where all draft tokens were accepted. The last one is of none."""
 
     def __init__(self) -> None:
-        self._hits = [0.0] * RANKS_MAX
-        self._weight = 0.0
-
-    def note(self, rank: int | None, weight: float = 1.0) -> None:
-        """A correction that was guess number `rank`, None = none of them."""
-        self._weight += weight
-        if rank is not None and rank < RANKS_MAX:
-            self._hits[rank] += weight
-
-    def shares(self) -> tuple[float, ...]:
-        """[RANKS_MAX]; 0 where nothing was noted."""
-        return tuple(hit / self._weight if self._weight > 0 else 0.0 for hit in self._hits)
-
-
-@dataclass(frozen=True, slots=True)
-class Guessing:
-    """How well corrections are guessed under one rule."""
-
-    recovery: RankShares = field(default_factory=RankShares)
-    """After a refusal."""
-    bonus: RankShares = field(default_factory=RankShares)
-    """Where all draft tokens were accepted."""
+        self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
         """The chance that an outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest ones, for
         rounds whose draft tokens have these chances [K], each given those before it. What a draft
         tells of a single round from its own q (`OutcomeModel`) is left out."""
-        recovery, bonus = self.recovery.shares(), self.bonus.shares()
-        reached, chances = 1.0, list[float]()
-        for chance in accepted:
-            chances += [reached * (1 - chance) * share for share in recovery]
-            reached *= chance
-        chances += [reached * share for share in bonus]
-        return tuple(accumulate(sorted(chances, reverse=True)[:LOOK_AHEAD_MAX]))
+        recovery, bonus = (
+            counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
+        )
+        reached = np.cumprod([1.0, *accepted])
+        refused = reached[:-1] * (1 - np.asarray(accepted))
+        chances = np.concatenate([np.outer(refused, recovery).ravel(), reached[-1] * bonus])
+        return tuple(np.cumsum(np.sort(chances)[::-1][:LOOK_AHEAD_MAX]).tolist())
 
 
-_NOT_DRAFTED: Final = DraftedPlace(0.0, 0.0)
-SAMPLED_RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
+    """A correction that was guess number `rank`, None = none of them."""
+    counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +120,15 @@ class Answer:
     """With the EOS, if there is one."""
     max_tokens: int
     """That were allowed."""
-    places: tuple[DraftedPlace, ...] = ()
-    """[token_ids], as the draft's model sees them; empty where no model drafts."""
+    ratios: tuple[float, ...] = ()
+    """[token_ids]: q(x) / p(x) of each token by the draft's model, from the tokens before it; at
+    temperature 0 whether x is the likeliest, as 1 or 0. Empty where no model drafts."""
+    matches: tuple[float, ...] = ()
+    """P(the draft draws x, given that the target does) where both draw by the same noise."""
+
+    def steps(self, rule: Rule) -> tuple[float, ...]:
+        """What decides about each token under a rule."""
+        return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +138,7 @@ class Sample:
     temperature: float
     texts: tuple[Answer, ...]
     guessing: Mapping[Rule, Guessing]
-    """How well corrections are guessed; of use where a model alone drafts."""
+    """How well corrections are guessed, where a model alone drafts."""
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -192,11 +148,8 @@ class Sample:
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
     """The rules of a temperature."""
-    return (Rule.GREEDY,) if _params(temperature).greedy else SAMPLED_RULES
-
-
-def _params(temperature: float) -> SamplingParams:
-    return SamplingParams(temperature=temperature)
+    greedy = SamplingParams(temperature=temperature).greedy
+    return (Rule.GREEDY,) if greedy else SAMPLED_RULES
 
 
 class Reading:
@@ -224,10 +177,8 @@ class Reading:
         guessing = {rule: Guessing() for rule in Rule}
         texts = []
         for index, prompt in enumerate(prompts):
-            progress(
-                f"temperature {temperature:g}, prompt {index + 1} of {len(prompts)}: "
-                f"{prompt.category}"
-            )
+            number = f"prompt {index + 1} of {len(prompts)}"
+            progress(f"temperature {temperature:g}, {number}: {prompt.category}")
             ids = tuple(encode(prompt.text))
             room = self._max_model_len - len(ids)
             if not ids or room < 1:
@@ -236,182 +187,158 @@ class Reading:
                     f"number {index + 1} has {len(ids)} tokens; 1 to {self._max_model_len - 1} "
                     "leave room for a completion",
                 )
-            seed = (first_seed + index) & SEED_MAX
+            asked = Asked(ids, (first_seed + index) & SEED_MAX, min(self._max_tokens, room))
             with torch.inference_mode():
-                texts.append(self._text(temperature, guessing, prompt, ids, seed, room))
+                texts.append(self._answer(temperature, guessing, prompt.category, asked))
         return Sample(temperature, tuple(texts), guessing)
 
-    def _text(
-        self,
-        temperature: float,
-        guessing: Mapping[Rule, Guessing],
-        prompt: BenchPrompt,
-        ids: tuple[int, ...],
-        seed: int,
-        room: int,
+    def _answer(
+        self, temperature: float, guessing: Mapping[Rule, Guessing], category: str, asked: Asked
     ) -> Answer:
-        params = _params(temperature)
+        params = SamplingParams(temperature=temperature)
         rule = resolve_rule(params, Rule.COUPLED, seeded=True)
-        max_tokens = min(self._max_tokens, room)
-        [(written, rows)] = write(self._target, [Asked(ids, seed, max_tokens)], params, rule)
-        places: list[DraftedPlace] = []
+        [(written, rows)] = write(self._target, [asked], params, rule)
+        ids, places = (*asked.prompt_ids, *written), list[tuple[float, float]]()
         if self._draft is not None and params.greedy:
-            ranks = self._draft.ranks((*ids, *written), len(ids))
-            places = [_greedy_place(rank, guessing[Rule.GREEDY]) for rank in ranks]
+            for rank in self._draft.ranks(ids, len(asked.prompt_ids)):
+                places.append((float(rank == 0),) * 2)
+                note_guess(guessing[Rule.GREEDY].bonus, rank)
+                if rank != 0:
+                    note_guess(guessing[Rule.GREEDY].recovery, rank and rank - 1)
         elif self._draft is not None:
-            supports = self._draft.drawn_from((*ids, *written), len(ids), params)
-            places = [
-                self._place(guessing, row, token_id, q)
-                for row, token_id, q in zip(rows, written, supports, strict=True)
-            ]
-        return Answer(prompt.category, seed, ids, tuple(written), max_tokens, tuple(places))
+            supports = self._draft.drawn_from(ids, len(asked.prompt_ids), params)
+            for row, token_id, q in zip(rows, written, supports, strict=True):
+                places.append(self._place(guessing, row, token_id, q))
+        ratios, matches = zip(*places, strict=True) if places else ((), ())
+        return Answer(
+            category, asked.seed, asked.prompt_ids, tuple(written), asked.max_tokens, ratios,
+            matches,
+        )  # fmt: skip
 
     def _place(
         self,
         guessing: Mapping[Rule, Guessing],
         row: torch.Tensor,
         token_id: int,
-        q: DraftDistribution | None,
-    ) -> DraftedPlace:
-        """One place at a temperature above 0; `row` is p [V]."""
-        if q is None:
-            return _NOT_DRAFTED
-        p = row.double().cpu().numpy()
-        mass = [number / COUNT_TOTAL for number in q.counts]
-        drafted = dict(zip(q.token_ids, mass, strict=True)).get(token_id, 0.0)
-        place = DraftedPlace(drafted / float(p[token_id]), matched(p, q.token_ids, mass, token_id))
-        self._note_guesses(guessing, p, q, token_id, place)
-        return place
-
-    def _note_guesses(
-        self,
-        guessing: Mapping[Rule, Guessing],
-        p: npt.NDArray[np.float64],
         q: DraftDistribution,
-        token_id: int,
-        place: DraftedPlace,
-    ) -> None:
-        """Which guess of this token would have been right, after a refusal and as a bonus."""
-        ids = np.array([v for v in {*q.token_ids, token_id} if v < len(p)], dtype=np.int64)
-        listed = dict(zip(q.token_ids, q.counts, strict=True))
-        ours = p[ids]
-        theirs = np.array([listed.get(int(v), 0) / COUNT_TOTAL for v in ids])
-        own = int(np.flatnonzero(ids == token_id)[0])
+    ) -> tuple[float, float]:
+        """Ratio and match of one place at a temperature above 0, `row` is p [V]; and which guess of
+        its token would have been right, after a refusal and as a bonus."""
+        drafted = np.array(q.token_ids)
+        p = np.zeros(max(len(row), int(drafted.max()) + 1))
+        p[: len(row)] = row.double().cpu().numpy()
+        dense = np.zeros(len(p))
+        dense[drafted] = np.array(q.counts) / COUNT_TOTAL
+        ratio = float(dense[token_id] / p[token_id])
+        ids = np.union1d(drafted, [token_id])
+        own = int(np.searchsorted(ids, token_id))
+        ours, theirs = p[ids], dense[ids]
         rank = race_rank(ours, theirs, own, self._generator)
         for rule in SAMPLED_RULES:
-            guessing[rule].bonus.note(rank)
+            note_guess(guessing[rule].bonus, rank)
         if rank != 0:  # What the draft drew is refused under coupled.
-            after = None if rank is None else rank - 1
-            guessing[Rule.COUPLED].recovery.note(after)
-        weight = 1.0 - min(1.0, place.ratio)
-        if weight <= 0.0:
-            return
-        residual = np.maximum(ours - theirs, 0.0)
-        lost = np.maximum(theirs - ours, 0.0)
-        missed = lost.sum()
-        if missed <= 0.0 or residual[own] <= 0.0:
-            return
-        refused = int(self._generator.choice(len(ids), p=lost / missed))
-        # What is not accepted, 1 - sum min(p, q), is the residual's whole mass.
-        all_mass = 1.0 - float(np.minimum(ours, theirs).sum())
-        rank = race_rank(residual / all_mass, theirs, own, self._generator, refused)
-        for rule in (Rule.TOKEN, Rule.BLOCK):
-            guessing[rule].recovery.note(rank, weight)
+            note_guess(guessing[Rule.COUPLED].recovery, rank and rank - 1)
+        residual, lost = np.maximum(ours - theirs, 0.0), np.maximum(theirs - ours, 0.0)
+        if ratio < 1.0 and lost.sum() > 0.0 and residual[own] > 0.0:
+            refused = int(self._generator.choice(len(ids), p=lost / lost.sum()))
+            # What is not accepted, 1 - sum min(p, q), is the residual's whole mass.
+            residual /= 1.0 - float(np.minimum(ours, theirs).sum())
+            rank = race_rank(residual, theirs, own, self._generator, refused)
+            for rule in (Rule.TOKEN, Rule.BLOCK):
+                note_guess(guessing[rule].recovery, rank, 1.0 - ratio)
+        return ratio, matched(p, dense, token_id)
 
 
-def _greedy_place(rank: int | None, guessing: Guessing) -> DraftedPlace:
-    guessing.bonus.note(rank)
-    if rank != 0:
-        guessing.recovery.note(None if rank is None else rank - 1)
-    hit = float(rank == 0)
-    return DraftedPlace(hit, hit)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """What a drafter would propose at one place of a text."""
 
     num_proposed: int
     num_steps: int
     """Of the draft's model; 0 where a look-up proposes, or nothing is proposed."""
-    survival: tuple[float, ...]
+    survival: Sequence[float]
     """Of the proposed tokens whose place the text still has."""
 
-    def __post_init__(self) -> None:
-        falling = pairwise((1.0, *self.survival, 0.0))
-        check(all(a >= b - 1e-12 for a, b in falling), "a survival starts from 1 and never grows")
-        check(len(self.survival) <= self.num_proposed, "only what is proposed survives")
 
-
-@dataclass(frozen=True, slots=True)
-class RoundKind:
-    """What a round's time depends on, beside its context."""
-
-    num_proposed: int
-    num_steps: int
+_DEPTHS: Final = NUM_DRAFT_TOKENS_MAX
+_KINDS: Final = _DEPTHS + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Expected rounds over any number of texts; sums."""
+    """Expected rounds over any number of texts, as one row of sums: rows can be added."""
 
-    num_texts: int
-    num_tokens: int
-    num_rounds: float
-    """With each text's first one, which has no draft."""
-    contexts: float
-    """Tokens that the session had when a round began, over all rounds but the first ones."""
-    kinds: Mapping[RoundKind, float]
-    """Rounds by kind, but for the first of each text."""
-    reached: tuple[float, ...]
-    """Of each depth from 1: how often it was proposed, and all before it was accepted ..."""
-    accepted: tuple[float, ...]
-    """... and it was, too."""
+    sums: Array
+    """Texts; tokens; rounds; contexts; how often each depth was reached, and accepted; and how
+    often so many tokens were proposed after so many steps of the draft's model."""
+
+    @property
+    def num_texts(self) -> float:
+        """Each of which has a first round, without a draft."""
+        return float(self.sums[0])
+
+    @property
+    def num_tokens(self) -> float:
+        """Committed."""
+        return float(self.sums[1])
+
+    @property
+    def num_rounds(self) -> float:
+        """With each text's first one."""
+        return float(self.sums[2])
+
+    @property
+    def num_later(self) -> float:
+        """Without these."""
+        return self.num_rounds - self.num_texts
+
+    @property
+    def context(self) -> float:
+        """Tokens that the session had when a round began, mean over all but the first ones."""
+        return self._mean(self.sums[3])
+
+    @property
+    def accepted(self) -> Array:
+        """Of each depth from 1: how often it was accepted, and all before it."""
+        return self.sums[4 + _DEPTHS : 4 + 2 * _DEPTHS]
 
     @property
     def tokens_per_round(self) -> float:
         """Committed tokens a round."""
-        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
+        return self.num_tokens / self.num_rounds
 
+    @property
     def by_position(self) -> tuple[float | None, ...]:
         """The chance, for depth 1, 2, ..., that a token is accepted given that those before it
         were; None where none came so far."""
-        return tuple(
-            accepted / reached if reached > 0 else None
-            for accepted, reached in zip(self.accepted, self.reached, strict=True)
-        )
+        pairs = zip(self.accepted.tolist(), self.sums[4 : 4 + _DEPTHS].tolist(), strict=True)
+        return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     @property
     def proposed_per_round(self) -> float:
         """Draft tokens, over all rounds but the first ones; 0 without any."""
-        return self._mean(lambda kind: kind.num_proposed)
+        return self._mean(self._kinds.sum(axis=1) @ np.arange(_KINDS))
 
     @property
     def steps_per_round(self) -> float:
         """Steps of the draft's model, over the same rounds."""
-        return self._mean(lambda kind: kind.num_steps)
+        return self._mean(self._kinds.sum(axis=0) @ np.arange(_KINDS))
 
-    def _mean(self, of: Callable[[RoundKind], float]) -> float:
-        later = sum(self.kinds.values())
-        total = sum(of(kind) * number for kind, number in self.kinds.items())
-        return total / later if later else 0.0
+    def kinds(self) -> Iterator[tuple[int, int, float]]:
+        """Of all rounds but the first ones: tokens proposed, steps, and how many such rounds."""
+        for proposed, steps in np.argwhere(self._kinds).tolist():
+            yield proposed, steps, float(self._kinds[proposed, steps])
+
+    @property
+    def _kinds(self) -> Array:
+        return self.sums[4 + 2 * _DEPTHS :].reshape(_KINDS, _KINDS)
+
+    def _mean(self, total: float) -> float:
+        return float(total) / self.num_later if self.num_later > 0 else 0.0
 
 
 def total(parts: Sequence[Rounds]) -> Rounds:
     """All of them together."""
-    kinds: Counter[RoundKind] = Counter()
-    for part in parts:
-        kinds.update(part.kinds)
-    nothing = [0.0] * NUM_DRAFT_TOKENS_MAX
-    return Rounds(
-        num_texts=sum(part.num_texts for part in parts),
-        num_tokens=sum(part.num_tokens for part in parts),
-        num_rounds=sum(part.num_rounds for part in parts),
-        contexts=sum(part.contexts for part in parts),
-        kinds=dict(kinds),
-        reached=tuple(map(sum, zip(nothing, *(part.reached for part in parts), strict=True))),
-        accepted=tuple(map(sum, zip(nothing, *(part.accepted for part in parts), strict=True))),
-    )
+    return Rounds(np.sum([part.sums for part in parts], axis=0))
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
@@ -419,109 +346,66 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
     when t = 1..num_tokens - 1 tokens are committed; it is asked in ascending order, and only where
     a round may begin."""
     check(num_tokens > 0, "a text without a token takes no round")
-    visits = [0.0] * (num_tokens + 1)
+    visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
-    contexts = 0.0
-    kinds: dict[RoundKind, float] = {}
-    reached, accepted = ([0.0] * NUM_DRAFT_TOKENS_MAX for _ in range(2))
+    contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
+    reached, accepted = np.zeros((2, _DEPTHS))
     for start in range(1, num_tokens):
         visit = visits[start]
         if visit <= 0.0:
             continue
-        attempt = attempt_at(start)
-        known = attempt.survival
+        num_proposed, num_steps, known = attempt_at(start)
         check(len(known) <= num_tokens - start, "a proposal survives beyond the text's end")
         contexts += visit * (prompt_tokens + start)
-        kind = RoundKind(attempt.num_proposed, attempt.num_steps)
-        kinds[kind] = kinds.get(kind, 0.0) + visit
-        for depth, (before, after) in enumerate(pairwise((1.0, *known))):
-            reached[depth] += visit * before
-            accepted[depth] += visit * after
-        for num_accepted, (least, more) in enumerate(pairwise((1.0, *known, 0.0))):
-            visits[min(num_tokens, start + num_accepted + 1)] += visit * (least - more)
-    return Rounds(
-        num_texts=1,
-        num_tokens=num_tokens,
-        num_rounds=1.0 + sum(kinds.values()),
-        contexts=contexts,
-        kinds=kinds,
-        reached=tuple(reached),
-        accepted=tuple(accepted),
-    )
+        kinds[num_proposed, num_steps] += visit
+        chances = visit * np.array([1.0, *known, 0.0])
+        reached[: len(known)] += chances[: len(known)]
+        accepted[: len(known)] += chances[1:-1]
+        for num_accepted, chance in enumerate(chances[:-1] - chances[1:]):
+            visits[min(num_tokens, start + num_accepted + 1)] += chance
+    scalars = 1.0, num_tokens, 1.0 + kinds.sum(), contexts
+    return Rounds(np.concatenate([scalars, reached, accepted, kinds.ravel()]))
 
 
-_SURE = DraftedPlace(1.0, 1.0)
-_WRONG = DraftedPlace(0.0, 0.0)
+class Proposed(NamedTuple):
+    """At one place."""
 
-
-@dataclass(frozen=True, slots=True)
-class DraftKind:
-    """Who proposes, as a deployment would make it."""
-
-    make_lookup: Callable[[], LookupDrafter] | None
-    """A look-up without a history; None where a model alone drafts."""
-    has_model: bool
-    hybrid_min_score: float
-    """Where both: the tokens that the look-up must expect to be accepted ..."""
-    hybrid_model_tokens: int
-    """... and those that the model draws, at most."""
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether that is planned: for a model alone. A hybrid can too."""
-        return self.make_lookup is None
-
-
-@dataclass(frozen=True, slots=True)
-class Proposed:
-    """At one place: by the look-up, or as many tokens of the model."""
-
-    token_ids: tuple[int, ...] | None
-    """None = by the model."""
+    num_tokens: int
     num_steps: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Proposed."""
-        return self.num_steps if self.token_ids is None else len(self.token_ids)
+    """Of the draft's model."""
+    token_ids: tuple[int, ...] | None = None
+    """By the look-up; None = by the model."""
 
 
 class Script:
     """One drafter that goes through texts as it would through sessions, one after the other: what
     it may copy from earlier answers it has seen."""
 
-    def __init__(self, kind: DraftKind, temperature: float) -> None:
-        self._kind = kind
-        self._lookup = None if kind.make_lookup is None else kind.make_lookup()
+    def __init__(self, draft: DraftConfig, temperature: float) -> None:
+        self._draft = draft
+        self._lookup = build_lookup(draft)
         self._sampling = SamplingParams(temperature=temperature)
 
-    def proposed(
-        self, text: Answer, committed: Sequence[int], num_draft_tokens: int, rule: Rule
-    ) -> Proposed:
-        """What it proposes when so many tokens of `committed` follow the prompt of `text`."""
+    def proposed(self, text: Answer, committed: Sequence[int], bound: int, rule: Rule) -> Proposed:
+        """What it proposes when these tokens follow the prompt of `text`."""
         if self._lookup is None:
-            return Proposed(None, num_draft_tokens)
+            return Proposed(bound, bound)
         token_ids = (*text.prompt_ids, *committed)
         guess = self._lookup.guess(
             DraftRequest(
-                session_id=_session(text),
+                session_id=f"plan-{text.seed}",
                 tenant="",
                 token_ids=token_ids,
                 prompt_length=len(text.prompt_ids),
-                num_draft_tokens=num_draft_tokens,
+                num_draft_tokens=bound,
                 sampling=self._sampling,
                 rule=rule,
                 noise=RoundNoise(text.seed, rule, len(token_ids)),
             )
         )
-        if not self._kind.has_model or guess.score >= self._kind.hybrid_min_score:
-            return Proposed(guess.token_ids, 0)
-        return Proposed(None, min(num_draft_tokens, self._kind.hybrid_model_tokens))
-
-    def end(self, text: Answer) -> None:
-        """The session of the text is over."""
-        if self._lookup is not None:
-            self._lookup.release(_session(text))
+        if self._draft.drafter.model is None or guess.score >= self._draft.hybrid_min_score:
+            return Proposed(len(guess.token_ids), 0, guess.token_ids)
+        return Proposed(*(min(bound, self._draft.hybrid_model_tokens),) * 2)
 
     def rounds(self, text: Answer, rule: Rule, num_draft_tokens: int) -> Rounds:
         """The expected rounds of a text with this bound K, which ends with its session."""
@@ -531,28 +415,26 @@ class Script:
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
             if wanted == 0:
                 return Attempt(0, 0, ())
-            found = self.proposed(text, text.token_ids[:start], wanted, rule)
-            left = text.token_ids[start : start + found.num_tokens]
-            if found.token_ids is None:
-                places: Sequence[DraftedPlace] = text.places[start : start + len(left)]
-            else:
-                pairs = zip(found.token_ids, left, strict=False)
-                places = [_SURE if ours == theirs else _WRONG for ours, theirs in pairs]
-            return Attempt(found.num_tokens, found.num_steps, survival(rule, places))
+            num_tokens, num_steps, token_ids = self.proposed(
+                text, text.token_ids[:start], wanted, rule
+            )
+            left = text.token_ids[start : start + num_tokens]
+            steps: Sequence[float] = text.steps(rule)[start : start + len(left)]
+            if token_ids is not None:
+                pairs = zip(token_ids, left, strict=False)
+                steps = [float(ours == theirs) for ours, theirs in pairs]
+            return Attempt(num_tokens, num_steps, survival(rule, steps).tolist())
 
         try:
             return replay(len(text.token_ids), attempt_at, len(text.prompt_ids))
         finally:
-            self.end(text)
+            if self._lookup is not None:
+                self._lookup.release(f"plan-{text.seed}")
 
 
 def scripted(
-    kind: DraftKind, sample: Sample, rule: Rule, num_draft_tokens: int
+    draft: DraftConfig, sample: Sample, rule: Rule, num_draft_tokens: int
 ) -> tuple[Rounds, ...]:
     """The expected rounds of each text, for a drafter that begins with the first of them."""
-    script = Script(kind, sample.temperature)
+    script = Script(draft, sample.temperature)
     return tuple(script.rounds(text, rule, num_draft_tokens) for text in sample.texts)
-
-
-def _session(text: Answer) -> str:
-    return f"plan-{text.seed}"

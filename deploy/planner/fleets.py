@@ -1,26 +1,20 @@
-"""`outrider plan --simulate`: fleets of stated sizes, or the smallest one, under a stated load.
-
-pair      times and acceptance of a target and a draft: of a plan, of a report, or as numbers
-options   load, fleets and losses, as flags
-sizing    the smallest fleet that keeps a time per token
-tables    what came of it
-"""
+"""`outrider plan --simulate`: what is simulated, the smallest fleet, and what came of it."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate, product
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from rich.table import Table
-from rich.text import Text
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+from rich.console import RenderableType
 
-from outrider.config import DeploymentConfig
+from benchmarks.report import table
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
 from outrider.limits import (
@@ -31,21 +25,14 @@ from outrider.limits import (
 )
 from outrider.registry.registry import Role
 
-from .options import MS_MAX, NUMBERS, ROLES, SimulationOptions
 from .round_times import Line, ServiceTimes
-from .simulation import (
-    Demand,
-    Drafting,
-    FleetFigures,
-    FleetSize,
-    Scenario,
-    simulate,
-)
+from .simulation import ROLES, Demand, FleetFigures, FleetSize, Pair, Scenario, simulate
 
 REPORT_BYTES_MAX: Final = 2**24
+MS_MAX: Final = 60_000.0
 TABLE_ROWS_MAX: Final = 2**20
 STAIRS_MAX: Final = 4_096
-"""Steps of a table that grows for each begun so many rows; beyond, it goes on as a line."""
+"""Rows of a table that grows for each begun so many; beyond, it goes on as a line."""
 SEARCH_S: Final = (2.0, 10.0)
 """What is measured of each simulation while the fleet is looked for, at least and at most ..."""
 SEARCH_ROUNDS: Final = 2_000
@@ -59,55 +46,25 @@ HOPELESS: Final = 16
 """More of a role than so many times what it needs at least brings nothing more."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedPair:
-    """A target and a draft as a simulation needs them."""
-
-    name: str
-    drafting: Drafting
-    times: ServiceTimes
-    round_trip_ms: float = 0.0
-    """Of the link that the plan was made for."""
-    target_max_num_seqs: int | None = None
-    """Sessions that share a step of a target; None = as many as of a draft, by `times`."""
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether it needs draft replicas."""
-        return not self.drafting.is_plain and self.times.draft is not None
-
-    def values(self) -> dict[str, object]:
-        """What is simulated of it, for JSON."""
-        return {"name": self.name, "drafting": asdict(self.drafting), "times": asdict(self.times)}
-
-
-def of_report(report: Mapping[str, Any], source: str) -> SimulatedPair:
+def of_report(report: Mapping[str, Any], source: str) -> Pair:
     """From what `outrider plan --json` says, by its first temperature's choice. Raises
     `SettingError` where that is not what `source` has."""
     try:
         plan = next(iter(report["temperatures"].values()))
-        chosen, found = plan["chosen"], plan["times"]
-        times = ServiceTimes(
-            target=_costs(report["target_costs"]),
-            verify=_costs(found["verify"]),
-            draft=None if report["draft_costs"] is None else _costs(report["draft_costs"]),
-            plain=Line(**found["plain"]),
-            wait=Line(**found["wait"]),
-            rest_s=float(found["rest_s"]),
-            first=Line(**found["first"]),
-            max_num_seqs=int(found["max_num_seqs"]),
-        )
-        k = int(chosen["num_draft_tokens"])
+        chosen, costs = plan["chosen"], (report["target_costs"], report["draft_costs"])
+        found = plan["times"] | dict(zip(("target", "draft"), costs, strict=True))
+        k = chosen["num_draft_tokens"]
         chances = plan["acceptance"]["all"]["by_position"][chosen["rule"]][:k] if k else ()
-        drafting = Drafting(
+        return Pair(
+            name=f"{report['draft_model']} for {report['model']}",
             survival=tuple(accumulate((chance or 0.0 for chance in chances), mul)),
             num_proposed=float(chosen["proposed_per_round"]),
             num_steps=float(chosen["steps_per_round"]),
             look_ahead=int(chosen["look_ahead"]),
             hit_rate=float(chosen["hit_rate"] or 0.0),
+            times=TypeAdapter(ServiceTimes).validate_python(found),
+            round_trip_ms=float(report["round_trip_ms"]),
         )
-        name = f"{report['draft_model']} for {report['model']}"
-        return SimulatedPair(name, drafting, times, float(report["round_trip_ms"]))
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError, OutriderError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise SettingError(
@@ -116,7 +73,7 @@ def of_report(report: Mapping[str, Any], source: str) -> SimulatedPair:
         ) from error
 
 
-def read_report(path: Path) -> SimulatedPair:
+def read_report(path: Path) -> Pair:
     """From a file. Raises `SettingError`."""
     try:
         with path.open("rb") as file:
@@ -131,100 +88,104 @@ def read_report(path: Path) -> SimulatedPair:
     return of_report(report, str(path))
 
 
+Points = tuple[tuple[int, float], ...]
+"""Rows and ms of a step; 0 rows and a time for each begun so many of them."""
+
+
+def _points(value: Any) -> Any:
+    if ":" not in value:
+        return ((0, value),)
+    return tuple(tuple(part.split(":", 1)) for part in value.split("/"))
+
+
+_Rows = Annotated[int, Field(ge=0, le=TABLE_ROWS_MAX)]
+_Ms = Annotated[float, Field(ge=0, le=MS_MAX)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Table = Annotated[tuple[tuple[_Rows, _Ms], ...], BeforeValidator(_points)]
+
+
+class _Numbers(BaseModel, extra="forbid", validate_default=True):
+    """What `--from-numbers` says, by default as `bench emulate --scenario 70b-1b`."""
+
+    verify_ms: _Table = "18.3"  # type: ignore[assignment]
+    verify_tokens: int = Field(16, ge=1, le=TABLE_ROWS_MAX)
+    draft_ms: _Table = "1.3"  # type: ignore[assignment]
+    draft_branches: int = Field(64, ge=1, le=TABLE_ROWS_MAX)
+    acceptance: Annotated[
+        tuple[_Share, ...], BeforeValidator(lambda text: text.split("/"))
+    ] = "0.8"  # type: ignore[assignment]  # fmt: skip
+    num_draft_tokens: int = Field(6, ge=0, le=NUM_DRAFT_TOKENS_MAX)
+    look_ahead: int = Field(0, ge=0, le=LOOK_AHEAD_MAX)
+    hit_rate: _Share = 0.0
+    rest_ms: _Ms = 0.0
+
+
 def of_numbers(
     text: str,
     max_num_seqs: int = ENGINE_SEQUENCES_MAX,
     draft_max_num_seqs: int = ENGINE_SEQUENCES_MAX,
-) -> SimulatedPair:
-    """From `key=value,...` (`NUMBERS`). So many sessions share a step of a target, or a draft.
-    Raises `SettingError` naming what is wrong."""
-    values = dict(NUMBERS)
-    given: set[str] = set()
+) -> Pair:
+    """From `key=value,...` (`_Numbers`). So many sessions share a step of a target, or a
+    draft. Raises `SettingError` naming what is wrong."""
+    given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))
-        if key not in NUMBERS:
-            _refuse(f"unknown key {key!r}; known: {', '.join(NUMBERS)}")
+        if key not in _Numbers.model_fields:
+            raise _wrong(f"unknown key {key!r}; known: {', '.join(_Numbers.model_fields)}")
         if key in given:
-            _refuse(f"{key} is given twice")
-        given.add(key)
-        values[key] = value
-    num = _whole("num_draft_tokens", values, 0, NUM_DRAFT_TOKENS_MAX)
-    look_ahead = _whole("look_ahead", values, 0, LOOK_AHEAD_MAX)
-    if look_ahead > 0 and num == 0:
-        _refuse(f"look_ahead {look_ahead} is wrong; with num_draft_tokens 0 it must be 0")
-    verify = _table("verify_ms", "verify_tokens", values)
-    rest_s = _number("rest_ms", values["rest_ms"], MS_MAX) / 1e3
+            raise _wrong(f"{key} is given twice")
+        given[key] = value
+    try:
+        found = _Numbers.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise _wrong(f"{key}={first['input']!r} is wrong: {first['msg']}") from None
+    k = found.num_draft_tokens
+    if found.look_ahead > 0 and k == 0:
+        raise _wrong(
+            f"look_ahead {found.look_ahead} is wrong; with num_draft_tokens 0 it must be 0"
+        )
+    verify = _table("verify_ms", given, found.verify_ms, found.verify_tokens)
+    # The last chance is that of all further positions.
+    chances = (found.acceptance + found.acceptance[-1:] * k)[:k]
     times = ServiceTimes(
         target=verify,
         verify=verify,
-        draft=_table("draft_ms", "draft_branches", values),
-        plain=Line(rest_s),
-        rest_s=rest_s,
+        draft=_table("draft_ms", given, found.draft_ms, found.draft_branches),
+        plain=Line(found.rest_ms / 1e3),
+        rest_s=found.rest_ms / 1e3,
         max_num_seqs=draft_max_num_seqs,
     )
-    # The last chance is that of all further positions.
-    chances = [_number("acceptance", part, 1.0) for part in values["acceptance"].split("/")]
-    by_position = [chances[min(depth, len(chances) - 1)] for depth in range(num)]
-    drafting = Drafting(
-        survival=tuple(accumulate(by_position, mul)),
-        num_proposed=num,
-        num_steps=num,
-        look_ahead=look_ahead,
-        hit_rate=_number("hit_rate", values["hit_rate"], 1.0) if look_ahead else 0.0,
+    return Pair(
+        name=text or "70b-1b",
+        survival=tuple(accumulate(chances, mul)),
+        num_proposed=k,
+        num_steps=k,
+        look_ahead=found.look_ahead,
+        hit_rate=found.hit_rate if found.look_ahead else 0.0,
+        times=times,
+        target_max_num_seqs=max_num_seqs,
     )
-    return SimulatedPair(text or "70b-1b", drafting, times, target_max_num_seqs=max_num_seqs)
 
 
-def _costs(found: Mapping[str, Any]) -> StepCosts:
-    known = {field.name: found[field.name] for field in fields(StepCosts)}
-    return StepCosts(**known | {name: tuple(known[name]) for name in ("rows", "seconds")})
+def _table(key: str, given: Mapping[str, str], points: Points, each: int) -> StepCosts:
+    """A step's time: with lines between points, or growing for each begun so many rows."""
+    rows = [row for row, _ in points]
+    if rows == [0]:
+        seconds = points[0][1] / 1e3
+        begun = range(1, STAIRS_MAX // each + 2)
+        ends = sorted({row for number in begun for row in ((number - 1) * each + 1, number * each)})
+        rows = [*ends, ends[-1] + each]
+        return StepCosts(tuple(rows), tuple(math.ceil(row / each) * seconds for row in rows))
+    if rows[0] < 1 or sorted(set(rows)) != rows:
+        raise _wrong(f"{key}={given[key]!r} is wrong; its rows must be whole numbers from 1 that "
+                     "ascend")  # fmt: skip
+    return StepCosts(tuple(rows), tuple(ms / 1e3 for _, ms in points))
 
 
-def _table(key: str, each_key: str, values: Mapping[str, str]) -> StepCosts:
-    """A step's time: for each begun so many rows, or `ROWS:MS/ROWS:MS/...` with lines between."""
-    text = values[key]
-    if ":" not in text:
-        each = _whole(each_key, values, 1, TABLE_ROWS_MAX)
-        return _stairs(_number(key, text, MS_MAX) / 1e3, each)
-    pairs = [part.partition(":") for part in text.split("/")]
-    rows = [_number(key, first, TABLE_ROWS_MAX) for first, _, _ in pairs]
-    seconds = [_number(key, last, MS_MAX) / 1e3 for _, _, last in pairs]
-    if any(row < 1 or row != int(row) for row in rows) or sorted(set(rows)) != rows:
-        _refuse(f"{key}={text!r} is wrong; its rows must be whole numbers from 1 that ascend")
-    return StepCosts(tuple(map(int, rows)), tuple(seconds))
-
-
-def _stairs(seconds: float, each: int) -> StepCosts:
-    """A table of so many seconds for each begun `each` rows."""
-    if each == 1:
-        return StepCosts((1, 2), (seconds, 2 * seconds))
-    points: dict[int, float] = {}
-    for number in range(1, STAIRS_MAX // each + 2):
-        points[(number - 1) * each + 1] = points[number * each] = number * seconds
-    last = max(points)
-    points[last + each] = points[last] + seconds
-    return StepCosts(tuple(points), tuple(points.values()))
-
-
-def _number(
-    key: str, text: str, highest: float, *, lowest: float = 0, whole: bool = False
-) -> float:
-    try:
-        value = float(int(text) if whole else float(text))
-    except ValueError:
-        value = math.nan
-    if not lowest <= value <= highest:
-        what = "whole number" if whole else "number"
-        _refuse(f"{key}={text!r} is wrong; it must be a {what} from {lowest:g} to {highest:g}")
-    return value
-
-
-def _whole(key: str, values: Mapping[str, str], lowest: int, highest: int) -> int:
-    return int(_number(key, values[key], highest, lowest=lowest, whole=True))
-
-
-def _refuse(reason: str) -> None:
-    raise SettingError("from_numbers", reason)
+def _wrong(reason: str) -> SettingError:
+    return SettingError("from_numbers", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,81 +204,26 @@ class SimulatedFleet:
         return {
             "fleet": None if figures is None else asdict(scenario.fleet),
             "load": asdict(scenario.demand),
-            "round_trip_ms": scenario.round_trip_s * 1e3,
+            "round_trip_ms": scenario.pair.round_trip_ms,
             "was_found": self.was_found,
             "figures": None if figures is None else asdict(figures),
         }
 
 
 def simulated(
-    options: SimulationOptions,
-    pair: SimulatedPair,
-    config: DeploymentConfig,
+    scenario: Scenario,
+    free: Collection[Role],
+    tpot_ms: float | None,
     progress: Callable[[str], None],
-) -> tuple[SimulatedFleet, ...]:
-    """Every load on every fleet. What replicas take at a time is the deployment's."""
-    if not pair.has_drafts and any(loss.role == "draft" for loss in options.lose):
-        raise SettingError("lose", "draft is wrong; this pair has no draft replicas")
-    if pair.has_drafts:
-        options.check_counts("draft")
-    return tuple(
-        _simulated(options, scenario, progress) for scenario in _scenarios(options, pair, config)
-    )
-
-
-def _scenarios(
-    options: SimulationOptions, pair: SimulatedPair, config: DeploymentConfig
-) -> Iterator[Scenario]:
-    demands = [
-        Demand(
-            sessions=sessions, rate=rate, prompt_tokens=options.prompt_tokens,
-            answer_tokens=float(options.answer_tokens),
-        )
-        for sessions, rate in (
-            *((number, None) for number in options.sessions),
-            *((None, rate) for rate in options.rate),
-        )
-    ]  # fmt: skip
-    drafts = (options.drafts or (1,)) if pair.has_drafts else (0,)
-    counts = product(options.targets or (1,), drafts, options.coordinators or (1,))
-    sizes = [FleetSize(targets=t, drafts=d, coordinators=c) for t, d, c in counts]
-    for demand, size in product(demands, sizes):
-        yield Scenario(
-            fleet=size,
-            demand=demand,
-            drafting=pair.drafting,
-            times=pair.times,
-            config=config,
-            target_max_num_seqs=pair.target_max_num_seqs,
-            round_trip_s=(options.round_trip_ms or pair.round_trip_ms) / 1e3,
-            coordinator_s=options.coordinator_ms / 1e3,
-            losses=options.lose,
-            seconds=options.simulated_seconds,
-            seed=options.simulation_seed,
-        )
-
-
-def _simulated(
-    options: SimulationOptions, scenario: Scenario, progress: Callable[[str], None]
 ) -> SimulatedFleet:
-    free = [role for role in ROLES if not options.counts(role)]
-    if not scenario.has_drafts and "draft" in free:
-        free.remove("draft")
-    if free and options.tpot_ms is not None:
-
-        def tried(fleet: FleetSize, figures: FleetFigures) -> None:
-            took = "-" if figures.tpot_ms_p99 is None else f"{figures.tpot_ms_p99:.1f}"
-            progress(f"{in_words(fleet)}: {took} ms a token for 99 % of them")
-
-        found = smallest(scenario, options.tpot_ms, free, tried)
-        if found is None:
+    """A scenario, whose numbers of the `free` roles are the smallest that keep a time per token."""
+    if free and tpot_ms is not None:
+        fleet = smallest(scenario, tpot_ms, free, progress)
+        if fleet is None:
             return SimulatedFleet(scenario, True, None)
-        scenario = replace(scenario, fleet=found)
+        scenario = replace(scenario, fleet=fleet)
     progress(f"simulating {in_words(scenario.fleet)}")
     return SimulatedFleet(scenario, bool(free), simulate(scenario))
-
-
-Tried = Callable[[FleetSize, FleetFigures], None]
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
@@ -328,19 +234,26 @@ def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
 
 
 def smallest(
-    scenario: Scenario, tpot_ms: float, free: Collection[Role], tried: Tried
+    scenario: Scenario,
+    tpot_ms: float,
+    free: Collection[Role],
+    progress: Callable[[str], None] = lambda line: None,
 ) -> FleetSize | None:
     """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
     keeps a time per token, before any loss; the numbers of roles that are not `free` are the
     scenario's. None where none does: a single session takes longer, or another role is too small.
-    `tried` hears of each one that is simulated. Each role has plenty of those that come later."""
-    rounds = _rounds_per_second(scenario, tpot_ms)
+    Each role has plenty of those that come later."""
+    demand, pair = scenario.demand, scenario.pair
+    tokens = (demand.rate or 0.0) * demand.answer_tokens
+    if demand.sessions is not None:
+        tokens = demand.sessions / (tpot_ms / 1e3)
+    rounds = tokens / (1.0 + sum(pair.survival))
     seconds = min(scenario.seconds, max(SEARCH_S[0], min(SEARCH_S[1], SEARCH_ROUNDS / rounds)))
     scenario = replace(
         scenario, losses=(), seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2)
     )
-    one = FleetSize(targets=1, drafts=int(scenario.has_drafts))
-    endless = replace(scenario.demand, sessions=1, rate=None, answer_tokens=math.inf)
+    one = FleetSize(targets=1, drafts=int(pair.has_drafts))
+    endless = replace(demand, sessions=1, rate=None, answer_tokens=math.inf)
     if not keeps(simulate(replace(scenario, fleet=one, demand=endless)), tpot_ms):
         return None
     known: dict[FleetSize, bool] = {}
@@ -348,49 +261,39 @@ def smallest(
     def is_kept(fleet: FleetSize) -> bool:
         if fleet not in known:
             figures = simulate(replace(scenario, fleet=fleet))
-            tried(fleet, figures)
+            took = _one_decimal(figures.tpot_ms_p99)
+            progress(f"{in_words(fleet)}: {took} ms a token for 99 % of them")
             known[fleet] = keeps(figures, tpot_ms)
         return known[fleet]
 
-    roles = [role for role in ROLES if role in free]
-    needs = {role: _needed(scenario, role, rounds) for role in roles}
+    needs = {role: rounds * _busy_s(scenario, role) for role in ROLES if role in free}
     fleet = scenario.fleet
-    for role in roles:
-        fleet = _with(fleet, role, _whole_number(GENEROUS * needs[role]))
-    for role in roles:
-        least, most = _whole_number(needs[role]), _whole_number(HOPELESS * needs[role])
-        if known.get(fleet):
-            most = fleet.of(role)
-        number = _fewest(lambda n: is_kept(_with(fleet, role, n)), least, most)  # noqa: B023
+    for role, need in needs.items():
+        fleet = _with(fleet, role, _whole_number(GENEROUS * need))
+    for role, need in needs.items():
+        most = fleet.of(role) if known.get(fleet) else _whole_number(HOPELESS * need)
+
+        def enough(number: int, fleet: FleetSize = fleet, role: Role = role) -> bool:
+            return is_kept(_with(fleet, role, number))
+
+        number = _fewest(enough, _whole_number(need), most)
         if number is None:
             return None
         fleet = _with(fleet, role, number)
     return fleet
 
 
-def _rounds_per_second(scenario: Scenario, tpot_ms: float) -> float:
-    """What keeping the time per token comes to."""
-    demand = scenario.demand
-    tokens = (demand.rate or 0.0) * demand.answer_tokens
-    if demand.sessions is not None:
-        tokens = demand.sessions / (tpot_ms / 1e3)
-    return tokens / scenario.drafting.tokens_per_round
-
-
-def _needed(scenario: Scenario, role: Role, rounds: float) -> float:
-    """What a role needs if all its replicas were busy all the time, with full steps."""
-    drafting, seats = scenario.drafting, scenario.times.max_num_seqs
+def _busy_s(scenario: Scenario, role: Role) -> float:
+    """How long a round keeps one replica of a role busy, in full steps."""
+    pair, seats = scenario.pair, scenario.pair.times.max_num_seqs
     if role == "coordinator":
-        busy_s = scenario.coordinator_s
-    elif role == "draft":
-        passes = len(drafting.survival)
-        busy_s = passes * scenario.costs("draft").step_seconds(seats, seats) / seats
-    else:
-        rows = round(1 + drafting.num_proposed)
-        tokens_max = scenario.config.target.max_num_batched_tokens
-        seats = max(1, min(scenario.target_seats, tokens_max // rows))
-        busy_s = scenario.costs("target").step_seconds(rows * seats, seats) / seats
-    return rounds * busy_s
+        return scenario.coordinator_s
+    if role == "draft":
+        return pair.k * pair.costs("draft").step_seconds(seats, seats) / seats
+    rows = round(1 + pair.num_proposed)
+    tokens_max = scenario.config.target.max_num_batched_tokens
+    seats = max(1, min(pair.target_seats, tokens_max // rows))
+    return pair.costs("target").step_seconds(rows * seats, seats) / seats
 
 
 def _whole_number(replicas: float) -> int:
@@ -408,10 +311,7 @@ def _fewest(is_kept: Callable[[int], bool], least: int, most: int) -> int | None
     while high - low > max(1.0, TOLERANCE * high):
         # What was reckoned is nearly the least: below it most of the way is not worth a look.
         middle = (low + high) // 2 if low else max(1, math.floor(high * 0.9))
-        if is_kept(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if is_kept(middle) else (middle, high)
     return high
 
 
@@ -428,27 +328,57 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def tables(
-    options: SimulationOptions, pair: SimulatedPair, fleets: Sequence[SimulatedFleet]
-) -> Iterator[Table | Text]:
-    """For people."""
-    drafting = pair.drafting
-    how = f"K = {len(drafting.survival)}"
-    if drafting.look_ahead:
-        how += f", fan-out {drafting.look_ahead}"
-    served = [one for one in fleets if one.figures is not None]
+def tables(fleets: Sequence[SimulatedFleet], tpot_ms: float | None) -> Iterator[RenderableType]:
+    """For people. Replicas and their busy shares are targets, drafts, coordinators; times are p50,
+    p99."""
+    pair, seconds = fleets[0].scenario.pair, fleets[0].scenario.seconds
+    ahead = f", fan-out {pair.look_ahead}" if pair.look_ahead else ""
+    served = [(one.scenario, one.figures) for one in fleets if one.figures is not None]
     if served:
-        yield _served(f"Simulated: {pair.name}; {how}, {options.simulated_seconds:g} s", served)
-    if served and options.lose:
-        yield _lost(served)
+        yield table(
+            f"Simulated: {pair.name}; K = {pair.k}{ahead}, {seconds:g} s",
+            ("load", "T, D, C", "tokens/s", "ms a token", "ms to the first",
+             "wait for a draft, ms", "of all time", "hits", "busy T, D, C", "sessions a step"),
+            [tuple(_cells(*one)) for one in served],
+        )  # fmt: skip
+    if served and fleets[0].scenario.losses:
+        yield table(
+            "What a loss costs",
+            ("fleet", "lost", "at, s", "back, s", "tokens/s before", "after the pause",
+             "worst second", "sessions paused", "ms p50", "longest"),
+            [
+                (
+                    in_words(scenario.fleet), loss.role, f"{loss.at_s:g}",
+                    "-" if loss.back_s is None else f"{loss.back_s:g}",
+                    _one_decimal(loss.tokens_per_second_before),
+                    _one_decimal(loss.tokens_per_second_after),
+                    str(loss.tokens_in_worst_second), str(loss.num_paused),
+                    f"{loss.pause_ms_p50:.0f}", f"{loss.pause_ms_max:.0f}",
+                )
+                for scenario, figures in served
+                for loss in figures.losses
+            ],
+        )  # fmt: skip
     for one in fleets:
-        load = _load(one.scenario.demand)
+        load, fleet = _load(one.scenario.demand), in_words(one.scenario.fleet)
         if one.figures is None:
-            said = f"No number of replicas keeps {options.tpot_ms:g} ms a token for {load}."
-            yield Text(said, style="bold")
+            yield f"No number of replicas keeps {tpot_ms:g} ms a token for {load}."
         elif one.was_found:
-            said = f"{in_words(one.scenario.fleet)} keep {options.tpot_ms:g} ms a token"
-            yield Text(f"For {load}: {said}, before any loss.", style="bold")
+            yield f"For {load}: {fleet} keep {tpot_ms:g} ms a token, before any loss."
+
+
+def _cells(scenario: Scenario, figures: FleetFigures) -> Iterator[str]:
+    roles = (figures.targets, figures.drafts, figures.coordinators)
+    yield _load(scenario.demand)
+    yield ", ".join(str(scenario.fleet.of(role)) for role in ROLES)
+    yield f"{figures.tokens_per_second:.1f}"
+    yield f"{_one_decimal(figures.tpot_ms_p50)}, {_one_decimal(figures.tpot_ms_p99)}"
+    yield f"{_one_decimal(figures.ttft_ms_p50)}, {_one_decimal(figures.ttft_ms_p99)}"
+    yield f"{figures.draft_ms:.1f}"
+    yield f"{figures.draft_share:.2f}"
+    yield f"{figures.hit_rate:.2f}"
+    yield ", ".join(f"{role.busy:.2f}" for role in roles)
+    yield f"{figures.targets.sessions_per_step:.1f}"
 
 
 def _load(demand: Demand) -> str:
@@ -457,55 +387,5 @@ def _load(demand: Demand) -> str:
     return f"{demand.rate:g} requests a second"
 
 
-def _served(title: str, fleets: Sequence[SimulatedFleet]) -> Table:
-    """Replicas and their busy shares are targets, drafts, coordinators; times are p50, p99."""
-    table = Table(title=title)
-    table.add_column("load")
-    for heading in (
-        "T, D, C", "tokens/s", "ms a token", "ms to the first", "wait for a draft, ms",
-        "of all time", "drafts had others", "hits", "busy T, D, C", "sessions a step",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for one in fleets:
-        if one.figures is not None:
-            size = ", ".join(str(one.scenario.fleet.of(role)) for role in ROLES)
-            table.add_row(_load(one.scenario.demand), size, *_cells(one.figures))
-    return table
-
-
-def _cells(figures: FleetFigures) -> Iterator[str]:
-    yield f"{figures.tokens_per_second:.1f}"
-    yield f"{_one_decimal(figures.tpot_ms_p50)}, {_one_decimal(figures.tpot_ms_p99)}"
-    yield f"{_one_decimal(figures.ttft_ms_p50)}, {_one_decimal(figures.ttft_ms_p99)}"
-    yield f"{figures.draft_ms:.1f}"
-    for share in (figures.draft_share, figures.rounds_queued, figures.hit_rate):
-        yield f"{share:.2f}"
-    roles = (figures.targets, figures.drafts, figures.coordinators)
-    yield ", ".join(f"{role.busy:.2f}" for role in roles)
-    yield f"{figures.targets.sessions_per_step:.1f}"
-
-
 def _one_decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def _lost(fleets: Sequence[SimulatedFleet]) -> Table:
-    table = Table(title="What a loss costs")
-    table.add_column("fleet")
-    table.add_column("lost")
-    for heading in (
-        "at, s", "back, s", "tokens/s before", "after the pause", "worst second",
-        "sessions paused", "ms p50", "longest",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for one in fleets:
-        for loss in () if one.figures is None else one.figures.losses:
-            table.add_row(
-                in_words(one.scenario.fleet), loss.role, f"{loss.at_s:g}",
-                "-" if loss.back_s is None else f"{loss.back_s:g}",
-                _one_decimal(loss.tokens_per_second_before),
-                _one_decimal(loss.tokens_per_second_after),
-                str(loss.tokens_in_worst_second), str(loss.num_paused),
-                f"{loss.pause_ms_p50:.0f}", f"{loss.pause_ms_max:.0f}",
-            )  # fmt: skip
-    return table

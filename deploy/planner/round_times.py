@@ -1,11 +1,11 @@
-"""What measured rounds make of an engine's cost table."""
+"""What rounds take: an engine's cost table, moved to where measured rounds stood."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.limits import ENGINE_SEQUENCES_MAX
 
-from .acceptance import RoundKind, Rounds
+from .acceptance import Rounds
 
 NOISE: Final = 0.15
 """Standard deviation of a time, as a share of it ..."""
@@ -46,7 +46,6 @@ def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
     if not pairs:
         return AS_TOLD
     x, y = np.array(pairs, dtype=np.float64).T
-    check(bool(np.isfinite(x).all() and np.isfinite(y).all()), "times must be finite")
     pull = (NOISE * float(y.mean()) / FACTOR_SPREAD) ** 2 / len(pairs)
     along = float(((x - x.mean()) * (y - y.mean())).mean())
     factor = (along + pull) / (float(x.var()) + pull) if pull > 0 else 1.0
@@ -54,8 +53,7 @@ def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
     return Line(float(y.mean() - factor * x.mean()), factor)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """One step of one session."""
 
     rows: int
@@ -67,35 +65,19 @@ def rebased(costs: StepCosts, steps: Sequence[MeasuredStep]) -> StepCosts:
     """The table with its base moved to where steps stood: to the line over it that they are fitted
     by, and for each number of rows as close to these steps' mean as they are many; it never
     falls. What sessions and contexts cost is the table's."""
-    found: dict[int, list[float]] = {}
-    for step in steps:
-        beside_s = costs.attention_seconds(step.rows, step.context)
-        found.setdefault(step.rows, []).append(step.seconds - beside_s)
-    line = fitted(
-        [(costs.step_seconds(rows), second) for rows, times in found.items() for second in times]
-    )
-    moved, weights = {}, {}
-    for rows in sorted({*costs.rows, *found}):
-        times = found.get(rows, [])
-        told = line.at(costs.step_seconds(rows))
-        weights[rows] = LINE_STEPS + len(times)
-        moved[rows] = max(0.0, (LINE_STEPS * told + sum(times)) / weights[rows])
-    seconds = _rising(moved, weights)
-    return replace(costs, rows=tuple(seconds), seconds=tuple(seconds.values()))
-
-
-def _rising(values: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
-    """The closest values that never fall, by weighted squares: neighbours that do are pooled."""
-    pools: list[tuple[float, float, list[int]]] = []
-    for rows, value in values.items():
-        weight, members = weights[rows], [rows]
-        while pools and pools[-1][0] > value:
-            before, heavy, others = pools.pop()
-            value = (before * heavy + value * weight) / (heavy + weight)
-            weight += heavy
-            members = [*others, *members]
-        pools.append((value, weight, members))
-    return {rows: value for value, _, members in pools for rows in members}
+    found: dict[int, list[float]] = {rows: [] for rows in costs.rows}
+    for rows, context, seconds in steps:
+        base_s = seconds - costs.attention_seconds(rows, context)
+        found.setdefault(rows, []).append(base_s)
+    pairs = [(costs.step_seconds(rows), one) for rows, times in found.items() for one in times]
+    line, all_rows = fitted(pairs), sorted(found)
+    moved = [
+        (LINE_STEPS * line.at(costs.step_seconds(num)) + sum(found[num]))
+        / (LINE_STEPS + len(found[num]))
+        for num in all_rows
+    ]
+    rising = np.maximum.accumulate([max(0.0, second) for second in moved])
+    return replace(costs, rows=tuple(all_rows), seconds=tuple(rising.tolist()))
 
 
 GROUPS_IN_STEP: Final = 2
@@ -113,25 +95,6 @@ class Load:
     """Of the link between coordinator and draft, beside what messages take on one machine."""
     draft_replicas: int = 1
     """That share the sessions of this target replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookAheadPlan:
-    """Rounds whose likely outcomes the draft works out while the target verifies."""
-
-    num_draft_tokens: int
-    num_outcomes: int
-    hit_rate: float
-    """Share of the rounds whose proposal is among them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Means:
-    """Of the rounds that share steps."""
-
-    rows: float
-    steps: float
-    context: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,120 +126,104 @@ class ServiceTimes:
 
     def plain_seconds(self, rounds: Rounds, load: Load) -> float:
         """All rounds but the first ones, of sessions of which so many decode at a time."""
-        later = rounds.num_rounds - rounds.num_texts
-        if later <= 0:
-            return 0.0
-        context = round(load.sessions * rounds.contexts / later)
-        table_s = self.target.step_seconds(load.sessions, load.sessions, context)
-        return later * self.plain.at(table_s)
+        num = load.sessions
+        table_s = self.target.step_seconds(num, num, round(num * rounds.context))
+        return rounds.num_later * self.plain.at(table_s)
 
     def drafted_seconds(self, rounds: Rounds, load: Load) -> float:
-        """The same with a draft that is waited for."""
-        later = sum(rounds.kinds.values())
-        if later <= 0:
-            return 0.0
-        means = _Means(
-            rows=1 + rounds.proposed_per_round,
-            steps=rounds.steps_per_round,
-            context=rounds.contexts / later,
-        )
-        groups = self._num_groups(means, load)
+        """The same with a draft that is waited for. Sessions that share a step go on together: they
+        gather in as many groups as keep the busier side busy."""
+        shared = _SharedSteps(self, rounds, load)
+        groups = 1 if self.shares_device else min(GROUPS_IN_STEP, load.sessions)
+        while groups < load.sessions and not self.shares_device:
+            together = load.sessions / (groups + 1)
+            if (groups + 1) * shared.busiest_s(together) > shared.round_s(together):
+                break
+            groups += 1
         together = load.sessions / groups
-        alone_s = self._cycle(means, together, load)
-        busy_s = self._busiest(means, together, load)
+        alone_s, busy_s = shared.round_s(together), shared.busiest_s(together)
         queue_s = max(0.0, groups * busy_s - alone_s)
         if groups > GROUPS_IN_STEP:
             queue_s += (groups - 1) * busy_s / alone_s * busy_s / 2
         return sum(
-            number * (self._round(kind, means, together, load) + queue_s)
-            for kind, number in rounds.kinds.items()
+            number * (shared.round_s(together, 1.0 + proposed, steps) + queue_s)
+            for proposed, steps, number in rounds.kinds()
         )
 
-    def look_ahead_seconds(self, rounds: Rounds, load: Load, plan: LookAheadPlan) -> float:
-        """The same with a draft that looks ahead. A round whose proposal is there takes the
-        target's step, or what the draft takes for all outcomes where that is longer; else the
-        proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251, theorem 7). All
-        outcomes grow a token a pass, the bonus from the second pass on; of more than a pass takes
-        some wait for others."""
-        later = sum(rounds.kinds.values())
+    def look_ahead_seconds(
+        self, rounds: Rounds, load: Load, num_draft_tokens: int, num_outcomes: int, hit_rate: float
+    ) -> float:
+        """The same with a draft that looks ahead: that works out so many outcomes while the target
+        verifies, among which the round's own is with chance `hit_rate`. A round whose proposal is
+        there takes the target's step, or what the draft takes for all outcomes where that is
+        longer; else the proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251,
+        theorem 7). All outcomes grow a token a pass, the bonus from the second pass on; of more
+        than a pass takes some wait for others."""
         check(self.draft is not None, "only a model looks ahead")
-        if later <= 0 or self.draft is None:
-            return 0.0
-        k, context = plan.num_draft_tokens, rounds.contexts / later
-        means = _Means(rows=1.0 + k, steps=float(k), context=context)
-        verify_s = self._verify(means.rows, means, load.sessions) + self.rest_s
-        sessions = math.ceil(load.sessions / load.draft_replicas)
-        branches = sessions * plan.num_outcomes
-        passes = (k + 1) * math.ceil(branches / self.max_num_seqs)
+        shared, k, num = _SharedSteps(self, rounds, load), num_draft_tokens, load.sessions
+        verify_s = shared.verify_s(num, 1.0 + k, 1.0 + k) + self.rest_s
+        branches = math.ceil(num / load.draft_replicas) * num_outcomes
         rows = min(branches, self.max_num_seqs)
-        pass_s = self.draft.step_seconds(rows, rows, round(rows * context))
-        ahead_s = self.wait.at(passes * pass_s) + load.round_trip_s
-        draft_s = self._wait(k, means, load.sessions, load)
+        passes = (k + 1) * math.ceil(branches / self.max_num_seqs)
+        ahead_s = self.wait.at(passes * shared.draft_step_s(rows)) + load.round_trip_s
+        draft_s = shared.wait_s(num, k)
         if self.shares_device:
-            return later * (verify_s + ahead_s + (1 - plan.hit_rate) * draft_s)
-        late_s = max(0.0, ahead_s - verify_s)
-        hit, miss = plan.hit_rate, 1 - plan.hit_rate
-        return later * (verify_s + hit * late_s + miss * draft_s)
+            return rounds.num_later * (verify_s + ahead_s + (1 - hit_rate) * draft_s)
+        late_s = hit_rate * max(0.0, ahead_s - verify_s)
+        return rounds.num_later * (verify_s + late_s + (1 - hit_rate) * draft_s)
 
-    def _num_groups(self, means: _Means, load: Load) -> int:
-        if self.shares_device:
-            return 1
-        groups = min(GROUPS_IN_STEP, load.sessions)
-        while groups < load.sessions:
-            together = load.sessions / (groups + 1)
-            busy_s = (groups + 1) * self._busiest(means, together, load)
-            if busy_s > self._cycle(means, together, load):
-                break
-            groups += 1
-        return groups
 
-    def _cycle(self, means: _Means, together: float, load: Load) -> float:
-        """From one round to the next, of a group that finds nobody before it."""
-        wait_s = self._wait(means.steps, means, together, load)
-        return wait_s + self._verify(means.rows, means, together) + self.rest_s
+class _SharedSteps:
+    """Times of rounds that share their steps with as many others of the same mean."""
 
-    def _busiest(self, means: _Means, together: float, load: Load) -> float:
-        """What a group keeps the busier side busy."""
-        verify_s = self._verify(means.rows, means, together)
-        return max(verify_s, self._draft_steps(means.steps, means, together, load))
+    def __init__(self, times: ServiceTimes, rounds: Rounds, load: Load) -> None:
+        self._times, self._load = times, load
+        self._context = rounds.context
+        self._rows, self._steps = 1.0 + rounds.proposed_per_round, rounds.steps_per_round
 
-    def _round(self, kind: RoundKind, means: _Means, together: float, load: Load) -> float:
-        verify_s = self._verify(1.0 + kind.num_proposed, means, together)
-        return self._wait(kind.num_steps, means, together, load) + verify_s + self.rest_s
+    def round_s(
+        self, together: float, rows: float | None = None, steps: float | None = None
+    ) -> float:
+        """A round of so many sessions at once, of the mean kind or this one, that finds nothing
+        before it in a queue."""
+        rows, steps = self._rows if rows is None else rows, self._steps if steps is None else steps
+        return self.wait_s(together, steps) + self.verify_s(together, rows) + self._times.rest_s
 
-    def _verify(self, rows: float, means: _Means, together: float) -> float:
+    def busiest_s(self, together: float) -> float:
+        """How long such a round keeps the busier side busy."""
+        draft_s = self._times.wait.factor * self._drafted_s(together, self._steps)
+        return max(self.verify_s(together, self._rows), draft_s)
+
+    def verify_s(self, together: float, rows: float, others: float = 0.0) -> float:
         """The target's part: own rows, and those of the others in its step."""
+        others = others or self._rows
 
         def table_s(sessions: int) -> float:
-            all_rows = max(1, round(rows + (sessions - 1) * means.rows))
-            return self.verify.step_seconds(all_rows, sessions, round(sessions * means.context))
+            all_rows = max(1, round(rows + (sessions - 1) * others))
+            context = round(sessions * self._context)
+            return self._times.verify.step_seconds(all_rows, sessions, context)
 
         return _between(table_s, together)
 
-    def _wait(self, steps: float, means: _Means, together: float, load: Load) -> float:
+    def wait_s(self, together: float, steps: float) -> float:
         """The round trip counts in as far as a replica is asked: not where a look-up proposes."""
-        table_s = self._draft_table(steps, means, together, load)
-        return self.wait.at(table_s) + load.round_trip_s * min(1.0, steps)
+        link_s = self._load.round_trip_s * min(1.0, steps)
+        return self._times.wait.at(self._drafted_s(together, steps)) + link_s
 
-    def _draft_steps(self, steps: float, means: _Means, together: float, load: Load) -> float:
-        return self.wait.factor * self._draft_table(steps, means, together, load)
-
-    def _draft_table(self, steps: float, means: _Means, together: float, load: Load) -> float:
-        draft = self.draft
+    def draft_step_s(self, sessions: int) -> float:
+        """One step of the draft's model."""
+        draft = self._times.draft
         if draft is None:
             return 0.0
+        return draft.step_seconds(sessions, sessions, round(sessions * self._context))
 
-        def table_s(sessions: int) -> float:
-            slots = round(sessions * means.context)
-            return draft.step_seconds(sessions, sessions, slots)
-
-        return steps * _between(table_s, max(1.0, together / load.draft_replicas))
+    def _drafted_s(self, together: float, steps: float) -> float:
+        sessions = max(1.0, together / self._load.draft_replicas)
+        return steps * _between(self.draft_step_s, sessions)
 
 
 def _between(seconds: Callable[[int], float], sessions: float) -> float:
     """Of steps that so many sessions share on average."""
     fewer = math.floor(sessions)
     part = sessions - fewer
-    if part == 0:
-        return seconds(fewer)
-    return (1 - part) * seconds(fewer) + part * seconds(fewer + 1)
+    return seconds(fewer) if part == 0 else (1 - part) * seconds(fewer) + part * seconds(fewer + 1)

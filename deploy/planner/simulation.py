@@ -2,7 +2,7 @@
 
 Coordinators, targets, drafts, the memory store and the client are the code that is deployed. Two
 things are stated instead of computed: what a step takes, by the cost tables of the plan, and what
-is accepted, by an emulated pair of languages (`_rows`). Loads, losses and figures are here, too.
+is accepted, by an emulated pair of languages (`_rows`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import OutriderError, StreamBroken, Unavailable, check
+from outrider.errors import OutriderError, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_BITS
 from outrider.messages import ReplicaDescription
 from outrider.registry.registry import LEASE_S, ReplicaRecord, Role
@@ -47,9 +47,11 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
-from .options import COORDINATOR_S, SECONDS, Loss
 from .round_times import ServiceTimes
 
+COORDINATOR_S: Final = 0.00029
+"""Of a coordinator's one thread for a round, as `outrider bench overhead` measures it."""
+SECONDS: Final = 10.0
 WARM_UP_S: Final = 3.0
 ANSWER_TOKENS_MAX: Final = 2**17
 """Of an answer that does not end."""
@@ -58,6 +60,8 @@ PAGES_MIN: Final = 2**14
 _GUESSED_MASS: Final = 2.0**-10
 _DECOY_MASS: Final = 2.0**-15
 """What the draft's law gives a correction that is to be guessed, and each one that is not."""
+ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
+"""In the order in which their numbers are found: those that cost most first."""
 RoleName = Literal["target", "draft"]
 
 
@@ -87,10 +91,21 @@ class Demand:
     """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
-    """What rounds propose, and how much of it is accepted."""
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One replica of a role that falls silent; another may take its place, with nothing held."""
 
+    role: Role
+    at_s: float
+    """Since measuring began."""
+    back_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A target and a draft: how much of what rounds propose is accepted, and their times."""
+
+    name: str = ""
     survival: tuple[float, ...]
     """[K]: the chance that 1, 2, ... K draft tokens or more are accepted; empty = plain."""
     num_proposed: float
@@ -101,53 +116,23 @@ class Drafting:
     """Outcomes of each round worked out ahead."""
     hit_rate: float = 0.0
     """Share of the rounds whose outcome is among these, as far as so many outcomes allow it."""
-
-    def __post_init__(self) -> None:
-        falling = pairwise((1.0, *self.survival, 0.0))
-        check(all(a >= b - 1e-12 for a, b in falling), "a survival starts from 1 and never grows")
-        check(0 <= self.num_proposed <= len(self.survival), "at most K are proposed")
-        check(0 <= self.hit_rate <= 1, "a hit rate is a share")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is drafted."""
-        return not self.survival
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Committed tokens, mean."""
-        return 1.0 + sum(self.survival)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A fleet, what is asked of it, and what its parts take."""
-
-    fleet: FleetSize
-    demand: Demand
-    drafting: Drafting
     times: ServiceTimes
     """Of a target and of a draft that do not share a device; `max_num_seqs` sessions share a step
     of the draft."""
-    config: DeploymentConfig = field(default_factory=DeploymentConfig)
-    """Of the services: time-outs and bounds."""
     target_max_num_seqs: int | None = None
     """Sessions that share a step of a target; None = as many as of the draft."""
-    round_trip_s: float = 0.0
+    round_trip_ms: float = 0.0
     """Between coordinators and drafts, beside what messages take on one machine."""
-    coordinator_s: float = COORDINATOR_S
-    """Of a coordinator's one thread for a round."""
-    losses: tuple[Loss, ...] = ()
-    warm_up_s: float = WARM_UP_S
-    """Before measuring begins ..."""
-    seconds: float = SECONDS
-    """... for so long."""
-    seed: int = 0
+
+    @property
+    def k(self) -> int:
+        """Draft tokens of a round."""
+        return len(self.survival)
 
     @property
     def has_drafts(self) -> bool:
         """Whether there are draft replicas: neither for plain decoding nor for a look-up."""
-        return not self.drafting.is_plain and self.times.draft is not None
+        return self.k > 0 and self.times.draft is not None
 
     @property
     def target_seats(self) -> int:
@@ -159,34 +144,46 @@ class Scenario:
         times = self.times
         if role == "draft":
             table = times.draft or StepCosts((1, 2), (0.0, 0.0))
-            passes = self.drafting.num_steps / max(1, len(self.drafting.survival))
-            return _scaled(table, times.wait.factor * passes)
-        if self.drafting.is_plain:
+            return _scaled(table, times.wait.factor * self.num_steps / max(1, self.k))
+        if self.k == 0:
             return _scaled(times.target, times.plain.factor, times.plain.base_s)
         return times.verify
 
 
 def _scaled(costs: StepCosts, factor: float, base_s: float = 0.0) -> StepCosts:
     return StepCosts(
-        costs.rows,
-        tuple(max(0.0, base_s + factor * seconds) for seconds in costs.seconds),
-        costs.session_s * factor,
-        costs.slot_s * factor,
-        costs.row_slot_s * factor,
-    )
+        costs.rows, tuple(max(0.0, base_s + factor * seconds) for seconds in costs.seconds),
+        costs.session_s * factor, costs.slot_s * factor, costs.row_slot_s * factor,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A fleet of a pair, and what is asked of it."""
+
+    pair: Pair
+    fleet: FleetSize
+    demand: Demand
+    config: DeploymentConfig = field(default_factory=DeploymentConfig)
+    """Of the services: time-outs and bounds."""
+    coordinator_s: float = COORDINATOR_S
+    """Of a coordinator's one thread for a round."""
+    losses: tuple[Loss, ...] = ()
+    warm_up_s: float = WARM_UP_S
+    """Before measuring begins ..."""
+    seconds: float = SECONDS
+    """... for so long."""
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFigures:
-    """The replicas of one role: the share of the time that they were in a step (mean, and of the
-    busiest), sessions of a step (mean), and how many sessions each had in the end."""
+    """The replicas of one role: the share of the time that they were in a step, and sessions of a
+    step (means)."""
 
     replicas: int
     busy: float
-    busiest: float
     sessions_per_step: float
-    sessions_least: int
-    sessions_most: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +222,6 @@ class FleetFigures:
     draft_ms: float
     """What a round with a draft waited for its proposal, mean; and as a share of all time."""
     draft_share: float
-    rounds_queued: float
-    """Share of these rounds whose draft had others to serve when they came, lately."""
     hit_rate: float
     """Share of these rounds whose proposal was there before they began."""
     targets: RoleFigures
@@ -245,7 +240,7 @@ def simulate(scenario: Scenario) -> FleetFigures:
         logging.disable(logging.NOTSET)
 
 
-def _rows(scenario: Scenario, role: RoleName) -> torch.Tensor:
+def _rows(pair: Pair, role: RoleName) -> torch.Tensor:
     """Logits [VOCABULARY + 1, VOCABULARY] behind each token; the last row is for no token.
 
     Token d = 1..K is what is proposed at depth d, which is told by the token before it; the target
@@ -253,20 +248,20 @@ def _rows(scenario: Scenario, role: RoleName) -> torch.Tensor:
     guesses K + 1, and behind it no look-up finds anything. What a draft might guess in place of 0
     the target never says: so many outcomes are worked out as are asked for, and of those as many
     hit as is stated."""
-    drafting = scenario.drafting
-    k = len(drafting.survival)
-    chances = [b / a if a > 0 else 0.0 for a, b in pairwise((1.0, *drafting.survival))]
-    ends = sorted((a - b for a, b in pairwise((1.0, *drafting.survival, 0.0))), reverse=True)
-    among = sum(ends[: max(1, drafting.look_ahead)])
-    guessed = min(1.0, drafting.hit_rate / among) if drafting.look_ahead else 1.0
-    if not scenario.has_drafts:
-        guessed = drafting.num_proposed / max(1, k)
-    decoys = math.ceil(drafting.look_ahead / (k + 1)) - 1
+    k = pair.k
+    chances = [b / a if a > 0 else 0.0 for a, b in pairwise((1.0, *pair.survival))]
+    ends = sorted((a - b for a, b in pairwise((1.0, *pair.survival, 0.0))), reverse=True)
+    guessed = 1.0
+    if not pair.has_drafts:
+        guessed = pair.num_proposed / max(1, k)
+    elif pair.look_ahead:
+        guessed = min(1.0, pair.hit_rate / sum(ends[: pair.look_ahead]))
+    decoys = math.ceil(pair.look_ahead / (k + 1)) - 1
     law = torch.zeros((VOCABULARY + 1, VOCABULARY), dtype=torch.float64)
     for last in range(VOCABULARY + 1):
         depth = last + 1 if last <= k else 1
         chance = chances[depth - 1] if depth <= k else 0.0
-        if last == k + 1 and not scenario.has_drafts:
+        if last == k + 1 and not pair.has_drafts:
             chance = 0.0
         if role == "target":
             law[last, 0] = (1 - chance) * guessed
@@ -284,32 +279,31 @@ class _Engine(EmulatedEngine):
 
     def __init__(self, scenario: Scenario, role: RoleName, max_num_seqs: int) -> None:
         demand = scenario.demand
-        answer = min(demand.answer_tokens, 2**14)
-        pages = math.ceil(8 * max_num_seqs * (demand.prompt_tokens + answer) / PAGE_SIZE)
         length = demand.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
-        pages = min(2**16, max(PAGES_MIN, pages, math.ceil(length / PAGE_SIZE)))
+        held = 8 * max_num_seqs * (demand.prompt_tokens + min(demand.answer_tokens, 2**14))
+        pages = min(2**16, max(PAGES_MIN, math.ceil(max(held, length) / PAGE_SIZE)))
         spec = EmulatedSpec(
             vocab_size=VOCABULARY, support=1, order=1, max_model_len=length, num_pages=pages
         )
         super().__init__(spec, role, max_num_seqs)
-        self._costs = scenario.costs(role)
-        self._law = _rows(scenario, role)
-        self.busy_s, self.num_steps, self.num_sessions = 0.0, 0, 0
+        self.costs = scenario.pair.costs(role)
+        self.work = np.zeros(3)
+        """Seconds in steps, steps, and sessions in them."""
+        self._law = _rows(scenario.pair, role)
 
     def _logits(self, contexts: Any) -> torch.Tensor:
         last = np.minimum(contexts[:, 0], VOCABULARY).astype(np.int64)
         return self._law[torch.from_numpy(last)]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
-        costs, rows, attention_s = self._costs, 0, 0.0
+        rows, attention_s = 0, 0.0
         for step in steps:
             num = len(step.token_ids)
             rows += num
-            attention_s += costs.attention_seconds(num, self.length(step.sequence_id) - num)
-        seconds = costs.mixed_seconds(rows, len(steps), attention_s)
-        self.busy_s += seconds
-        self.num_steps += 1
-        self.num_sessions += len(steps)
+            held = self.length(step.sequence_id) - num
+            attention_s += self.costs.attention_seconds(num, held)
+        seconds = self.costs.mixed_seconds(rows, len(steps), attention_s)
+        self.work += (seconds, 1, len(steps))
         return seconds
 
 
@@ -322,10 +316,10 @@ class _Lookup(LookupDrafter):
 
     def guess(self, request: DraftRequest) -> Guess:
         last = request.token_ids[-1]
-        if last > self._num:
+        if last > self._num or self._num == 0:
             return NO_GUESS
-        ids = range(last % self._num + 1, self._num + 1) if self._num else ()
-        return Guess(tuple(ids)[: request.num_draft_tokens], float(self._num))
+        ids = tuple(range(last % self._num + 1, self._num + 1))
+        return Guess(ids[: request.num_draft_tokens], float(self._num))
 
     def release(self, session_id: str) -> None:
         pass
@@ -338,18 +332,16 @@ class _Replica:
         self.role: RoleName = role
         self.name = name
         self.lost_at: float | None = None
-        seats = scenario.target_seats if role == "target" else scenario.times.max_num_seqs
+        pair, target = scenario.pair, scenario.config.target
+        seats = pair.target_seats if role == "target" else pair.times.max_num_seqs
         self.engine = _Engine(scenario, role, seats)
         executor = InlineExecutor(self.engine.take_step_seconds)
         bounds: dict[str, Any] = {
-            "max_num_seqs": seats,
-            "max_num_batched_tokens": scenario.config.target.max_num_batched_tokens,
-            "costs": scenario.costs(role),
-        }
+            "max_num_seqs": seats, "max_num_batched_tokens": target.max_num_batched_tokens,
+            "costs": self.engine.costs,
+        }  # fmt: skip
         self.service: Any = (
-            TargetService(
-                self.engine, executor, gathers=scenario.config.target.gather_sessions, **bounds
-            )
+            TargetService(self.engine, executor, gathers=target.gather_sessions, **bounds)
             if role == "target"
             else DraftService.with_model(self.engine, executor, **bounds)
         )
@@ -363,10 +355,8 @@ class _Link(MemoryLink[Any, Any]):
         self, replica: _Replica, coordinator: _Coordinator, travel_s: float, turn_s: float
     ) -> None:
         super().__init__(replica.service, self._carry)
-        self._replica = replica
-        self._coordinator = coordinator
-        self._travel_s = travel_s
-        self._turn_s = turn_s
+        self._replica, self._coordinator = replica, coordinator
+        self._travel_s, self._turn_s = travel_s, turn_s
         self._goes_out = False
 
     def send(self, item: Any) -> None:
@@ -394,13 +384,9 @@ class _Link(MemoryLink[Any, Any]):
             return
         loop = asyncio.get_running_loop()
         if self._goes_out:
-            loop.call_later(self._travel_s, self._deliver_out, message)
+            loop.call_later(self._travel_s, lambda: None if self._is_cut else message())
         else:
             loop.call_later(self._travel_s, self._coordinator.take, self._turn_s, message)
-
-    def _deliver_out(self, message: Callable[[], None]) -> None:
-        if not self._is_cut:
-            message()
 
 
 class _Store:
@@ -432,28 +418,28 @@ class _Coordinator:
         """Of clients whose streams it serves, in the order in which these began."""
         self._fleet = fleet
         self._free_at = 0.0
-        scenario, rng = fleet.scenario, fleet.rng
-        settings, drafting = scenario.config.coordinator, scenario.drafting
-        looks_up = not drafting.is_plain and not scenario.has_drafts
+        scenario, rng, pair = fleet.scenario, fleet.rng, fleet.scenario.pair
+        settings = scenario.config.coordinator
+        looks_up = pair.k > 0 and not pair.has_drafts
         store: Any = _Store(fleet.store, self)
         self.service = CoordinatorService(
             CoordinatorOptions(
                 name=name,
                 served_model_name="simulated",
-                defaults=RequestDefaults(len(drafting.survival), DEADLINE_MS_MAX),
+                defaults=RequestDefaults(pair.k, DEADLINE_MS_MAX),
                 length_control=False,
                 run_ahead_rounds=settings.run_ahead_rounds,
                 max_sessions=settings.max_sessions,
                 timeouts=Timeouts.of(settings),
                 follows=True,
-                look_ahead=drafting.look_ahead if scenario.has_drafts else 0,
+                look_ahead=pair.look_ahead if pair.has_drafts else 0,
                 resume_grace_s=settings.resume_grace_ms / 1e3,
                 looks_up=looks_up,
             ),
             store=store,
             targets={one.name: self.link(one.name) for one in fleet.present("target")},
             drafts={one.name: self.link(one.name) for one in fleet.present("draft")},
-            fallback=_Lookup(len(drafting.survival) if looks_up else 0),
+            fallback=_Lookup(pair.k if looks_up else 0),
             text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(SEED_BITS),
@@ -471,11 +457,12 @@ class _Coordinator:
     def link(self, name: str) -> _Link:
         """To the replica at an address, which is its name."""
         scenario, replica = self._fleet.scenario, self._fleet.replicas[name]
-        times = scenario.times
+        pair, turn_s = scenario.pair, scenario.coordinator_s
         if replica.role == "draft":
-            return _Link(replica, self, max(0.0, times.wait.base_s + scenario.round_trip_s) / 2, 0)
-        rest_s = 0.0 if scenario.drafting.is_plain else times.rest_s - scenario.coordinator_s
-        return _Link(replica, self, max(0.0, rest_s) / 2, scenario.coordinator_s)
+            both_s, turn_s = pair.times.wait.base_s + pair.round_trip_ms / 1e3, 0.0
+        else:
+            both_s = pair.times.rest_s - turn_s if pair.k else 0.0
+        return _Link(replica, self, max(0.0, both_s) / 2, turn_s)
 
     def take(self, turn_s: float, message: Callable[[], None]) -> None:
         """A message has come: its turn is behind those before it."""
@@ -496,11 +483,10 @@ class _Coordinator:
 
     async def told(self, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
         """A client's stream, which breaks when this is lost."""
-        task = asyncio.current_task()
-        check(task is not None, "clients are tasks")
+        task: Any = asyncio.current_task()
         if self.is_lost:
             raise StreamBroken(f"{self.name} does not answer")
-        self.tasks[task] = None  # type: ignore[index]
+        self.tasks[task] = None
         try:
             async with aclosing(events):
                 async for event in events:
@@ -511,11 +497,11 @@ class _Coordinator:
             task.uncancel()
             raise StreamBroken(f"{self.name} fell silent") from None
         finally:
-            del self.tasks[task]  # type: ignore[arg-type]
+            del self.tasks[task]
 
 
 class _Transport:
-    """The clients' way to whichever coordinator is at a place."""
+    """The clients' way to the coordinator that has a place now."""
 
     def __init__(self, fleet: _Fleet, place: int) -> None:
         self.address = f"coordinator-{place}"
@@ -541,8 +527,8 @@ class _Request:
         self.tokens: list[tuple[float, int]] = []
         """When how many came."""
         self.rounds: list[tuple[float, RoundReport]] = []
-        self.losses: set[int] = set()
-        """Numbers of the losses of a replica that had it."""
+        self.losses: set[Loss] = set()
+        """Of a replica that had it."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
         """Seconds a token from then on, or from its first tokens on, and of how many tokens."""
@@ -570,30 +556,29 @@ class _Fleet:
     async def run(self) -> FleetFigures:
         """The whole scenario."""
         scenario, loop = self.scenario, asyncio.get_running_loop()
+        fleet, demand = scenario.fleet, scenario.demand
         self.store = MemoryStore(lambda: loop.time() * 1e3)
-        for _ in range(scenario.fleet.targets):
-            self._add("target")
-        for _ in range(scenario.fleet.drafts if scenario.has_drafts else 0):
-            self._add("draft")
-        for number in range(scenario.fleet.coordinators):
-            await self._add_coordinator(number)
-        transports: list[Any] = [
-            _Transport(self, place) for place in range(scenario.fleet.coordinators)
-        ]
+        for role, number in (("target", fleet.targets), ("draft", fleet.drafts)):
+            for _ in range(number if role == "target" or scenario.pair.has_drafts else 0):
+                self._add(role)  # type: ignore[arg-type]
+        for place in range(fleet.coordinators):
+            await self._add_coordinator(place)
+        transports: list[Any] = [_Transport(self, place) for place in range(fleet.coordinators)]
         self._client = Client(ResumingTransport(transports, random=self.rng.random))
-        demand = scenario.demand
         for index in range(demand.sessions or 0):
             self.begin(self._keep(scenario.warm_up_s / 2 * index / (demand.sessions or 1)))
         if demand.rate:
             self.begin(self._arrive(demand.rate))
-        for number, loss in enumerate(scenario.losses):
-            self.begin(self._lose(number, loss))
+        for loss in scenario.losses:
+            self.begin(self._lose(loss))
         await asyncio.sleep(scenario.warm_up_s)
         before = self._work()
         await asyncio.sleep(scenario.seconds)
         if self._failure is not None:
             raise self._failure
-        return self._came_to(before)
+        nothing = np.zeros(3)
+        work = {name: now - before.get(name, nothing) for name, now in self._work().items()}
+        return _measured(self._requests, scenario, work)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs to the end of the simulation."""
@@ -633,33 +618,34 @@ class _Fleet:
         """One request after the other. The first prompt is short: else a fleet would begin with the
         prompts of all at once."""
         await asyncio.sleep(start_s)
-        prompt_tokens: int | None = min(PAGE_SIZE, self.scenario.demand.prompt_tokens)
+        prompt_tokens = self.scenario.demand.prompt_tokens
+        is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
         while True:
-            if not await self._request(prompt_tokens):
+            if not is_served:
                 await asyncio.sleep(1.0)
-            prompt_tokens = None
+            is_served = await self._request(prompt_tokens)
 
     async def _arrive(self, rate: float) -> None:
         while True:
             await asyncio.sleep(float(self._drawn.exponential(1.0 / rate)))
-            self.begin(self._request())
+            self.begin(self._request(self.scenario.demand.prompt_tokens))
 
-    async def _request(self, prompt_tokens: int | None = None) -> bool:
-        """Whether it was served; None = as long a prompt as the demand says."""
-        scenario, loop = self.scenario, asyncio.get_running_loop()
-        demand, k = scenario.demand, len(scenario.drafting.survival)
+    async def _request(self, prompt_tokens: int) -> bool:
+        """Whether it was served."""
+        demand, loop = self.scenario.demand, asyncio.get_running_loop()
         answer = ANSWER_TOKENS_MAX
         if demand.answer_tokens < math.inf:
             answer = min(answer, int(self._drawn.geometric(1.0 / demand.answer_tokens)))
-        prompt = self._drawn.integers(VOCABULARY, size=prompt_tokens or demand.prompt_tokens)
+        prompt = self._drawn.integers(VOCABULARY, size=prompt_tokens)
         asked = GenerateRequest(
             prompt=(*prompt.tolist()[:-1], 0), sampling=SamplingParams(temperature=1.0),
-            max_tokens=answer,
-            seed=self.rng.getrandbits(SEED_BITS), rule=Rule.TOKEN, num_draft_tokens=k,
-            deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
+            max_tokens=answer, seed=self.rng.getrandbits(SEED_BITS), rule=Rule.TOKEN,
+            num_draft_tokens=self.scenario.pair.k, deadline_ms=DEADLINE_MS_MAX,
+            include_rounds=True,
         )  # fmt: skip
-        request, session_id, task = _Request(loop.time()), "", asyncio.current_task()
-        self._running[task] = request  # type: ignore[index]
+        task: Any = asyncio.current_task()
+        request, session_id = _Request(loop.time()), ""
+        self._running[task] = request
         self._requests.append(request)
         try:
             async with aclosing(self._client.generate(asked)) as events:
@@ -676,24 +662,23 @@ class _Fleet:
         finally:
             request.ended_at = loop.time()
             self._by_session.pop(session_id, None)
-            del self._running[task]  # type: ignore[arg-type]
+            del self._running[task]
         return not request.failed
 
-    async def _lose(self, number: int, loss: Loss) -> None:
+    async def _lose(self, loss: Loss) -> None:
         """The first replica of the role that is there, if there is one."""
         scenario, hit = self.scenario, list[_Request]()
         await asyncio.sleep(scenario.warm_up_s + loss.at_s)
-        if loss.role == "coordinator":
-            places = [i for i, one in enumerate(self.coordinators) if not one.is_lost]
-            for lost in [self.coordinators[place] for place in places[:1]]:
-                hit = [self._running[task] for task in lost.tasks]
-                lost.lose()
-        else:
-            for replica in self.present(loss.role)[:1]:
-                hit = [self._by_session[one] for one in self._sessions_of(replica.name)]
-                replica.lost_at = asyncio.get_running_loop().time()
+        places = [i for i, one in enumerate(self.coordinators) if not one.is_lost]
+        if loss.role == "coordinator" and places:
+            lost = self.coordinators[places[0]]
+            hit = [self._running[task] for task in lost.tasks]
+            lost.lose()
+        for replica in self.present(loss.role)[:1]:
+            hit = [self._by_session[one] for one in self._sessions_of(replica.name)]
+            replica.lost_at = asyncio.get_running_loop().time()
         for request in hit:
-            request.losses.add(number)
+            request.losses.add(loss)
         if loss.back_s >= scenario.seconds:
             return
         await asyncio.sleep(loss.back_s - loss.at_s)
@@ -710,54 +695,16 @@ class _Fleet:
         found = [session for pool in pools if name in pool for session in pool[name].sessions]
         return [session for session in found if session in self._by_session]
 
-    def _work(self) -> dict[str, tuple[float, int, int]]:
-        """Of each replica so far: busy for so many seconds, steps, sessions in them."""
-        found = {
-            name: (one.engine.busy_s, one.engine.num_steps, one.engine.num_sessions)
-            for name, one in self.replicas.items()
-        }
-        return found | {one.name: (one.busy_s, 0, 0) for one in self.coordinators}
-
-    def _came_to(self, before: Mapping[str, tuple[float, int, int]]) -> FleetFigures:
-        seconds = self.scenario.seconds
-        work = {
-            name: tuple(a - b for a, b in zip(now, before.get(name, (0.0, 0, 0)), strict=True))
-            for name, now in self._work().items()
-        }
-
-        def role(role: Role, here: Mapping[str, int]) -> RoleFigures:
-            num = self.scenario.fleet.of(role) if role != "draft" or here else 0
-            found = [one for name, one in work.items() if name.startswith(role)]
-            shares = [min(1.0, busy_s / seconds) for busy_s, *_ in found]
-            return RoleFigures(
-                replicas=num,
-                busy=sum(shares) / max(1, num),
-                busiest=max(shares, default=0.0),
-                sessions_per_step=sum(one[2] for one in found) / max(1, sum(o[1] for o in found)),
-                sessions_least=min(here.values(), default=0),
-                sessions_most=max(here.values(), default=0),
-            )
-
-        waits = [one.service.figures.draft_waits or 0.0 for one in self.coordinators]
-        loads = {
-            side: {one.name: len(self._sessions_of(one.name)) for one in self.present(side)}
-            for side in ("target", "draft")
-        }
-        return _measured(
-            self._requests,
-            self.scenario,
-            rounds_queued=sum(waits) / len(waits),
-            targets=role("target", loads["target"]),
-            drafts=role("draft", loads["draft"]),
-            coordinators=role(
-                "coordinator",
-                {one.name: one.service.num_running for one in self.coordinators if not one.is_lost},
-            ),
-        )
+    def _work(self) -> dict[str, Any]:
+        """Of each replica so far: seconds busy, steps, and sessions in them."""
+        found = {name: one.engine.work.copy() for name, one in self.replicas.items()}
+        return found | {one.name: np.array([one.busy_s, 0, 0]) for one in self.coordinators}
 
 
-def _measured(requests: Sequence[_Request], scenario: Scenario, **others: Any) -> FleetFigures:
-    """From the warm-up's end on."""
+def _measured(
+    requests: Sequence[_Request], scenario: Scenario, work: Mapping[str, Any]
+) -> FleetFigures:
+    """From the warm-up's end on. `work` is by replica, as of `_Engine.work`."""
     begin, seconds = scenario.warm_up_s, scenario.seconds
     end = begin + seconds
     tokens = [(at, n) for one in requests for at, n in one.tokens if at >= begin]
@@ -776,6 +723,18 @@ def _measured(requests: Sequence[_Request], scenario: Scenario, **others: Any) -
         for one in requests
         if one.tokens and one.tokens[0][0] >= begin
     ]
+
+    def role(name: Role) -> RoleFigures:
+        num = scenario.fleet.of(name) if name != "draft" or scenario.pair.has_drafts else 0
+        found = [one for key, one in work.items() if key.startswith(name)]
+        return RoleFigures(
+            replicas=num,
+            busy=float(sum(min(1.0, one[0] / seconds) for one in found)) / max(1, num),
+            sessions_per_step=float(
+                sum(one[2] for one in found) / max(1, sum(o[1] for o in found))
+            ),
+        )
+
     return FleetFigures(
         tokens_per_second=total / seconds,
         rounds_per_second=len(rounds) / seconds,
@@ -790,12 +749,14 @@ def _measured(requests: Sequence[_Request], scenario: Scenario, **others: Any) -
         draft_ms=1e3 * draft_s / max(1, len(drafted)),
         draft_share=min(1.0, draft_s / max(1e-9, session_s)),
         hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
+        targets=role("target"),
+        drafts=role("draft"),
+        coordinators=role("coordinator"),
         tokens_by_second=tuple(by_second),
         losses=tuple(
-            _loss(loss, [one for one in requests if number in one.losses], by_second, scenario)
-            for number, loss in enumerate(scenario.losses)
+            _loss(loss, [one for one in requests if loss in one.losses], by_second, scenario)
+            for loss in scenario.losses
         ),
-        **others,
     )
 
 
@@ -804,24 +765,23 @@ def _loss(
 ) -> LossFigures:
     at, pauses = scenario.warm_up_s + loss.at_s, [0.0]
     for one in requests:
-        around = [[t for t, _ in one.tokens if t <= at], [t for t, _ in one.tokens if t > at]]
-        if all(around):
-            pauses.append(around[1][0] - around[0][-1])
+        before, after = ([t for t, _ in one.tokens if (t > at) is late] for late in (False, True))
+        if before and after:
+            pauses.append(after[0] - before[-1])
     end_s = min(loss.back_s, scenario.seconds)
 
     def rate(start_s: float, until_s: float) -> float | None:
-        first, last = math.ceil(start_s), math.floor(min(until_s, len(by_second)))
-        return sum(by_second[first:last]) / (last - first) if last > first else None
+        whole = by_second[math.ceil(start_s) : math.floor(until_s)]
+        return sum(whole) / len(whole) if whole else None
 
+    worst = by_second[int(loss.at_s) : max(int(loss.at_s) + 1, int(end_s))]
     return LossFigures(
         role=loss.role,
         at_s=loss.at_s,
         back_s=None if loss.back_s > scenario.seconds else loss.back_s,
         tokens_per_second_before=rate(0.0, loss.at_s),
         tokens_per_second_after=rate(loss.at_s + max(pauses), end_s),
-        tokens_in_worst_second=min(
-            by_second[int(loss.at_s) : max(int(loss.at_s) + 1, int(end_s))], default=0
-        ),
+        tokens_in_worst_second=min(worst, default=0),
         num_paused=len(pauses) - 1,
         pause_ms_p50=1e3 * float(np.median(pauses[1:] or pauses)),
         pause_ms_max=1e3 * max(pauses),

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import speedup
-from deploy.cli import generate
+from deploy.cli import generate, plan
 from deploy.cli.command import Arguments
 from deploy.cli.distill import serve_line
 from deploy.cli.main import parse
 from deploy.cli.options import deployment_config
 from deploy.cli.output import program
-from deploy.planner.options import PlanOptions
 from tests.style.settings_table import README
 
 ROOT = README.parent
@@ -69,7 +68,7 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
         elif arguments.action == "speedup":
             speedup.SpeedupOptions.from_arguments(arguments).load_prompts()
         elif arguments.command == "plan" and not arguments.simulate:
-            PlanOptions.from_arguments(arguments).load_prompts()
+            plan._prompts(arguments)
 
 
 def test_the_guides_have_the_commands_that_a_newcomer_meets() -> None:

@@ -18,28 +18,24 @@ from toy_engine import ToyEngine
 
 from benchmarks.acceptance import ModelReader
 from benchmarks.prompts import BenchPrompt
-from deploy.planner.acceptance import DraftKind, Reading, Sample, rules_at, scripted, total
+from deploy.planner.acceptance import Answer, Reading, Sample, scripted, total
 from deploy.planner.choosing import SWEEP, Replays, TemperaturePlan, choose
-from deploy.planner.options import PlanOptions
 from deploy.planner.rehearsal import (
     PlayedRound,
     PlayedSession,
-    Rehearsed,
-    Tables,
-    Trial,
+    compared,
+    fit,
     rehearse,
     unread_tokens,
 )
-from deploy.planner.report import PlanReport, render, render_plot
+from deploy.planner.report import PlanReport, as_json
 from deploy.planner.round_times import Line, Load, ServiceTimes
 from draft_service.model_drafter import ModelDrafter
-from outrider.config import load_config
+from outrider.config import DraftConfig, load_config
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import SettingError
+from outrider.replica.process_setup import build_lookup
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -51,10 +47,10 @@ VOCAB_SIZE = 12
 MAX_TOKENS = 40
 SALT = 5
 """Of a draft that is right now and then."""
-MODEL = DraftKind(None, True, 0.6, 1)
-NGRAM = DraftKind(NgramDrafter, False, 0.6, 1)
-SUFFIX = DraftKind(SuffixDrafter, False, 0.6, 1)
-HYBRID = DraftKind(SuffixDrafter, True, 0.6, 2)
+MODEL, NGRAM, SUFFIX, HYBRID = (
+    load_config({"draft_model": name, "hybrid_model_tokens": 2, "hybrid_min_score": 0.6}, {}).draft
+    for name in ("m", "ngram", "suffix", "hybrid:suffix,m")
+)
 
 
 def _engine(salt: int = 1) -> ToyEngine:
@@ -65,27 +61,27 @@ def _encode(text: str) -> tuple[int, ...]:
     return (1, 2, int(text) % VOCAB_SIZE, 1, 2)
 
 
-def _sample(kind: DraftKind, temperature: float, draft_salt: int = SALT, num: int = 4) -> Sample:
-    reader = ModelReader(_engine(draft_salt)) if kind.has_model else None
+def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num: int = 4) -> Sample:
+    reader = ModelReader(_engine(draft_salt)) if draft.drafter.model else None
     reading = Reading(_engine(), reader, 96, MAX_TOKENS)
     prompts = [BenchPrompt(str(index), "ab"[index % 2]) for index in range(num)]
     return reading.sample(prompts, _encode, temperature, 3, lambda line: None)
 
 
-def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
+def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
     """Proposed and accepted of each round but the first, of sessions that are played one after the
     other with the services' own drafters, verdicts and decisions."""
     params = SamplingParams(temperature=sample.temperature)
-    target, draft = _engine(), _engine(SALT)
-    lookup = None if kind.make_lookup is None else kind.make_lookup()
-    model = ModelDrafter(draft) if kind.has_model else None
+    target, engine = _engine(), _engine(SALT)
+    lookup = build_lookup(draft)
+    model = ModelDrafter(engine) if draft.drafter.model else None
 
     def propose(request: DraftRequest) -> Any:
         if lookup is not None:
             guess = lookup.guess(request)
-            if model is None or guess.score >= kind.hybrid_min_score:
+            if model is None or guess.score >= draft.hybrid_min_score:
                 return guess.proposal(request)
-            num_drawn = min(request.num_draft_tokens, kind.hybrid_model_tokens)
+            num_drawn = min(request.num_draft_tokens, draft.hybrid_model_tokens)
             request = replace(request, num_draft_tokens=num_drawn)
         assert model is not None
         return model.propose([request])[0]
@@ -109,8 +105,8 @@ def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tu
             outcome = decide(verdict, drafted, rule, noise.accept_uniforms(len(drafted)))
             rounds.append((len(drafted), outcome.num_accepted))
             common = len(ids) + outcome.num_accepted
-            if kind.has_model and draft.length(name) > common:
-                draft.keep(name, common)
+            if engine.length(name) > common:
+                engine.keep(name, common)
             ids += outcome.token_ids
         for drafter in filter(None, (lookup, model)):
             drafter.release(name)
@@ -119,45 +115,43 @@ def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tu
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
-@pytest.mark.parametrize("kind", [MODEL, NGRAM, SUFFIX, HYBRID], ids=["m", "n", "s", "h"])
-def test_at_temperature_0_told_rounds_are_played_rounds(kind: DraftKind, k: int) -> None:
+@pytest.mark.parametrize("draft", [MODEL, NGRAM, SUFFIX, HYBRID], ids=["m", "n", "s", "h"])
+def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: int) -> None:
     """Each session's rounds, what they proposed and what was accepted at each depth, exactly."""
-    sample = _sample(kind, 0.0)
-    told = scripted(kind, sample, Rule.GREEDY, k)
-    for found, rounds in zip(told, _played(kind, sample, Rule.GREEDY, k), strict=True):
+    sample = _sample(draft, 0.0)
+    told = scripted(draft, sample, Rule.GREEDY, k)
+    for found, rounds in zip(told, _played(draft, sample, Rule.GREEDY, k), strict=True):
         assert found.num_rounds == 1 + len(rounds)
         proposed = sorted(number for number, _ in rounds)
-        counted = sorted(
-            kind.num_proposed for kind, number in found.kinds.items() for _ in range(int(number))
-        )
+        counted = sorted(num for num, _, number in found.kinds() for _ in range(int(number)))
         assert counted == proposed
         for depth in range(k):
             assert found.accepted[depth] == sum(taken > depth for _, taken in rounds)
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"),
+    ("draft", "rule"),
     [(MODEL, Rule.TOKEN), (MODEL, Rule.BLOCK), (MODEL, Rule.COUPLED), (HYBRID, Rule.TOKEN)],
-    ids=lambda value: "" if isinstance(value, DraftKind) else value.value,
+    ids=lambda value: "" if isinstance(value, DraftConfig) else value.value,
 )
-def test_at_temperature_1_they_are_so_in_the_mean(kind: DraftKind, rule: Rule) -> None:
+def test_at_temperature_1_they_are_so_in_the_mean(draft: DraftConfig, rule: Rule) -> None:
     """Rounds, and what is accepted of first draft tokens, over 40 sessions of 40 tokens. The
     standard errors are under 0.45 and 0.014, so that either bound is passed in error less than once
     in 10^4 (the seeds are fixed)."""
-    sample = _sample(kind, 1.0, num=40)
-    told = total(scripted(kind, sample, rule, 3))
-    played = _played(kind, sample, rule, 3)
+    sample = _sample(draft, 1.0, num=40)
+    told = total(scripted(draft, sample, rule, 3))
+    played = _played(draft, sample, rule, 3)
     rounds = mean(1 + len(found) for found in played)
     assert told.num_rounds / len(played) == pytest.approx(rounds, abs=1.8)
     first = mean(taken > 0 for found in played for proposed, taken in found if proposed)
-    assert told.by_position()[0] == pytest.approx(first, abs=0.056)
+    assert told.by_position[0] == pytest.approx(first, abs=0.056)
 
 
 def test_a_sure_draft_is_accepted_whole_and_guessed() -> None:
     """The target as its own draft: every token, and every bonus at the first guess."""
     sample = _sample(MODEL, 1.0, draft_salt=1)
     found = total(scripted(MODEL, sample, Rule.COUPLED, 4))
-    assert found.by_position()[:4] == pytest.approx((1.0,) * 4, abs=0.01)
+    assert found.by_position[:4] == pytest.approx((1.0,) * 4, abs=0.01)
     guessing = sample.guessing[Rule.COUPLED]
     assert guessing.hit_rates([1.0] * 4)[0] == pytest.approx(1.0, abs=0.01)
 
@@ -166,13 +160,15 @@ TARGET = StepCosts((1, 9), (0.010, 0.018))
 DRAFT = StepCosts((1, 9), (0.002, 0.003))
 
 
-def _session(k: int, wait_s: float, target_s: float, rest_s: float, rounds: int) -> PlayedSession:
+def _session(
+    text: Answer, k: int, wait_s: float, target_s: float, rest_s: float, rounds: int
+) -> PlayedSession:
     arrived, found = 0.1, []
     for index in range(rounds):
         proposed = k if index else 0
         found.append(PlayedRound(index, (7,), proposed, 0, wait_s, target_s, arrived))
         arrived += wait_s + target_s + rest_s
-    return PlayedSession(k, tuple(found), arrived)
+    return PlayedSession(text, k, tuple(found), arrived)
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
@@ -183,13 +179,11 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     for text in sample.texts:
         for k in (1, 2, 4, 8):
             wait, verify = 0.003 + 2 * k * 0.002, 0.001 + 1.5 * TARGET.step_seconds(k + 1)
-            session = _session(k, wait, verify, 0.002, 12)
-            played.append(Rehearsed(text, session, is_cached=True))
-        plain = _session(0, 0.0, 0.010, 0.004, 12)
-        played.append(Rehearsed(text, plain, is_cached=True))
-    stalled = _session(8, 5.0, 9.0, 3.0, 3)
-    played.append(Rehearsed(sample.texts[0], stalled, is_cached=True))
-    times = Tables(TARGET, DRAFT, 64).fit(MODEL, 0.0, played, shares_device=True)
+            played.append(_session(text, k, wait, verify, 0.002, 12))
+        played.append(_session(text, 0, 0.0, 0.010, 0.004, 12))
+    played.append(_session(sample.texts[0], 8, 5.0, 9.0, 3.0, 3))
+    known = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
+    times = fit(known, MODEL, 0.0, played)
     assert times.wait.at(4 * 0.002) == pytest.approx(0.019, rel=0.02)
     assert times.verify.step_seconds(9) == pytest.approx(0.028, rel=0.02)
     assert times.rest_s == pytest.approx(0.002, rel=0.02)
@@ -215,21 +209,17 @@ def test_the_services_are_started_once_for_all_temperatures(
         return TARGET, DRAFT
 
     async def played(client: Any, text: Any, sampling: Any, k: int, *others: Any) -> Any:
-        return _session(k, 0.01, 0.02, 0.002, 12)
+        return _session(text, k, 0.01, 0.02, 0.002, 12)
 
-    def fit(_: object, kind: object, temperature: float, played: Any, **__: Any) -> ServiceTimes:
+    def fit(known: ServiceTimes, _: object, temperature: float, played: Any) -> ServiceTimes:
         cached[temperature] = [entry.is_cached for entry in played]
         first = Line(factor=1.0 + temperature)
-        return ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT, wait=first, first=first)
+        return replace(known, wait=first, first=first)
 
-    for name, fake in (("running_pair", running_pair), ("_tables", tables), ("play", played)):
+    fakes = {"running_pair": running_pair, "_tables": tables, "play": played, "fit": fit}
+    for name, fake in fakes.items():
         monkeypatch.setattr(f"deploy.planner.rehearsal.{name}", fake)
-    monkeypatch.setattr(Tables, "fit", fit)
-    found = asyncio.run(
-        rehearse(
-            load_config({}, {}), MODEL, samples, shares_device=True, progress=lambda line: None
-        )
-    )
+    found = asyncio.run(rehearse(load_config({}, {}), samples, True, lambda line: None))
     assert (len(starts), len(found)) == (1, 2)
     assert not all(cached[0.0])
     assert all(cached[1.0])
@@ -253,9 +243,9 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     """Acceptance by position, category and rule; every option; a choice; a plot of them."""
     sample = _sample(MODEL, 1.0)
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    chosen = choose(Load(), Replays(MODEL, sample), sample, times)
+    chosen = choose(Load(), Replays(MODEL, sample), times)
     found = _report(chosen, times)
-    value = json.loads(found.to_json(None))
+    value = json.loads(as_json(found.values(None)))
     plan = value["temperatures"]["1"]
     assert set(plan["acceptance"]) == {"a", "b", "all"}
     assert set(plan["acceptance"]["all"]["by_position"]) == {"token", "block", "coupled"}
@@ -265,14 +255,14 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     assert plan["chosen"]["tokens_per_second"] == pytest.approx(best, rel=0.005)
     assert value["validation"] is None
     text = io.StringIO()
-    Console(file=text, width=120).print(render(found, None))
+    Console(file=text, width=120).print(found.render(None))
     sure = plan["spread"]
     assert sure["num_texts"] == len(sample.texts)
     low, high = sure["speedup"]
     assert low <= plan["chosen"]["speedup"] <= high
     words = " ".join(text.getvalue().split())
     assert f"90% have a speed-up of {low:.2f} to {high:.2f} this way" in words
-    plot = render_plot(found)
+    plot = found.plot()
     assert "<svg" in plot
     assert all(f"temperature 1, {rule}" in plot for rule in ("token", "block", "coupled"))
 
@@ -284,17 +274,16 @@ def test_a_plan_says_how_to_deploy_it(interval: tuple[int, int], said: str) -> N
     """By a whole command, whose drafter is the one that was planned for."""
     sample = _sample(MODEL, 0.0)
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    plan = choose(Load(), Replays(MODEL, sample), sample, times)
+    plan = choose(Load(), Replays(MODEL, sample), times)
     assert plan.spread is not None
     plan = replace(plan, spread=replace(plan.spread, num_draft_tokens=interval))
 
     def told(**chosen: int) -> str:
-        option = replace(plan.choice.chosen, **chosen)
-        changed = replace(plan, choice=replace(plan.choice, chosen=option))
+        changed = replace(plan, chosen=replace(plan.chosen, **chosen))
         whole = _report(changed, times, "hybrid:suffix,a b")
         whole = replace(whole, flags=("--no-http", "--draft-device", "a b"))
         text = io.StringIO()
-        Console(file=text, width=400).print(render(whole, None))
+        Console(file=text, width=400).print(whole.render(None))
         return text.getvalue()
 
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
@@ -315,21 +304,21 @@ def test_a_plan_says_where_its_k_is_the_largest_that_it_looked_at(
     monkeypatch.setattr("deploy.planner.choosing.SWEEP", tuple(k for k in SWEEP if k <= most))
 
     def said(times: ServiceTimes) -> tuple[int, bool, str]:
-        chosen = choose(Load(), Replays(MODEL, sample), sample, times)
+        chosen = choose(Load(), Replays(MODEL, sample), times)
         whole = _report(chosen, times)
         text = io.StringIO()
-        Console(file=text, width=120).print(render(whole, None))
+        Console(file=text, width=120).print(whole.render(None))
         words = " ".join(text.getvalue().split())
-        return chosen.choice.chosen.num_draft_tokens, chosen.is_at_edge, words
+        return chosen.chosen.num_draft_tokens, chosen.at_edge, words
 
     flat, free = StepCosts((1, 101), (0.010, 0.010)), StepCosts((1, 101), (1e-6, 1e-6))
-    k, is_at_edge, words = said(ServiceTimes(target=flat, verify=flat, draft=free))
-    assert (k, is_at_edge) == (most, True)
+    k, at_edge, words = said(ServiceTimes(target=flat, verify=flat, draft=free))
+    assert (k, at_edge) == (most, True)
     assert f"K = {most} is the largest that was looked at" in words
     assert ("the most that a round drafts" in words) == (most == bound)
     dear = StepCosts((1, 2, 101), (0.010, 0.5, 9.0))
-    k, is_at_edge, words = said(ServiceTimes(target=dear, verify=dear, draft=free))
-    assert (k, is_at_edge) == (0, False)
+    k, at_edge, words = said(ServiceTimes(target=dear, verify=dear, draft=free))
+    assert (k, at_edge) == (0, False)
     assert "is the largest" not in words
 
 
@@ -338,57 +327,32 @@ def test_predicted_stands_beside_measured() -> None:
     one round the first of three was accepted 120 times in 160."""
     sample = _sample(MODEL, 0.0)
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    trial = Trial(sample, Rule.GREEDY, lambda line: None)
+    played = []
     predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}
     for text, plain, drafted in zip(sample.texts, predicted[0], predicted[3], strict=True):
         first_s = times.first_seconds([unread_tokens(len(text.prompt_ids))])
         one = PlayedRound(0, text.token_ids, 0, 0, 0.0, 0.0, 0.1)
-        trial.note(PlayedSession(0, (one,), first_s + times.plain_seconds(plain, Load())))
+        seconds = first_s + times.plain_seconds(plain, Load())
+        played.append(PlayedSession(text, 0, (one,), seconds))
         rounds = tuple(
             PlayedRound(index, (token_id,), 3, int(index % 4 > 0), 0.0, 0.0, 0.1)
             for index, token_id in enumerate(text.token_ids)
         )
         seconds = first_s + times.drafted_seconds(drafted, Load())
-        trial.note(PlayedSession(3, rounds, 2 * seconds))
-    found = trial.compared(predicted, times, chosen=3)
+        played.append(PlayedSession(text, 3, rounds, 2 * seconds))
+    found = compared(played, predicted, times, (0.0, Rule.GREEDY), 3)
+    values = json.loads(as_json(found.values()))
     by_k = {entry.num_draft_tokens: entry for entry in found.by_k}
     assert by_k[0].error == pytest.approx(0.0, abs=1e-9)
     assert by_k[3].error == pytest.approx(1.0, abs=1e-9)
-    assert found.worst_error == pytest.approx(1.0)
+    assert values["worst_error"] == pytest.approx(1.0)
     assert by_k[3].reached[:3] == (160, 116, 0)
     assert by_k[3].measured_by_position[0] == 120 / 160
     told = by_k[3].predicted_by_position[0]
     assert told is not None
-    assert found.worst_position is not None
-    assert found.worst_position >= abs(told - 0.75)
+    assert values["worst_position"] >= abs(told - 0.75) * (1 - 1e-5)
     rates = {k: entry.measured_tokens_per_second for k, entry in by_k.items()}
-    assert found.loss == pytest.approx(1 - rates[3] / max(rates.values()))
+    assert values["chosen_loss"] == pytest.approx(1 - rates[3] / max(rates.values()))
+    assert values["best_num_draft_tokens"] == max(rates, key=rates.__getitem__)
     assert found.num_same == found.num_answers == 8
-    assert (
-        json.loads(json.dumps(found.values()))["best_num_draft_tokens"]
-        == found.best.num_draft_tokens
-    )
-    Console(file=io.StringIO()).print(*found.tables())
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"round_trip_ms": -1.0}, "round_trip_ms"),
-        ({"concurrency": 0}, "concurrency"),
-        ({"temperature": (3.0,)}, "temperature"),
-        ({"temperature": ()}, "temperature"),
-        ({"temperature": (1.0, 1.0)}, "named twice"),
-        ({"validate": True, "concurrency": 2}, "concurrency"),
-        ({"validate": True, "separate_draft": True}, "separate_draft"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_wrong_options_are_named(values: dict[str, object], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
-        PlanOptions(**values)  # type: ignore[arg-type]
-
-
-def test_rules_go_with_temperatures() -> None:
-    assert rules_at(0.0) == (Rule.GREEDY,)
-    assert Rule.GREEDY not in rules_at(0.5)
+    Console(file=io.StringIO()).print(*found.render())

@@ -46,16 +46,16 @@ def test_a_plan_says_what_is_simulated() -> None:
     """Chances by position become a survival; what is not known is not accepted."""
     pair = of_report(_report(), "it")
     assert pair.name == "b for a"
-    assert pair.drafting.survival == pytest.approx((0.8, 0.4, 0.0))
-    assert (pair.drafting.num_proposed, pair.drafting.num_steps) == (2.5, 2.0)
-    assert (pair.drafting.look_ahead, pair.drafting.hit_rate) == (2, 0.5)
+    assert pair.survival == pytest.approx((0.8, 0.4, 0.0))
+    assert (pair.num_proposed, pair.num_steps) == (2.5, 2.0)
+    assert (pair.look_ahead, pair.hit_rate) == (2, 0.5)
     assert pair.times.verify == StepCosts((1, 8), (0.02, 0.03))
     assert pair.times.draft is None
     assert pair.times.wait == Line(0.001, 1.5)
     assert (pair.times.rest_s, pair.times.max_num_seqs, pair.round_trip_ms) == (0.002, 8, 3.0)
     nothing = {"num_draft_tokens": 0, "proposed_per_round": 0.0, "steps_per_round": 0.0}
     plain = of_report(_report(rule="greedy", look_ahead=0, hit_rate=None, **nothing), "it")
-    assert plain.drafting.is_plain
+    assert plain.k == 0
 
 
 def test_numbers_say_what_is_simulated() -> None:
@@ -66,7 +66,7 @@ def test_numbers_say_what_is_simulated() -> None:
     assert pair.times.verify.step_seconds(16 * 1_000) == pytest.approx(18.3)
     assert pair.times.draft is not None
     assert pair.times.draft.step_seconds(65) == pytest.approx(0.0026)
-    assert pair.drafting.survival == pytest.approx([0.8**n for n in range(1, 7)])
+    assert pair.survival == pytest.approx([0.8**n for n in range(1, 7)])
     table = of_numbers(
         "verify_ms=1:20/101:30, acceptance=0.9/0.5,num_draft_tokens=3,look_ahead=4,hit_rate=0.7,"
         "draft_branches=1,rest_ms=2",
@@ -74,8 +74,8 @@ def test_numbers_say_what_is_simulated() -> None:
         draft_max_num_seqs=5,
     )
     assert table.times.verify.step_seconds(51) == pytest.approx(0.025)
-    assert table.drafting.survival == pytest.approx((0.9, 0.45, 0.225))
-    assert (table.drafting.look_ahead, table.drafting.hit_rate) == (4, 0.7)
+    assert table.survival == pytest.approx((0.9, 0.45, 0.225))
+    assert (table.look_ahead, table.hit_rate) == (4, 0.7)
     assert table.times.draft is not None
     assert table.times.draft.step_seconds(7) == pytest.approx(7 * 0.0013)
     assert (table.times.rest_s, table.times.max_num_seqs) == (0.002, 5)
@@ -119,10 +119,10 @@ def test_wrong_numbers_are_named(text: str, named: str) -> None:
         ((*NUMBERS, "", *FLEET, "--targets", "0"), "error: --targets: 0 is wrong"),
         ((*NUMBERS, "", *FLEET, "--sessions", "100001"), "error: --sessions: 100001"),
         ((*NUMBERS, "", *FLEET, "--round-trip-ms", "nan"), "error: --round-trip-ms: nan"),
-        ((*NUMBERS, "", *FLEET, "--drafts", "few"), "error: --drafts: 'few' is wrong"),
+        ((*NUMBERS, "", *FLEET, "--drafts", "few"), "error: --drafts: few is wrong"),
         ((*NUMBERS, "", *FLEET, "--lose", "mind@3"), "error: --lose: 'mind@3' is wrong"),
-        ((*NUMBERS, "", *FLEET, "--lose", "draft@5-4"), "error: --lose: 5-4"),
-        ((*NUMBERS, "", *FLEET, "--lose", "draft@99"), "error: --lose: 99"),
+        ((*NUMBERS, "", *FLEET, "--lose", "draft@5-4"), "error: --lose: draft@5-4"),
+        ((*NUMBERS, "", *FLEET, "--lose", "draft@99"), "error: --lose: draft@99"),
         ((*NUMBERS, "num_draft_tokens=0", *FLEET, "--lose", "draft@1"), "error: --lose: draft is"),
         ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
         ((*NUMBERS, "", *FLEET, "--validate"), "error: --validate: is for models"),
@@ -171,7 +171,7 @@ def test_a_saved_report_is_simulated_without_models(
     assert [(one["load"]["sessions"], one["fleet"]["targets"]) for one in report["fleets"]] == [
         (2, 1), (2, 2), (4, 1), (4, 2)
     ]  # fmt: skip
-    assert report["pair"]["drafting"]["look_ahead"] == 2
+    assert report["pair"]["look_ahead"] == 2
     for one in report["fleets"]:
         assert one["round_trip_ms"] == 3.0
         assert one["figures"]["tokens_per_second"] > 0

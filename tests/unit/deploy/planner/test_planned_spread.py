@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploy.planner.acceptance import Attempt, Rounds, replay, total
-from deploy.planner.choosing import LEVEL, Candidate, Choice, Chooser, Spread, spread
+from deploy.planner.choosing import LEVEL, Chooser, Option, Spread, best, spread
 from deploy.planner.round_times import Load, ServiceTimes
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
@@ -31,34 +31,35 @@ def rounds_of(acceptance: float, num_draft_tokens: int) -> Rounds:
     return replay(NUM_TOKENS, attempt_at)
 
 
-def planned(acceptances: Sequence[float]) -> tuple[Choice, Spread | None]:
+def planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]:
     """Of texts of which each has an acceptance of its own."""
     prompt_tokens = [10] * len(acceptances)
-    plain = [rounds_of(0.0, 0) for _ in acceptances]
-    parts = [[rounds_of(a, k) for a in acceptances] for k in KS]
-    chooser = Chooser(TIMES, Load(), prompt_tokens, total(plain), Rule.TOKEN)
-    candidates = [Candidate(Rule.TOKEN, k, total(part)) for k, part in zip(KS, parts, strict=True)]
-    choice = chooser.choose(candidates)
-    return choice, spread(choice, TIMES, Load(), prompt_tokens, plain, parts)
+    parts = [[rounds_of(a, k) for a in acceptances] for k in (0, *KS)]
+    chooser = Chooser(TIMES, Load(), prompt_tokens, total(parts[0]), Rule.TOKEN)
+    options = [chooser.plain]
+    for k, part in zip(KS, parts[1:], strict=True):
+        options.append(chooser.best_way(Rule.TOKEN, k, total(part)))
+    return options, spread(options, parts, TIMES, Load(), prompt_tokens)
 
 
 def test_texts_that_are_alike_leave_no_doubt() -> None:
-    choice, found = planned([0.7] * 6)
+    options, found = planned([0.7] * 6)
+    chosen = best(options)
     assert found is not None
     assert found.num_texts == 6
-    assert found.speedup == pytest.approx((choice.chosen.speedup,) * 2)
-    assert found.num_draft_tokens == (choice.chosen.num_draft_tokens,) * 2
+    assert found.speedup == pytest.approx((chosen.speedup,) * 2)
+    assert found.num_draft_tokens == (chosen.num_draft_tokens,) * 2
     assert found.same_share == 1.0
 
 
 def test_texts_that_differ_leave_some_and_more_of_them_less() -> None:
     """The speed-up lies within its interval, and K is not the same in every sample."""
     few, many = [0.2, 0.95] * 3, [0.2, 0.95] * 48
-    (choice, found), (_, surer) = planned(few), planned(many)
+    (options, found), (_, surer) = planned(few), planned(many)
     assert found is not None
     assert surer is not None
     low, high = found.speedup
-    assert low < choice.chosen.speedup < high
+    assert low < best(options).speedup < high
     assert found.num_draft_tokens[0] < found.num_draft_tokens[1]
     assert found.same_share < 1.0
     assert surer.speedup[1] - surer.speedup[0] < (high - low) / 2
@@ -70,12 +71,12 @@ def test_an_interval_holds_the_speed_up_about_as_often_as_it_says() -> None:
     generator = np.random.default_rng(1)
     law = np.linspace(0.3, 0.9, 13)
     whole, _ = planned(list(law))
-    speedups = {option.num_draft_tokens: option.speedup for option in whole.options}
+    speedups = {option.num_draft_tokens: option.speedup for option in whole}
     num_held, num_tries = 0, 60
     for _ in range(num_tries):
-        choice, found = planned(list(generator.choice(law, size=24)))
+        options, found = planned(list(generator.choice(law, size=24)))
         assert found is not None
-        truth = speedups[choice.chosen.num_draft_tokens]
+        truth = speedups[best(options).num_draft_tokens]
         num_held += found.speedup[0] <= truth <= found.speedup[1]
     assert LEVEL == 0.9
     assert 0.75 * num_tries <= num_held < num_tries
@@ -86,7 +87,7 @@ def test_one_text_says_nothing_of_others() -> None:
 
 
 def test_where_no_draft_pays_that_is_sure() -> None:
-    choice, found = planned([0.01] * 5)
-    assert choice.chosen.num_draft_tokens == 0
+    options, found = planned([0.01] * 5)
+    assert best(options).num_draft_tokens == 0
     assert found is not None
     assert (found.speedup, found.same_share) == ((1.0, 1.0), 1.0)
