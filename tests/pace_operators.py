@@ -4,13 +4,13 @@ under their names, so that what calls them by name is tried anywhere."""
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from reference_kernels import ReferenceKernels
+from reference_kernels import attend_spans, normed, rotated, row_by_row, write_slots
+from torch.nn import functional
 
-from outrider.engine.cpu.kernels import KernelsUnavailable, PaceKernels, Spans, load_pace
+from outrider.engine.cpu.kernels import KernelsUnavailable, PaceKernels, load_pace
 
 _SCHEMAS = (
     "libxsmmlinear_plain(Tensor rows, Tensor weight, Tensor? bias) -> Tensor",
@@ -49,48 +49,44 @@ def pace_kernels() -> PaceKernels:
 
 
 class _Reference:
-    """Each operator in terms of `ReferenceKernels`."""
+    """Each operator in plain ones."""
 
     library: Any
     kernels: PaceKernels
 
-    def __init__(self) -> None:
-        self._plain = ReferenceKernels(torch.bfloat16)
-        self.rmsnorm, self.fused_add_rmsnorm = self._plain.norm, self._plain.add_norm
-
     def libxsmmlinear_plain(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return self._plain.linear(rows, self.kernels.unpack(weight), bias)
+        return row_by_row(rows, self.kernels.unpack(weight), bias)
 
     def libxsmm_fused_mlp(self, rows: torch.Tensor, *given: Any) -> torch.Tensor:
         gate, up, down = (self.kernels.unpack(weight) for weight in given[:3])
-        return self._plain.mlp(rows, gate, up, down, given[-1])
+        gated = getattr(functional, given[-1])(row_by_row(rows, gate))
+        return row_by_row(gated * row_by_row(rows, up), down)
 
-    def fused_rope_apply(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._plain.rotate(*given[:4])
+    def rmsnorm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return normed(rows, weight, eps)
 
-    def paged_attention_reshape_and_cache(
-        self, key: Any, value: Any, keys: Any, values: Any, slots: Any, isa: str
-    ) -> None:
-        self._plain.write(_cache(keys, values), slots, key, value)
+    def fused_add_rmsnorm(
+        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = rows + residual
+        return normed(total, weight, eps), total
 
-    def get_paged_attention_scheduler_metadata(
-        self, num: int, heads: int, key_heads: int, width: int, *given: Any
-    ) -> torch.Tensor:
-        return torch.tensor([heads, key_heads, width])
+    def fused_rope_apply(
+        self, query: torch.Tensor, key: torch.Tensor, cos: Any, sin: Any, axis: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotated(query, cos, sin), rotated(key, cos, sin)
+
+    def paged_attention_reshape_and_cache(self, *given: Any) -> None:
+        write_slots(*given[:5])
+
+    def get_paged_attention_scheduler_metadata(self, *given: Any) -> torch.Tensor:
+        return torch.zeros(1)
 
     def paged_attention_with_kv_cache(
         self, query: Any, keys: Any, values: Any, output: torch.Tensor, starts: Any, ends: Any,
         scaling: float, causal: bool, slopes: Any, left: int, right: int, pages: Any,
         softcap: float, schedule: torch.Tensor, sinks: Any,
     ) -> None:  # fmt: skip
-        spans, window = Spans(starts, ends, pages), left + 1 if left >= 0 else None
-        cached = _cache(keys, values)
-        output.copy_(
-            self._plain.attend(query, cached, spans, schedule, scaling, window, softcap or None)
-        )
-
-
-def _cache(keys: torch.Tensor, values: torch.Tensor) -> Any:
-    return SimpleNamespace(keys=keys, values=values)
+        attend_spans(query, keys, values, output, starts, ends, pages, left, scaling, softcap)

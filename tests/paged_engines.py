@@ -18,7 +18,7 @@ from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
-from outrider.models.module_replacement import speed_up
+from outrider.models.module_replacement import NativeRMSNorm, speed_up
 
 VOCAB = 32
 
@@ -140,8 +140,7 @@ class EngineMaker:
         dtype = str(module.dtype).removeprefix("torch.")
         kernels = None
         if self.fused:
-            kernels = ReferenceKernels(module.dtype)
-            speed_up(module, kernels=kernels)
+            kernels = fuse(module)
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "", logit_token_ids)
         engine = WatchedEngine(
             module,
@@ -156,6 +155,23 @@ class EngineMaker:
         )
         self.made.append(engine)
         return engine
+
+
+def fuse(module: Any) -> ReferenceKernels:
+    """Kernels that the module's layers are replaced for. In float64 its norms and its GELU are
+    exact, as the kernels' are, where the library's are for less."""
+    for parent in list(module.modules() if module.dtype == torch.float64 else ()):
+        for name, child in list(parent.named_children()):
+            kind = type(child).__name__
+            if kind.endswith("RMSNorm"):
+                eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+                offset = float("Gemma" in kind)
+                setattr(parent, name, NativeRMSNorm(child.weight, eps, offset))
+            elif kind == "GELUTanh":
+                setattr(parent, name, torch.nn.GELU())
+    kernels = ReferenceKernels(module.dtype)
+    speed_up(module, kernels=kernels)
+    return kernels
 
 
 @contextmanager

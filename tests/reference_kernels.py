@@ -1,20 +1,168 @@
 """Fused kernels in plain operators, in any dtype: they show that what calls them is right, on any
 machine. A row's result does not depend on others: each is worked out alone."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from outrider.engine.cpu.kernels import PaceKernels, Spans
-from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.engine.cpu.kernels import Attention, FusedLayers, LayerSizes, PaceKernels
+
+PAGE = 16
+
+
+class ReferenceLayers(FusedLayers):
+    @torch.jit.ignore
+    def linear(
+        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return row_by_row(rows, packed, bias)
+
+    @torch.jit.ignore
+    def mlp(
+        self, rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        act = getattr(functional, self.activation)
+        return row_by_row(act(row_by_row(rows, gate)) * row_by_row(rows, up), down)
+
+    @torch.jit.ignore
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return normed(rows, weight, self.eps)
+
+    @torch.jit.ignore
+    def add_norm(
+        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = rows + residual
+        return normed(total, weight, self.eps), total
+
+    @torch.jit.ignore
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotated(query, cos, sin), rotated(key, cos, sin)
+
+    @torch.jit.ignore
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        write_slots(key, value, keys, values, slots)
+
+    @torch.jit.ignore
+    def attend(
+        self,
+        i: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        spans: Attention,
+    ) -> None:
+        expected = [query.shape[1], keys.shape[1], query.shape[2]]
+        assert spans.schedules[self.kind[i]].tolist() == expected
+        attend_spans(
+            query, keys, values, output, spans.starts, spans.ends, spans.pages, self.window[i],
+            self.scaling[i], self.softcap[i],
+        )  # fmt: skip
+
+
+def attend_spans(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    pages: torch.Tensor,
+    before: int,
+    scaling: float,
+    softcap: float,
+) -> None:
+    assert len(query) == int(starts[-1])
+    for index, end in enumerate(ends.tolist()):
+        last = int(starts[index + 1])
+        for row in range(int(starts[index]), last):
+            seen = end - (last - row) + 1
+            first = 0 if before < 0 else max(0, seen - before - 1)
+            own = pages[index][first // PAGE : -(-seen // PAGE)].long()
+            output[row] = attend_row(
+                query[row], *gathered(keys, values, own), first % PAGE, seen - first // PAGE * PAGE,
+                scaling, softcap,
+            )  # fmt: skip
+
+
+def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    a, b = states.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend_row(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    begin: int,
+    end: int,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    """[heads, width] of one token's queries [heads, width]."""
+    rows = query.view(len(keys), len(query) // len(keys), -1)
+    scores = rows @ keys[:, begin:end].transpose(1, 2) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    return (torch.softmax(scores, -1) @ values[:, begin:end]).view(query.shape)
+
+
+def normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(rows.dtype)
+
+
+def row_by_row(
+    rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    assert rows.is_contiguous()
+    assert rows.dim() == 3
+    return torch.stack([functional.linear(row, packed, bias) for row in rows[0]])[None]
+
+
+def write_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    pages, places = slots // PAGE, slots % PAGE
+    num_pages, num_heads, page_size, width = keys.shape
+    keys.view(num_pages, num_heads, width, page_size)[pages, :, :, places] = key
+    values[pages, :, places] = value
+
+
+def gathered(
+    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_pages, num_heads, page_size, width = keys.shape
+    columns = keys.view(num_pages, num_heads, width, page_size)[pages]
+    return (
+        columns.permute(1, 0, 3, 2).reshape(num_heads, -1, width),
+        values[pages].transpose(0, 1).reshape(num_heads, -1, width),
+    )
 
 
 class ReferenceKernels(PaceKernels):
     name = "reference kernels"
+    layers = ReferenceLayers
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, layers: type[FusedLayers] = ReferenceLayers) -> None:
         self.dtype = dtype
+        self.layers = layers
         self.num_steps = 0
         """Calls of `schedule`."""
 
@@ -27,120 +175,12 @@ class ReferenceKernels(PaceKernels):
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         return packed
 
-    def linear(
-        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert rows.is_contiguous()
-        assert rows.dim() == 3
-        return torch.stack([functional.linear(row, packed, bias) for row in rows[0]])[None]
-
-    def mlp(
-        self,
-        rows: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
-        act = {"silu": functional.silu, "gelu": functional.gelu}[activation]
-        return self.linear(
-            act(self.linear(rows, gate, None)) * self.linear(rows, up, None), down, None
-        )
-
-    def norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return (normed * weight).to(rows.dtype)
-
-    def add_norm(
-        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = rows + residual
-        return self.norm(total, weight, eps), total
-
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = cos[:, :, None], sin[:, :, None]
-
-        def rotated(states: torch.Tensor) -> torch.Tensor:
-            a, b = states.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-        return rotated(query), rotated(key)
-
-    def write(
-        self,
-        cache: BlockedKeysAndValues,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        pages, places = slots // self.page_size, slots % self.page_size
-        num_pages, num_heads, page_size, width = cache.keys.shape
-        cache.keys.view(num_pages, num_heads, width, page_size)[pages, :, :, places] = keys
-        cache.values[pages, :, places] = values
+    def linear(self, *given: Any) -> torch.Tensor:
+        return row_by_row(*given)
 
     def schedule(
-        self, spans: Spans, query_heads: int, key_heads: int, width: int, window: int | None
+        self, starts: torch.Tensor, ends: torch.Tensor, sizes: LayerSizes, window: int | None
     ) -> torch.Tensor:
         self.num_steps += 1
-        assert spans.starts.dtype == spans.ends.dtype == spans.pages.dtype == torch.int32
-        return torch.tensor([query_heads, key_heads, width])
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        cache: BlockedKeysAndValues,
-        spans: Spans,
-        schedule: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        assert schedule.tolist() == [query.shape[1], cache.keys.shape[1], query.shape[2]]
-        assert len(query) == int(spans.starts[-1])
-        output = torch.empty_like(query)
-        starts, ends = spans.starts.tolist(), spans.ends.tolist()
-        for index, end in enumerate(ends):
-            for row in range(starts[index], starts[index + 1]):
-                seen = end - (starts[index + 1] - row) + 1
-                first = 0 if window is None else max(0, seen - window)
-                output[row] = self._attend_row(
-                    query[row], cache, spans.pages[index], first, seen, scaling, softcap
-                )
-        return output
-
-    def at_once(self, *given: object) -> None:
-        return None
-
-    def _attend_row(
-        self,
-        query: torch.Tensor,
-        cache: BlockedKeysAndValues,
-        pages: torch.Tensor,
-        first: int,
-        seen: int,
-        scaling: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """[heads, width] of one token's queries [heads, width], to slots `first` to `seen`."""
-        first_page = first // self.page_size
-        some = pages[first_page : -(-seen // self.page_size)].long()
-        keys, values = self._gathered(cache, some)
-        begin, end = first - first_page * self.page_size, seen - first_page * self.page_size
-        rows = query.view(len(keys), len(query) // len(keys), -1)
-        scores = rows @ keys[:, begin:end].transpose(1, 2) * scaling
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        return (torch.softmax(scores, -1) @ values[:, begin:end]).view(query.shape)
-
-    @staticmethod
-    def _gathered(
-        cache: BlockedKeysAndValues, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_pages, num_heads, page_size, width = cache.keys.shape
-        columns = cache.keys.view(num_pages, num_heads, width, page_size)[pages]
-        keys = columns.permute(1, 0, 3, 2).reshape(num_heads, -1, width)
-        values = cache.values[pages].transpose(0, 1).reshape(num_heads, -1, width)
-        return keys, values
+        assert starts.dtype == ends.dtype == torch.int32
+        return torch.tensor([sizes.query_heads, sizes.key_heads, sizes.width])

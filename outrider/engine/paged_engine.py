@@ -24,7 +24,7 @@ from torch import nn
 
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
-from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
+from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.backend import DeviceBackend
@@ -189,7 +189,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         try:
             if self._page_size != kernels.page_size:
                 raise CannotFuse(f"its pages have {self._page_size} tokens")
-            decoder = fused_decoder(self._module, layers, info.max_model_len, kernels)
+            decoder = FusedDecoder(self._module, layers, info.max_model_len, kernels)
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None

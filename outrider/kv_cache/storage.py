@@ -126,17 +126,6 @@ class BlockedKeysAndValues:
         self._columns = self.keys.view(*size[:2], size[3], size[2])
         self._page_size = page_size
 
-    def with_pages(self, num_pages: int) -> BlockedKeysAndValues:
-        """An empty cache of the same layer."""
-        _, num_heads, page_size, width = self.keys.shape
-        shape = LayerShape(num_heads, width, width, self.keys.dtype, self.keys.device)
-        return BlockedKeysAndValues(shape, num_pages, page_size)
-
-    def copy_from(self, other: BlockedKeysAndValues, pages: torch.Tensor) -> None:
-        """Makes its pages copies of another cache's pages [n], of which it has as many."""
-        torch.index_select(other.keys, 0, pages, out=self.keys)
-        torch.index_select(other.values, 0, pages, out=self.values)
-
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
         """See `KeysAndValues.copy`; a unit is a page or a slot."""
         if unit == self._page_size:

@@ -4,20 +4,18 @@
 dependencies, and its package is not imported here: its shared library alone is loaded, which
 registers the operators `torch.ops.pace`. The library is built for one version of torch.
 """
-# Annotations are not postponed: TorchScript reads those of `_LayersAtOnce`.
+# Annotations are not postponed: TorchScript reads those of `FusedLayers`.
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import metadata
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.kv_cache.storage import BlockedKeysAndValues
 
 PACKAGE: Final = "amd-pace"
 VERSION: Final = "1.3.0"
@@ -35,68 +33,278 @@ class KernelsUnavailable(OutriderError):
     """Why a library's kernels cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """The new tokens of a step, cut into S spans of consecutive tokens of one sequence."""
+class Attention(NamedTuple):
+    """What Q rows of a step attend to, in S spans: consecutive tokens of one sequence each."""
 
+    rows: torch.Tensor | None
+    """[Q]: the rows, in the order of the spans; None = all of the step, in its order."""
     starts: torch.Tensor
-    """[S + 1], int32: the row of the step that each begins with, and the number of rows."""
+    """[S + 1], int32: the row that each span begins with, and the number of rows."""
     ends: torch.Tensor
     """[S], int32: the length of its sequence up to and with its last token."""
     pages: torch.Tensor
     """[S, any], int32: the page table of its sequence."""
+    schedules: list[torch.Tensor]
+    """How the work is shared among threads, for each kind of layer."""
 
 
-RunLayers = Callable[
-    [
-        torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor,
-        torch.Tensor, torch.Tensor, list[torch.Tensor],
-    ],
-    tuple[torch.Tensor, torch.Tensor],
-]  # fmt: skip
-"""(embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T], the
-`starts`, `ends` and `pages` of `Spans`, a schedule of each kind) -> what the last layer puts out,
-and what that is yet to be added to: [1, T, D]."""
+class Copies(NamedTuple):
+    """Pages of a layer's cache that the paths of trees attend to copies of."""
+
+    pages: torch.Tensor
+    """[P]: the page that each is a copy of."""
+    rows: torch.Tensor
+    """[W]: rows of the step whose keys and values are written to the copies ..."""
+    slots: torch.Tensor
+    """... and their slots there, [W]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of a decoder, and what is its own; linear weights are packed."""
+
+    first_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    attention_norm: torch.Tensor | None
+    """Of what attention puts out, in layers of four norms."""
+    second_norm: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    mlp_norm: torch.Tensor | None
+    rotation: int
+    """Which of the decoder's tables of cosines and sines."""
+    kind: int
+    """Which schedule its attention has."""
+    scaling: float
+    softcap: float
+    """0 = none."""
+    window: int
+    """Tokens before its own that a token sees; -1 = all."""
+
+
+class LayerSizes(NamedTuple):
+    """What all layers of a decoder have in common."""
+
+    query_heads: int
+    key_heads: int
+    width: int
+    """Of a head."""
+    eps: float
+    activation: str
+
+
+class FusedLayers(nn.Module):
+    """All layers of a decoder; what differs between them stands in lists.
+
+    A step of 30 layers calls more than 300 operators, and after each one Python takes back its
+    lock, which the thread that talks to other processes may hold. TorchScript runs them all without
+    the lock, and saves 1 ms of a step. It is deprecated, but part of the one version of torch that
+    the operators are built for. Rows are [1, T, D], contiguous.
+    """
+
+    first_norm: list[torch.Tensor]
+    qkv: list[torch.Tensor]
+    qkv_bias: list[torch.Tensor | None]
+    query_norm: list[torch.Tensor | None]
+    key_norm: list[torch.Tensor | None]
+    output: list[torch.Tensor]
+    output_bias: list[torch.Tensor | None]
+    attention_norm: list[torch.Tensor | None]
+    second_norm: list[torch.Tensor]
+    gate: list[torch.Tensor]
+    up: list[torch.Tensor]
+    down: list[torch.Tensor]
+    mlp_norm: list[torch.Tensor | None]
+    rotation: list[int]
+    kind: list[int]
+    scaling: list[float]
+    softcap: list[float]
+    window: list[int]
+
+    def __init__(self, layers: Sequence[LayerWeights], sizes: LayerSizes) -> None:
+        super().__init__()
+        self.query_heads, self.key_heads, self.width, self.eps, self.activation = sizes
+        self.num_layers, self.isa = len(layers), _ISA
+        for field in fields(LayerWeights):
+            setattr(self, field.name, [getattr(layer, field.name) for layer in layers])
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        cos: list[torch.Tensor],
+        sin: list[torch.Tensor],
+        slots: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        chains: Attention | None,
+        paths: Attention | None,
+        copies: Copies | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T]
+        and the layers' caches, as many as are to run: what the last layer puts out, and what that
+        is yet to be added to."""
+        residual = rows
+        for i in range(len(keys)):
+            if i == 0:
+                normed = self.norm(rows, self.first_norm[i])
+            else:
+                normed, residual = self.add_norm(rows, residual, self.first_norm[i])
+            query, key, value = self.before(i, normed, cos, sin)
+            self.write(key, value, keys[i], values[i], slots)
+            output = torch.empty_like(query)
+            if chains is not None:
+                self.attend_rows(i, query, keys[i], values[i], output, chains)
+            if paths is not None and copies is not None:
+                own_keys = keys[i].index_select(0, copies.pages)
+                own_values = values[i].index_select(0, copies.pages)
+                key = key.index_select(0, copies.rows)
+                value = value.index_select(0, copies.rows)
+                self.write(key, value, own_keys, own_values, copies.slots)
+                self.attend_rows(i, query, own_keys, own_values, output, paths)
+            rows, residual = self.after(i, output, residual)
+        return rows, residual
+
+    def before(
+        self, i: int, normed: torch.Tensor, cos: list[torch.Tensor], sin: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, width] of layer `i`."""
+        heads = self.linear(normed, self.qkv[i], self.qkv_bias[i])
+        heads = heads.view(1, normed.size(1), -1, self.width)
+        counts = [self.query_heads, self.key_heads, self.key_heads]
+        query, key, value = heads.split_with_sizes(counts, 2)
+        query_norm, key_norm = self.query_norm[i], self.key_norm[i]
+        if query_norm is not None and key_norm is not None:
+            query, key = self.norm(query, query_norm), self.norm(key, key_norm)
+        query, key = self.rotate(query, key, cos[self.rotation[i]], sin[self.rotation[i]])
+        return query[0], key[0], value[0]
+
+    def after(
+        self, i: int, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of layer `i`, as `forward`."""
+        rows = attended.view(1, attended.size(0), -1)
+        rows = self.linear(rows, self.output[i], self.output_bias[i])
+        attention_norm, mlp_norm = self.attention_norm[i], self.mlp_norm[i]
+        if attention_norm is not None:
+            rows = self.norm(rows, attention_norm)
+        normed, residual = self.add_norm(rows, residual, self.second_norm[i])
+        rows = self.mlp(normed, self.gate[i], self.up[i], self.down[i])
+        if mlp_norm is not None:
+            rows = self.norm(rows, mlp_norm)
+        return rows, residual
+
+    def attend_rows(
+        self,
+        i: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        spans: Attention,
+    ) -> None:
+        """Puts into `output` [T, heads, width] the attention of some rows in layer `i`."""
+        rows = spans.rows
+        if rows is None:
+            self.attend(i, query, keys, values, output, spans)
+        else:
+            query = query.index_select(0, rows)
+            attended = torch.empty_like(query)
+            self.attend(i, query, keys, values, attended, spans)
+            output.index_copy_(0, rows, attended)
+
+    def linear(
+        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """rows @ weight.T + bias, [1, T, out]."""
+        return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
+
+    def mlp(
+        self, rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """down(activation(gate(rows)) * up(rows))."""
+        return torch.ops.pace.libxsmm_fused_mlp(  # type: ignore[no-any-return]
+            rows, gate, up, down, None, None, None, self.activation
+        )
+
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight of another dtype
+        is one that the rows' cannot hold, as 1 + w of Gemma's in bfloat16."""
+        if weight.dtype == rows.dtype:
+            return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
+        wide = rows.to(weight.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, True) + self.eps)
+        return (wide * scale * weight).to(rows.dtype)
+
+    def add_norm(
+        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm` of rows + residual, and that sum."""
+        if weight.dtype == rows.dtype:
+            return torch.ops.pace.fused_add_rmsnorm(  # type: ignore[no-any-return]
+                rows, residual, weight, self.eps
+            )
+        total = rows + residual
+        return self.norm(total, weight), total
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary positions of queries and keys [1, T, heads, width]: (a, b) -> (a cos - b sin,
+        b cos + a sin), with halves a and b of a head's width."""
+        return torch.ops.pace.fused_rope_apply(query, key, cos, sin, 2)  # type: ignore[no-any-return]
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Puts keys and values [n, heads, width] into slots [n] of a layer's cache."""
+        torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
+
+    def attend(
+        self,
+        i: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        spans: Attention,
+    ) -> None:
+        """Puts into `output` the causal attention of queries [Q, heads, width] to their own
+        sequences' slots, their own included."""
+        torch.ops.pace.paged_attention_with_kv_cache(
+            query, keys, values, output, spans.starts, spans.ends, self.scaling[i], True, None,
+            self.window[i], 0, spans.pages, self.softcap[i],
+            spans.schedules[self.kind[i]], None,
+        )  # fmt: skip
 
 
 class PaceKernels:
-    """The operators. Rows are [1, T, width], contiguous."""
+    """The operators, and what they need."""
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
     """Of rows, weights, keys and values."""
     page_size = 16
     activations: Final = ("silu", "gelu")
-    """Those of `mlp`."""
-
-    def __init__(self) -> None:
-        """The operators must be registered; see `load_pace`."""
-        operators: Any = torch.ops.pace
-        self.linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = (
-            operators.libxsmmlinear_plain.default
-        )
-        """(rows, packed weight, bias) -> rows @ weight.T + bias, [1, T, out]."""
-        self.norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = (
-            operators.rmsnorm.default
-        )
-        """(rows, weight, eps) -> rows / sqrt(mean(rows^2) + eps) * weight, over the last axis of
-        any number of axes."""
-        self.add_norm: Callable[
-            [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-        ] = operators.fused_add_rmsnorm.default
-        """(rows, residual, weight, eps) -> `norm` of rows + residual, and that sum."""
-        self._mlp = operators.libxsmm_fused_mlp.default
-        self._rotate = operators.fused_rope_apply.default
-        self._write = operators.paged_attention_reshape_and_cache.default
-        self._schedule = operators.get_paged_attention_scheduler_metadata.default
-        self._attend = operators.paged_attention_with_kv_cache.default
+    layers: type[FusedLayers] = FusedLayers
+    """The operators of whole layers."""
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
         """Whether a weight [out, in] can be packed."""
         return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [out, in] in the layout of `linear`: [out / 32, in / 64, 32, 32, 2]."""
+        """A weight [out, in] in the kernels' layout: [out / 32, in / 64, 32, 32, 2]."""
         num_out, num_in = weight.shape
         tiles = weight.view(num_out // _OUT_UNIT, _OUT_UNIT, num_in // _IN_UNIT, _IN_UNIT // 2, 2)
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
@@ -106,91 +314,25 @@ class PaceKernels:
         num_out, num_in = packed.shape[0] * _OUT_UNIT, packed.shape[1] * _IN_UNIT
         return packed.permute(0, 3, 1, 2, 4).reshape(num_out, num_in)
 
-    def mlp(
-        self,
-        rows: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
+    def linear(
+        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """down(activation(gate(rows)) * up(rows)), of packed weights."""
-        output: torch.Tensor = self._mlp(rows, gate, up, down, None, None, None, activation)
-        return output
-
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary positions of queries and keys [1, T, heads, width], by the cosines and sines
-        [1, T, width / 2] of the angles: (a, b) -> (a cos - b sin, b cos + a sin), with halves a
-        and b of a head's width."""
-        rotated: tuple[torch.Tensor, torch.Tensor] = self._rotate(query, key, cos, sin, 2)
-        return rotated
-
-    def write(
-        self,
-        cache: BlockedKeysAndValues,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Puts keys and values [T, heads, width] into slots [T] of a cache."""
-        self._write(keys, values, cache.keys, cache.values, slots, _ISA)
+        """rows [1, T, in] @ weight.T + bias, [1, T, out]."""
+        return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
 
     def schedule(
-        self, spans: Spans, query_heads: int, key_heads: int, width: int, window: int | None
+        self, starts: torch.Tensor, ends: torch.Tensor, sizes: LayerSizes, window: int | None
     ) -> torch.Tensor:
-        """How `attend` shares its work among threads, for all layers of one kind. It is never split
-        along the context, where the number of splits, and with it the order of a row's sums, would
-        depend on the rest of the step. The kernels ask OpenMP for the number of threads, which
-        torch sets on a thread that is new when it is first asked for it."""
+        """How attention shares its work among threads, for all layers of one window. It is never
+        split along the context, where the number of splits, and with it the order of a row's sums,
+        would depend on the rest of the step. The kernels ask OpenMP for the number of threads,
+        which torch sets on a thread that is new when it is first asked for it."""
         torch.get_num_threads()
-        found: torch.Tensor = self._schedule(
-            len(spans.ends), query_heads, key_heads, width, spans.ends, self.dtype, spans.starts,
+        found: torch.Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
+            len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
             True, -1 if window is None else window, _ISA, False,
         )  # fmt: skip
         return found
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        cache: BlockedKeysAndValues,
-        spans: Spans,
-        schedule: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Causal attention [T, heads, width] of queries [T, heads, width] to their own sequences'
-        slots, their own included; to the last `window` of these, if it is given."""
-        output = torch.empty_like(query)
-        left, right = (-1, 0) if window is None else (window - 1, 0)
-        self._attend(
-            query, cache.keys, cache.values, output, spans.starts, spans.ends, scaling, True, None,
-            left, right, spans.pages, softcap or 0.0, schedule, None,
-        )  # fmt: skip
-        return output
-
-    def at_once(
-        self, layers: Sequence[Any], caches: Sequence[BlockedKeysAndValues], kinds: Sequence[int]
-    ) -> RunLayers | None:
-        """All `FusedLayer`s in one call on their caches, bit for bit what their operators make one
-        by one; `kinds` are the numbers of their schedules. None for layers that are not made of the
-        operators alone, or that differ in what the call has once."""
-        shared = {layer.of_operators for layer in layers}
-        if len(shared) != 1 or None in shared:
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
-            scripted: Any = torch.jit.script(_LayersAtOnce(layers, caches, kinds).eval())
-
-        def run(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            # Else the first steps of each shape would wait for a compiler that gains nothing here.
-            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-                found: tuple[torch.Tensor, torch.Tensor] = scripted(*given)
-            return found
-
-        return run
 
 
 @cache
@@ -213,112 +355,9 @@ def load_pace() -> PaceKernels:
         path = str(distribution.locate_file(_LIBRARY))
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         return PaceKernels()
-    except (OSError, AttributeError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise KernelsUnavailable(f"{PACKAGE}'s library cannot be loaded: {reason}") from error
-
-
-class _LayersAtOnce(nn.Module):
-    """All layers of a decoder in one call; what differs between them stands in lists.
-
-    A step of 30 layers calls more than 300 operators, and after each one Python takes back its
-    lock, which the thread that talks to other processes may hold. TorchScript runs them all without
-    the lock, and saves 1 ms of a step. It is deprecated, but part of the one version of torch that
-    the operators are built for.
-    """
-
-    qkv_bias: list[torch.Tensor | None]
-    query_norm: list[torch.Tensor | None]
-    key_norm: list[torch.Tensor | None]
-    output_bias: list[torch.Tensor | None]
-    attention_norm: list[torch.Tensor | None]
-    mlp_norm: list[torch.Tensor | None]
-
-    def __init__(
-        self, layers: Sequence[Any], caches: Sequence[BlockedKeysAndValues], kinds: Sequence[int]
-    ) -> None:
-        super().__init__()
-        (self.query_heads, self.key_heads, _), self.width, self.eps, self.activation = layers[
-            0
-        ].of_operators
-        self.num_layers, self.isa = len(layers), _ISA
-        self.keys = [cache.keys for cache in caches]
-        self.values = [cache.values for cache in caches]
-        self.kind = list(kinds)
-
-        def weights(norm: str) -> list[Any]:
-            return [getattr(getattr(one, norm), "weight", None) for one in layers]
-
-        self.first_norm, self.second_norm = weights("first_norm"), weights("second_norm")
-        self.query_norm, self.key_norm = weights("query_norm"), weights("key_norm")
-        self.attention_norm, self.mlp_norm = weights("attention_norm"), weights("mlp_norm")
-        self.qkv = [one.qkv.packed for one in layers]
-        self.qkv_bias = [one.qkv.bias for one in layers]
-        self.rotation = [one.rotation for one in layers]
-        self.scaling = [one.scaling for one in layers]
-        self.window = [-1 if one.window is None else one.window - 1 for one in layers]
-        self.softcap = [one.softcap or 0.0 for one in layers]
-        self.output = [one.output.packed for one in layers]
-        self.output_bias = [one.output.bias for one in layers]
-        self.gate = [one.mlp.gate for one in layers]
-        self.up = [one.mlp.up for one in layers]
-        self.down = [one.mlp.down for one in layers]
-
-    def forward(
-        self,
-        rows: torch.Tensor,
-        cos: list[torch.Tensor],
-        sin: list[torch.Tensor],
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        pages: torch.Tensor,
-        schedules: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        eps, num_tokens = self.eps, rows.size(1)
-        num_heads = [self.query_heads, self.key_heads, self.key_heads]
-        residual = rows
-        for i in range(self.num_layers):
-            if i == 0:
-                normed = torch.ops.pace.rmsnorm(rows, self.first_norm[i], eps)
-            else:
-                normed, residual = torch.ops.pace.fused_add_rmsnorm(
-                    rows, residual, self.first_norm[i], eps
-                )
-            heads = torch.ops.pace.libxsmmlinear_plain(normed, self.qkv[i], self.qkv_bias[i])
-            heads = heads.view(1, num_tokens, -1, self.width)
-            query, key, value = heads.split_with_sizes(num_heads, 2)
-            query_norm, key_norm = self.query_norm[i], self.key_norm[i]
-            if query_norm is not None and key_norm is not None:
-                query = torch.ops.pace.rmsnorm(query, query_norm, eps)
-                key = torch.ops.pace.rmsnorm(key, key_norm, eps)
-            table = self.rotation[i]
-            query, key = torch.ops.pace.fused_rope_apply(query, key, cos[table], sin[table], 2)
-            torch.ops.pace.paged_attention_reshape_and_cache(
-                key[0], value[0], self.keys[i], self.values[i], slots, self.isa
-            )
-            asked = query[0]
-            attended = torch.empty_like(asked)
-            torch.ops.pace.paged_attention_with_kv_cache(
-                asked, self.keys[i], self.values[i], attended, starts, ends, self.scaling[i], True,
-                None, self.window[i], 0, pages, self.softcap[i], schedules[self.kind[i]], None,
-            )  # fmt: skip
-            rows = torch.ops.pace.libxsmmlinear_plain(
-                attended.view(1, num_tokens, -1), self.output[i], self.output_bias[i]
-            )
-            attention_norm = self.attention_norm[i]
-            if attention_norm is not None:
-                rows = torch.ops.pace.rmsnorm(rows, attention_norm, eps)
-            normed, residual = torch.ops.pace.fused_add_rmsnorm(
-                rows, residual, self.second_norm[i], eps
-            )
-            rows = torch.ops.pace.libxsmm_fused_mlp(
-                normed, self.gate[i], self.up[i], self.down[i], None, None, None, self.activation
-            )
-            mlp_norm = self.mlp_norm[i]
-            if mlp_norm is not None:
-                rows = torch.ops.pace.rmsnorm(rows, mlp_norm, eps)
-        return rows, residual
 
 
 class FusedLinear(nn.Module):

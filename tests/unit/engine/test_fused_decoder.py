@@ -1,22 +1,20 @@
 """Which models run on fused kernels, and whether their rows depend on others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, checked_engines, dense, gap, ids, run
-from reference_kernels import ReferenceKernels
+from reference_kernels import ReferenceKernels, ReferenceLayers, gathered, write_slots
 from transformers.activations import ACT2FN
 
 from outrider.engine.attention import find_layers
-from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation, fused_decoder
+from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation
 from outrider.engine.cpu.fused_steps import SpanLimits, find_span_limits
-from outrider.engine.cpu.kernels import KernelsUnavailable, Spans, load_pace
+from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
-from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.models.module_replacement import speed_up
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
@@ -34,7 +32,7 @@ def module_for(kernels: Any, family: str, **changes: Any) -> Any:
 
 def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
     module = module_for(kernels, family, **changes)
-    return fused_decoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
+    return FusedDecoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -52,6 +50,8 @@ def test_the_llama_family_is_fused(family: str) -> None:
         ("gemma2", {}, "its head"),
         ("gpt_neox", {}, "not those of a Llama"),
         ("gpt2", {}, "not those of a Llama"),
+        ("llama", {"hidden_act": "relu"}, "an activation of another kind"),
+        ("llama", {"mlp_bias": True}, "MLP has a bias"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -84,58 +84,43 @@ def test_a_layer_that_was_not_replaced_is_refused() -> None:
     module = module_for(kernels, "llama")
     module.model.layers[1].mlp = torch.nn.Identity()
     with pytest.raises(CannotFuse, match="MLP of another build, Identity"):
-        fused_decoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
+        FusedDecoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_spans_are_limited_where_attention_depends_on_them(family: str) -> None:
     """Attention whose sums change with spans of more than 8 tokens beyond 128."""
 
-    class Tiled(ReferenceKernels):
-        def attend(
-            self, query: torch.Tensor, cache: Any, spans: Spans, *given: Any
-        ) -> torch.Tensor:
-            output = super().attend(query, cache, spans, *given)
+    class Tiled(ReferenceLayers):
+        def attend(self, *given: Any) -> None:
+            super().attend(*given)
+            *_, output, spans = given
             sizes = spans.starts.diff()
             tiled = (sizes > 8) & (spans.ends > 128)
-            return output + output * tiled.repeat_interleave(sizes.long())[:, None, None] / 64
+            output.add_(output * tiled.repeat_interleave(sizes.long())[:, None, None] / 64)
 
-    assert find_limits(decoder_of(ReferenceKernels(torch.bfloat16), family)) == SpanLimits(
-        (128, 256), (64, 64)
-    )
-    assert find_limits(decoder_of(Tiled(torch.bfloat16), family)) == SpanLimits((128, 256), (64, 8))
+    kernels, tiled = (ReferenceKernels(torch.bfloat16, of) for of in (ReferenceLayers, Tiled))
+    assert find_limits(decoder_of(kernels, family)) == SpanLimits((128, 256), (64, 64))
+    assert find_limits(decoder_of(tiled, family)) == SpanLimits((128, 256), (64, 8))
 
 
 def find_limits(decoder: FusedDecoder) -> SpanLimits | None:
     return find_span_limits(decoder, 16, MAX_MODEL_LEN, [1])
 
 
-@pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "attend"])
+@pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "mlp", "attend"])
 def test_rows_that_depend_on_others_are_found(operator: str) -> None:
     """An operator that rounds otherwise where there are more than 4 rows."""
-    kernels = ReferenceKernels(torch.bfloat16)
-    decoder = decoder_of(kernels, "qwen3")
-    assert find_limits(decoder) is not None
-    whole = getattr(kernels, operator)
 
-    def dependent(rows: torch.Tensor, *given: Any) -> Any:
-        found = whole(rows, *given)
-        many = (rows.shape[0] if operator == "attend" else rows.shape[1]) > 4
-        first = found[0] if isinstance(found, tuple) else found
-        changed = first * (1 + many / 64)
-        return (changed, *found[1:]) if isinstance(found, tuple) else changed
+    def dependent(self: Any, *given: Any) -> Any:
+        found = getattr(ReferenceLayers, operator)(self, *given)
+        rows = given[1] if operator == "attend" else given[0][0]
+        for changed in [given[4]] if operator == "attend" else found:
+            changed.mul_(1 + (len(rows) > 4) / 64)
+        return found
 
-    if operator == "linear":  # whose products the decoder has bound
-        decoder = decoder_of(_patched(operator, dependent), "qwen3")
-    else:
-        setattr(kernels, operator, dependent)
-    assert find_limits(decoder) is None
-
-
-def _patched(operator: str, function: Any) -> ReferenceKernels:
-    kernels = ReferenceKernels(torch.bfloat16)
-    setattr(kernels, operator, function)
-    return kernels
+    layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
+    assert find_limits(decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")) is None
 
 
 def test_size_of_a_span() -> None:
@@ -145,17 +130,13 @@ def test_size_of_a_span() -> None:
 
 
 def test_a_cache_in_blocks_copies_pages_and_slots() -> None:
-    kernels = ReferenceKernels(torch.float32)
-    decoder = decoder_of(kernels, "llama")
-    layer = decoder.layers[0]
-    module = module_for(kernels, "llama")
-    shape = find_layers(module, MAX_MODEL_LEN)[0].shape
+    shape = LayerShape(2, 4, 4, torch.float32, torch.device("cpu"))
     cache = BlockedKeysAndValues(shape, 4, 16)
-    states = torch.arange(64.0)[:, None, None].expand(64, layer.heads[1], layer.width)
-    kernels.write(cache, torch.arange(64), states, -states)
+    states = torch.arange(64.0)[:, None, None].expand(64, 2, 4)
+    write_slots(states, -states, cache.keys, cache.values, torch.arange(64))
     cache.copy(torch.tensor([1]), torch.tensor([3]), 16)
     cache.copy(torch.tensor([5, 6]), torch.tensor([6, 40]), 1)
-    keys, values = kernels._gathered(cache, torch.arange(4))
+    keys, values = gathered(cache.keys, cache.values, torch.arange(4))
     expected = [*range(5), 5, 5, *range(7, 40), 6, *range(41, 48), *range(16, 32)]
     assert keys[0, :, 0].tolist() == expected
     assert (-values[1, :, 3]).tolist() == expected

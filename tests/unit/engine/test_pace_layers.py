@@ -1,4 +1,4 @@
-"""All layers in one call are what their operators make one by one, bit for bit."""
+"""All layers in one call of TorchScript are what they are in Python, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pace_operators import pace_kernels
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence
-from outrider.engine.cpu.decoder import FusedDecoder, fused_decoder
+from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.fused_steps import FusedSteps
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues
@@ -32,18 +32,19 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
     caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES, PAGE) for layer in layers]
-    return fused_decoder(module, layers, MAX_MODEL_LEN, kernels), caches
+    return FusedDecoder(module, layers, MAX_MODEL_LEN, kernels), caches
 
 
 @torch.inference_mode()
 def outputs(steps: FusedSteps) -> list[torch.Tensor]:
-    """Of a prompt in two parts, beside another one, and of a token of each."""
+    """Of a prompt in two parts, beside another one, of a token of each, and of a tree."""
     first, second = [3, 1, 5], [0, 4, 2]
     ids = [int(number) for number in torch.arange(60) * 7 % VOCAB]
     return [
         steps.run([held("a", ids[:20], 0, first), held("b", ids[20:50], 0, second)]),
         steps.run([held("a", ids[:5], 20, first)]),
         steps.run([held("a", ids[:1], 25, first), held("b", ids[7:8], 30, second)]),
+        steps.run([HeldSequence(SequenceStep("a", (1, 2, 3), 3, (-1, 0, 0)), 26, first)]),
     ]
 
 
@@ -52,38 +53,18 @@ def held(name: str, ids: list[int], length: int, pages: list[int]) -> HeldSequen
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
-def test_one_call_is_what_operators_make_one_by_one(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_is_what_operators_make_one_by_one(family: str) -> None:
     """With windows, with a bias, with norms of queries and keys, with four norms."""
     decoder, caches = decoder_of(family)
-    at_once = outputs(FusedSteps(decoder, caches, PAGE))
+    steps = FusedSteps(decoder, caches, PAGE)
+    at_once = outputs(steps)
     written = [torch.cat([cache.keys, cache.values]) for cache in caches]
+    assert [row.isfinite().all() for row in at_once] == [True] * 4
     for cache in caches:
         cache.keys.zero_()
         cache.values.zero_()
-    called: list[int] = []
-    attend = FusedSteps._attend
-
-    def counted(*given: Any) -> torch.Tensor:
-        called.append(given[2])
-        return attend(*given)
-
-    monkeypatch.setattr(FusedSteps, "_attend", counted)
-    assert [row.isfinite().all() for row in at_once] == [True] * 3
-    outputs(FusedSteps(decoder, caches, PAGE))
-    assert not called
-    monkeypatch.setattr(pace_kernels(), "at_once", lambda *_: None)
-    one_by_one = outputs(FusedSteps(decoder, caches, PAGE))
-    assert called == [0, 1] * 3
-    for mine, theirs in zip(at_once, one_by_one, strict=True):
+    steps._layers = decoder.layers
+    for mine, theirs in zip(at_once, outputs(steps), strict=True):
         assert torch.equal(mine, theirs)
     for cache, before in zip(caches, written, strict=True):
         assert torch.equal(torch.cat([cache.keys, cache.values]), before)
-
-
-def test_layers_that_are_not_made_of_operators_alone_run_one_by_one() -> None:
-    """As with an activation that the operators do not know."""
-    decoder, caches = decoder_of("llama", hidden_act="relu")
-    assert decoder.layers[0].of_operators is None
-    assert len(outputs(FusedSteps(decoder, caches, PAGE))) == 3

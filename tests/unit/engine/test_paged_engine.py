@@ -367,7 +367,7 @@ def test_a_step_that_fails_midway_is_undone(
     steps = [SequenceStep(name, ids(40, 9), 1) for name in ("a", "b", "c", "d")]
     with pytest.raises(MemoryError), monkeypatch.context() as patch:
         if make_engine.fused:
-            patch.setattr(engine._decoder, "logits_of", fail)
+            patch.setattr(engine._decoder, "logits", fail)
         engine.forward(steps)
     handle.remove()
     assert [engine.length(name) for name in "abcd"] == [6, 6, 0, 0]
