@@ -2,10 +2,10 @@
 
 | module | what it does |
 | --- | --- |
-| `server.py`, `connections.py` | listen, inside the coordinator's own event loop |
+| `server.py` | listens, inside the coordinator's own event loop |
 | `app.py` | the routes, and the one place that asks who calls |
-| `reading.py`, `bodies.py` | what a request may hold, and what is refused |
-| `translation.py` | a body as requests of the coordinator |
+| `reading.py` | reads bodies, within limits |
+| `bodies.py` | what a body may hold, and the coordinator's requests that it stands for |
 | `serving.py` | the requests' events, for as long as the client is there |
 | `answers.py` | events as an answer, whole or in chunks |
 | `errors.py` | every error in OpenAI's shape |

@@ -5,69 +5,35 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
 from importlib.metadata import version
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
 from starlette.datastructures import Headers
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.answers import ChatShape, CompletionShape, NativeEvents
-from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.answers import ChatAnswer, CompletionAnswer, NativeEvents
+from coordinator.http_api.bodies import ChatBody, CompletionBody, NativeBody
 from coordinator.http_api.errors import (
     ErrorBody,
     add_error_handlers,
     error_response,
     json_response,
-    meant,
 )
 from coordinator.http_api.reading import BodyLimit, BodyRoute
 from coordinator.http_api.serving import Generations
-from coordinator.http_api.translation import (
-    EVENTS,
-    NativeBody,
-    translate_chat,
-    translate_completion,
-    translate_native,
-)
-from coordinator.requests.validation import ServedModel
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
-from outrider.errors import NotFound, OutriderError, PermissionDenied, Unavailable
+from outrider.errors import BadRequest, NotFound, OutriderError, PermissionDenied, Unavailable
+from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
-
-
-def listed_models(model: ServedModel, created: int) -> dict[str, Any]:
-    """All models, of which there is one. `created` is when it began to be served, in seconds since
-    1970."""
-    return {"object": "list", "data": [_model_body(model, created)]}
-
-
-def found_model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
-    """The model of a name. Raises `NotFound`."""
-    if name != model.name:
-        raise NotFound(f"model: {name[:256]!r} is not served; {model.name!r} is")
-    return _model_body(model, created)
-
-
-def _model_body(model: ServedModel, created: int) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "outrider",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.max_model_len,
-    }
 
 
 class Fleet(BaseModel):
@@ -76,13 +42,6 @@ class Fleet(BaseModel):
     replicas: list[SeenReplica]
     heard_ms_ago: float | None
     """When the registry was last read; null where the deployment has none."""
-
-
-def fleet_body(service: CoordinatorService) -> dict[str, Any]:
-    """All of them. Raises `Unavailable` before the coordinator has started."""
-    fleet = service.fleet
-    seen = fleet.replicas(service.model.name, service.num_running, service.figures)
-    return {"replicas": [asdict(one) for one in seen], "heard_ms_ago": fleet.heard_ms_ago}
 
 
 HEALTH_CACHED_S: Final = 1.0
@@ -124,16 +83,9 @@ class CachedHealth:
         return found
 
 
-PAGE: Final = "index.html"
-FOLDER: Final = "/page/"
-"""Where files other than the page itself are."""
-CONTENT_TYPES: Final = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-_HEADERS: Final = {
+PAGE: Final = "/page"
+"""Where the files of the page are."""
+_PAGE_HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -145,51 +97,19 @@ _HEADERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file as it is served."""
+class PageFiles(StaticFiles):
+    """The page and what belongs to it."""
 
-    content: bytes
-    content_type: str
-    etag: str
-
-    def response(self, request: Request) -> Response:
-        headers = {**_HEADERS, "etag": self.etag}
-        known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.etag in known or f"W/{self.etag}" in known or "*" in known:
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, headers={**headers, "content-type": self.content_type})
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
-def load_page() -> dict[str, PageFile]:
-    """All files of the page, by the paths that they are served at."""
-    found = {}
-    for one in files("coordinator.http_api").joinpath("page").iterdir():
-        kind = CONTENT_TYPES.get(one.name.rpartition(".")[2])
-        if kind is None:
-            continue
-        content = one.read_bytes()
-        etag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
-        path = "/" if one.name == PAGE else FOLDER + one.name
-        found[path] = PageFile(content, kind, etag)
-    return found
-
-
-_FILES: Final = load_page()
-PAGE_PATHS: Final = frozenset(_FILES)
-"""Where the page and its files are."""
-
-
-def add_page(app: FastAPI) -> None:
-    for path, file in sorted(_FILES.items()):
-        app.add_api_route(path, _server(file), methods=["GET", "HEAD"], include_in_schema=False)
-
-
-def _server(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
-    async def serve(request: Request) -> Response:
-        return file.response(request)
-
-    return serve
+def _is_open(path: str) -> bool:
+    """Whether no key is asked for: probes have none, and the page's files, which have no data, ask
+    for one themselves."""
+    return path in ("/", "/health") or path.startswith(f"{PAGE}/")
 
 
 class TimingMiddleware:
@@ -236,15 +156,24 @@ _STREAMS: Final[dict[int | str, dict[str, Any]]] = {
     },
     **_ERRORS,
 }
+_EVENTS: Final = """A stream of server-sent events, each a JSON object with its `type`:
+
+* `started`: `session_id`, `model`, `seed`, `rule`, `num_prompt_tokens`
+* `round`, before its tokens: `index`, `first_index` (of its first token in the answer),
+  `proposed_token_ids`, `proposed_texts`, `proposed_parents` (of a tree: the index of the proposed
+  token that each follows, -1 = what was committed before), `num_accepted`, `look_ahead_hit`,
+  `draft_ms`, `wire_ms`, `queue_ms`, `verify_ms`, `commit_ms`
+* `tokens`: `first_index`, `token_ids`, `origins` (`accepted`, `correction`, `bonus`), `texts` (the
+  characters that became whole with each token), `text_delta` (the part of all texts that is certain
+  to belong to the answer; it may lag behind), `logprobs` where they were asked for
+* `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `usage`, `metrics`
+
+Then `[DONE]`. An error behind `started` is an event with `error`, and the last one. Texts are null
+where the model has no tokenizer. A client that goes cancels its session."""
 _METRICS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
     **_ERRORS,
 }
-
-OPEN_PATHS: Final = frozenset({"/health", *PAGE_PATHS})
-"""Where nobody is asked for a key: probes have none, and the page's files, which have no data, ask
-for one themselves."""
-
 
 _PORT: Final = re.compile(r":\d*$")
 
@@ -262,11 +191,11 @@ class CallerMiddleware:
             headers = Headers(scope=scope)
             try:
                 self._check_host(headers.get("host", ""))
-                if scope["path"] not in OPEN_PATHS:
+                if not _is_open(scope["path"]):
                     caller = self._access.identify(headers.getlist("authorization"))
                     scope.setdefault("state", {})["caller"] = caller
             except OutriderError as error:
-                await error_response(meant(error))(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -305,11 +234,8 @@ def build_app(
     if times is not None:
         app.add_middleware(TimingMiddleware, times=times)
     add_error_handlers(app)
-    generations = Generations(service, access, closing)
-    _add_generation(app, generations, service)
-    _add_models(app, service)
+    _add_generation(app, Generations(service, access, closing), service)
     _add_operation(app, service, metrics)
-    _add_window(app, generations, service)
     return app
 
 
@@ -317,38 +243,65 @@ def _add_generation(app: FastAPI, generations: Generations, service: Coordinator
     @app.post("/v1/chat/completions", responses=_STREAMS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Goes on with a conversation."""
-        asked = translate_chat(body, service.draw_seed)
-        return await generations.answer(request, asked, ChatShape())
+        asked = body.translate(service.draw_seed)
+        return await generations.answer(request, asked, ChatAnswer)
 
     @app.post("/v1/completions", responses=_STREAMS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on with raw text or tokens."""
-        asked = translate_completion(body, service.draw_seed)
-        return await generations.answer(request, asked, CompletionShape())
+        asked = body.translate(service.draw_seed)
+        return await generations.answer(request, asked, CompletionAnswer)
+
+    events = {"description": _EVENTS, "content": {"text/event-stream": {}}}
+
+    @app.post("/api/generate", responses={200: events, **_ERRORS}, response_class=Response)
+    async def generate(body: NativeBody, request: Request) -> Response:
+        """Goes on with a conversation or a prompt, and tells of every round."""
+        if "stream" in body.model_fields_set and not body.stream:
+            raise BadRequest("stream", "must be true, or be left out: events are always a stream")
+        asked = body.translate(service.draw_seed)
+        if len(asked.requests) != 1:
+            field = "n" if body.n > 1 else "prompt"
+            raise BadRequest(field, f"asks for {len(asked.requests)} answers; allowed: 1")
+        [one] = asked.requests
+        one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
+        asked = replace(asked, requests=(one,))
+        return await generations.stream(request, asked, NativeEvents(service.text).take)
 
 
-def _add_models(app: FastAPI, service: CoordinatorService) -> None:
-    created = int(time.time())
+def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
+    created, cached = int(time.time()), CachedHealth(service)
+    page = PageFiles(packages=[("coordinator.http_api", "page")])
+    app.mount(PAGE, page)
+
+    def model_body() -> dict[str, Any]:
+        return {
+            "id": service.model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "outrider",
+            "root": service.model.name,
+            "parent": None,
+            "max_model_len": service.model.max_model_len,
+        }
 
     @app.get("/v1/models", responses=_ERRORS)
     async def list_models() -> Response:
         """The model that is served."""
-        return json_response(listed_models(service.model, created))
+        return json_response({"object": "list", "data": [model_body()]})
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def get_model(name: str) -> Response:
         """The same by its name."""
-        return json_response(found_model(service.model, name, created))
-
-
-def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
-    kept = CachedHealth(service)
+        if name != service.model.name:
+            raise NotFound(f"model: {name[:256]!r} is not served; {service.model.name!r} is")
+        return json_response(model_body())
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
         """Whether a request that comes now can make progress; 503 says why not."""
-        trouble = await kept.trouble()
+        trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
         return json_response({"status": "ok"})
@@ -367,18 +320,15 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         text, content_type = await asyncio.to_thread(metrics, accept)
         return Response(text, headers={"content-type": content_type})
 
-
-def _add_window(app: FastAPI, generations: Generations, service: CoordinatorService) -> None:
-    events = {"description": EVENTS, "content": {"text/event-stream": {}}}
-    add_page(app)
-
-    @app.post("/api/generate", responses={200: events, **_ERRORS}, response_class=Response)
-    async def generate(body: NativeBody, request: Request) -> Response:
-        """Goes on with a conversation or a prompt, and tells of every round."""
-        asked = translate_native(body, service.draw_seed)
-        return await generations.stream(request, asked, NativeEvents(service.text).take)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def show_page(request: Request) -> Response:
+        """The window."""
+        return await page.get_response("index.html", request.scope)
 
     @app.get("/api/fleet", responses={200: {"model": Fleet}, **_ERRORS})
     async def tell_fleet() -> Response:
         """The replicas, as this coordinator knows them."""
-        return json_response(fleet_body(service))
+        fleet = service.fleet
+        seen = fleet.replicas(service.model.name, service.num_running, service.figures)
+        replicas = [asdict(one) for one in seen]
+        return json_response({"replicas": replicas, "heard_ms_ago": fleet.heard_ms_ago})

@@ -1,315 +1,526 @@
-"""What the body of a request may hold: fields and their types, and no others.
+"""What the body of a request may hold, and the coordinator's requests that it stands for.
 
-Limits that the coordinator knows are its own to check; null means that a field is not given. What
-OpenAI's and vLLM's requests may ask for and Outrider does not do is refused by name where it asks
-for something, and ignored where its value asks for nothing, as clients send it that write every
-field.
+Limits that the coordinator knows are its own to check: it names its own fields, and
+`TranslatedBody.renamed` gives them the names that the body has for them. What OpenAI's and vLLM's
+requests may ask for and Outrider does not do is refused where it asks for something, and ignored
+where its value asks for nothing, as clients send it that write every field.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
-    FailFast,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
+    field_validator,
     model_validator,
 )
 
 from outrider.errors import BadRequest
-from outrider.limits import ANSWERS_MAX, SEED_BITS, SEED_MAX
-from outrider.speculation.sampling_params import Rule
+from outrider.grammar.constraint import Constraint
+from outrider.limits import (
+    ANSWERS_MAX,
+    CHAT_MESSAGES_MAX,
+    CHAT_PARTS_MAX,
+    CHOICES_MAX,
+    CONSTRAINT_BYTES_MAX,
+    HTTP_FIELDS_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+    PROMPTS_MAX,
+    SEED_BITS,
+    SEED_MAX,
+    STOP_STRINGS_MAX,
+)
+from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.speculation.random_streams import choice_seed
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Fields, and the values (beside null) that ask for nothing."""
+"""Fields that are not served, and the values (beside null) that ask for nothing."""
 _ANY: Final = object()
 """Every value: a label, or a hint that changes no answer."""
-
-_EVERYWHERE: Final[Unserved] = {
-    "stop_token_ids": ([],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "prompt_logprobs": (),
-    "priority": (0,),
-    "metadata": (_ANY,),
-    "request_id": (_ANY,),
-    "service_tier": ("auto", "default"),
-}
-IN_COMPLETIONS: Final[Unserved] = {
-    **_EVERYWHERE,
-    "echo": (False,),
-    "suffix": ("",),
-    "add_special_tokens": (True,),
-}
-IN_CHAT: Final[Unserved] = {
-    **_EVERYWHERE,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (_ANY,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "store": (False,),
-    "safety_identifier": (_ANY,),
-    "prompt_cache_key": (_ANY,),
-    "prompt_cache_retention": (_ANY,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "echo": (False,),
-}
-IN_MESSAGES: Final[Unserved] = {
-    "name": (_ANY,),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
-}
-
-
-def without_unserved(values: Any, unserved: Unserved) -> Any:
-    """The values without those of fields that are not served. Raises `ValueError`, naming the
-    field, for one that asks for something. What is no mapping is left to others to refuse."""
-    if not isinstance(values, dict):
-        return values
-    for name in unserved.keys() & values.keys():
-        idle = unserved[name]
-        if not (values[name] is None or _ANY in idle or _is_among(values[name], idle)):
-            raise UnservedField(name, idle)
-    return {name: value for name, value in values.items() if name not in unserved}
-
-
-class UnservedField(ValueError):
-    """A field asks for what is not served."""
-
-    def __init__(self, name: str, idle: tuple[Any, ...]) -> None:
-        allowed = " or ".join(json.dumps(value) for value in idle)
-        super().__init__("is not served; leave it out" + (allowed and f", or give {allowed}"))
-        self.name = name
-
-
-def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether it is one of them; 1 is not true, though Python finds them equal."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
-
+_CONSTRAINT_VALUES_MAX: Final = CONSTRAINT_BYTES_MAX // 2
+"""Each takes two bytes at least, with the comma behind it."""
+_COMPLETION_TOKENS: Final = 16
+"""OpenAI's default of a completion's `max_tokens`."""
 
 Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(fail_fast=True)]
+"""Validated up to the first wrong item: there may be millions."""
 
 
-class _AtFirst(FailFast):
-    """Stops at the first wrong item of a list: there may be millions."""
+class Body(BaseModel):
+    """A JSON object. Unknown fields, NaN and infinity are refused; nothing is converted; null is as
+    good as nothing."""
 
-    def __hash__(self) -> int:
-        return hash(self.fail_fast)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+    unserved: ClassVar[Unserved] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > HTTP_FIELDS_MAX:
+            raise ValueError(f"has {len(values)} fields; at most {HTTP_FIELDS_MAX} are allowed")
+        return {name: value for name, value in values.items() if not cls._is_idle(name, value)}
+
+    @classmethod
+    def _is_idle(cls, name: str, value: Any) -> bool:
+        """Whether a field asks for nothing. 1 is not true, though Python finds them equal."""
+        if value is None:
+            return name in cls.unserved or name in cls.model_fields
+        return any(
+            idle is _ANY or (idle == value and isinstance(idle, bool) == isinstance(value, bool))
+            for idle in cls.unserved.get(name, ())
+        )
 
 
-Several = Annotated[list[Item], _AtFirst()]
-
-
-def _described(field: str, words: str) -> WrapValidator:
+def _form(words: str) -> WrapValidator:
     """Says what a field of several kinds may be, in place of what is wrong with each kind."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise BadRequest(field, f"must be {words}, all text in Unicode") from None
+            raise ValueError(f"must be {words}") from None
 
     return WrapValidator(validate)
 
 
-def _within(low: int, high: int) -> tuple[object, ...]:
-
-    def validate(value: int) -> int:
-        if not low <= value <= high:
-            raise ValueError(f"got {value}; allowed: {low}..{high}")
-        return value
-
-    schema = {"type": "integer", "minimum": low, "maximum": high}
-    return AfterValidator(validate), WithJsonSchema(schema)
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > LOGIT_BIAS_ENTRIES_MAX:
+        raise ValueError(f"got {len(value)} entries; at most {LOGIT_BIAS_ENTRIES_MAX} are allowed")
+    return value
 
 
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("is not Unicode: it has a lone surrogate") from None
-    return text
+def _few_values(value: Any) -> Any:
+    """Counts values within values, no more of them than there may be."""
+    num_values, left = 0, [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict | list):
+            num_values += len(inner)
+            left += inner.values() if isinstance(inner, dict) else inner
+        if num_values > _CONSTRAINT_VALUES_MAX:
+            raise ValueError(
+                f"has more values than {CONSTRAINT_BYTES_MAX} bytes, which are allowed"
+            )
+    return value
 
 
-Words = Annotated[str, AfterValidator(_unicode)]
-"""Text that can be encoded."""
-
-
-class Body(BaseModel):
-    """Unknown fields, NaN and infinity are refused; nothing is converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+Described = Annotated[dict[str, Any], BeforeValidator(_few_values)]
 
 
 class Speculation(Body):
     """How drafts are used for this request, and what is told of them."""
 
-    enabled: bool | None = Field(
-        default=None, description="false = plain decoding by the target alone."
-    )
-    rule: Annotated[Rule, Field(strict=False)] | None = Field(
-        default=None, description="How drafts are accepted; by default as the sampling asks for."
-    )
-    num_draft_tokens: int | None = Field(
-        default=None, description="Most draft tokens of a round, 0..16."
-    )
-    draft_deadline_ms: int | None = Field(
-        default=None,
-        description="Time that a round gives its draft, which answers with what it has by then.",
-    )
-    histograms: bool | None = Field(
-        default=None, description="Tell how many rounds accepted how much."
-    )
+    enabled: bool = True
+    """false = plain decoding by the target alone."""
+    rule: Annotated[Rule, Field(strict=False)] | None = None
+    """How drafts are accepted; by default as the sampling asks for."""
+    num_draft_tokens: int | None = None
+    """Most draft tokens of a round, 0..16."""
+    draft_deadline_ms: int | None = None
+    """Time that a round gives its draft, which answers with what it has by then."""
+    histograms: bool = False
+    """Tell how many rounds accepted how much."""
 
 
 class StreamOptions(Body):
     """What a stream tells beside the text."""
 
-    include_usage: bool | None = Field(default=None, description="A last chunk with the usage.")
-    continuous_usage_stats: bool | None = Field(
-        default=None, description="The usage in every chunk."
-    )
-    include_obfuscation: Literal[False] | None = None
+    include_usage: bool = False
+    """A last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """The usage in every chunk."""
+    include_obfuscation: Literal[False] = False
 
 
 class GenerationBody(Body):
     """What both kinds of generation have."""
 
-    model: Words | None = Field(
-        default=None, description="The served model's name; it may be left out."
-    )
+    unserved = {
+        "stop_token_ids": ([],),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "best_of": (1,),
+        "prompt_logprobs": (),
+        "priority": (0,),
+        "metadata": (_ANY,),
+        "request_id": (_ANY,),
+        "service_tier": ("auto", "default"),
+        "echo": (False,),
+        "guided_grammar": (),
+    }
+
+    model: str = ""
+    """The served model's name; it may be left out."""
     max_tokens: int | None = None
-    min_tokens: int | None = Field(
-        default=None, description="Only with ignore_eos and without stop."
-    )
+    min_tokens: int = 0
+    """Only with ignore_eos and without stop."""
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, *_within(1, ANSWERS_MAX)] | None = Field(
-        default=None, description="Texts for one prompt."
-    )
-    seed: Annotated[int, *_within(-(2 ** (SEED_BITS - 1)), SEED_MAX)] | None = Field(
-        default=None, description="A negative one is the same as itself plus 2**64."
-    )
+    n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
+    """Texts for one prompt."""
+    seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
+    """A negative one is the same as itself plus 2**64."""
     stop: Annotated[
-        Words | Several[Words] | None, _described("stop", "a string or a list of strings")
-    ] = None
-    stream: bool | None = None
+        str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
+        _form(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
+    ] = []
+    stream: bool = False
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(
-        default=None, description="Added to logits, by token id."
-    )
-    user: Words | None = Field(
-        default=None, description="A label of the caller's own; not looked at."
-    )
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = {}
+    """Added to logits, by token id."""
+    user: str = ""
+    """A label of the caller's own; not looked at."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    deadline_ms: int | None = Field(
-        default=None, description="When the answer is cut off, ms from now."
-    )
-    return_token_ids: bool | None = Field(
-        default=None, description="Tell the tokens beside the text."
-    )
-    speculation: Speculation | None = None
-    response_format: dict[str, Any] | None = Field(
-        default=None,
-        description="What form the answer has: text, json_object, or json_schema with its schema.",
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        default=None, description="The same as vLLM has it: json, json_object, regex or choice."
-    )
-    guided_json: dict[str, Any] | Words | None = Field(
-        default=None, description="A schema, as vLLM had it before structured_outputs."
-    )
-    guided_regex: Words | None = Field(default=None, description="A regular expression.")
-    guided_choice: Several[Words] | None = Field(default=None, description="One of these texts.")
-    guided_grammar: Any = Field(default=None, description="Not served.")
+    ignore_eos: bool = False
+    deadline_ms: int | None = None
+    """When the answer is cut off, ms from now."""
+    return_token_ids: bool = False
+    """Tell the tokens beside the text."""
+    speculation: Speculation = Speculation()
+    response_format: Described | None = None
+    """What form the answer has: text, json_object, or json_schema with its schema."""
+    structured_outputs: Described = {}
+    """The same as vLLM has it: json, json_object, regex or choice."""
+    guided_json: Annotated[dict[str, Any] | str, BeforeValidator(_few_values)] | None = None
+    """A schema, as vLLM had it before structured_outputs."""
+    guided_regex: str | None = None
+    """A regular expression."""
+    guided_choice: Annotated[Several[str], Field(max_length=CHOICES_MAX)] | None = None
+    """One of these texts."""
+
+    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
+        """Raises `BadRequest` for fields that contradict each other. `draw_seed` is for a body that
+        names no seed."""
+        raise NotImplementedError
+
+    def _translated(
+        self,
+        prompts: Sequence[Prompt],
+        draw_seed: Callable[[], int],
+        names: Mapping[str, str],
+        **own: Any,
+    ) -> TranslatedBody:
+        """Of `prompts`, with what each kind of body calls differently: fields of the requests, and
+        the body's `names` for them."""
+        least = (
+            self.min_tokens
+        )  # They are sure to come where nothing but max_tokens ends an answer.
+        if least and (not self.ignore_eos or self.stop or least > (own["max_tokens"] or 0)):
+            raise BadRequest(
+                "min_tokens", "is served only with ignore_eos true, without stop, up to max_tokens"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest(
+                "stream_options", "is for streams; set stream to true, or leave it out"
+            )
+        found, speculation = list(self._constraints()), self.speculation
+        if len(found) > 1:
+            reason = f"is given beside {found[0][0]}; allowed: one of them"
+            raise BadRequest(found[1][0], reason)
+        if not speculation.enabled and speculation.num_draft_tokens:
+            raise BadRequest(
+                "speculation.num_draft_tokens", "must be 0, or be left out, with enabled false"
+            )
+        request = GenerateRequest(
+            prompt="",
+            model=self.model,
+            sampling=self._sampling(),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+            # A seed that is drawn here is none that the caller asked for.
+            rule=speculation.rule or (Rule.TOKEN if self.seed is None else None),
+            num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
+            deadline_ms=self.deadline_ms,
+            include_rounds=speculation.histograms,
+            draft_deadline_ms=speculation.draft_deadline_ms,
+            constraint=found[0][1] if found else None,
+            **own,
+        )
+        requests = tuple(
+            replace(request, prompt=prompt, seed=choice_seed(seed, choice))
+            for prompt in prompts
+            for seed in (draw_seed() if self.seed is None else self.seed % 2**SEED_BITS,)
+            for choice in range(self.n)
+        )
+        more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
+        more |= {constraint.kind.value: field for field, constraint in found}
+        return TranslatedBody(self, requests, {**_NAMES, **names, **more})
+
+    def _sampling(self) -> SamplingParams:
+        given = self.model_fields_set & {field.name for field in fields(SamplingParams)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in given}
+        for token in self.logit_bias:
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
+                raise BadRequest("logit_bias", f"{token[:20]!r} is not a token id")
+        biases = sorted((int(token), bias) for token, bias in self.logit_bias.items())
+        return SamplingParams(**values | {"logit_bias": tuple(biases)})
+
+    def _constraints(self) -> Iterator[tuple[str, Constraint]]:
+        """Each that is asked for, behind the field that asks for it. Raises `BadRequest`."""
+        field = "response_format"
+        match self.response_format:
+            case None | {"type": "text"}:
+                pass
+            case {"type": "json_object"}:
+                yield field, Constraint.any_object()
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                field += ".json_schema.schema"
+                yield field, Constraint.of_schema(schema, field)
+            case {"type": "json_schema"}:
+                raise BadRequest(f"{field}.json_schema.schema", "is missing")
+            case other:
+                kind = other.get("type")
+                raise BadRequest(
+                    f"{field}.type", f"got {kind!r}; allowed: text, json_object, json_schema"
+                )
+        for kind, value in self.structured_outputs.items():
+            yield from _constraint(f"structured_outputs.{kind}", kind, value)
+        for kind in ("json", "regex", "choice"):
+            field = f"guided_{kind}"
+            yield from _constraint(field, kind, getattr(self, field))
+
+
+def _constraint(field: str, kind: str, value: Any) -> Iterator[tuple[str, Constraint]]:
+    match kind, value:
+        case (_, None) | ("json_object", False):
+            pass
+        case "json_object", True:
+            yield field, Constraint.any_object()
+        case "json", _:
+            yield field, Constraint.of_schema(value, field)
+        case "regex", _:
+            yield field, Constraint.of_regex(value, field)
+        case "choice", list():
+            yield field, Constraint.of_choices(value, field)
+        case "json_object", _:
+            raise BadRequest(field, f"got {value!r}; allowed: true, false")
+        case "choice", _:
+            raise BadRequest(field, "is no list of texts")
+        case _:
+            allowed = "json, json_object, regex, choice"
+            raise BadRequest(field, f"is not served; allowed: one of {allowed}")
 
 
 class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
-    text: Words
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type", "text") != "text":
-            raise ValueError(f"a part of type {value['type']!r} is not served; only text is")
-        return value
+    text: str
 
 
 class Message(Body):
     """A turn of a conversation."""
 
-    role: Words
-    content: Words | Several[TextPart] | None = None
+    unserved = {
+        "name": (_ANY,),
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+        "reasoning": (),
+        "reasoning_content": (),
+    }
 
-    @model_validator(mode="before")
+    role: str
+    content: str | Several[TextPart] | None = Field(default=None, validate_default=True)
+
+    @field_validator("role")
     @classmethod
-    def _without_unserved(cls, value: Any) -> Any:
-        return without_unserved(value, IN_MESSAGES)
+    def _known(cls, role: str) -> str:
+        if role in ("tool", "function"):
+            raise ValueError(f"{role!r} is not served")
+        return "system" if role == "developer" else role
+
+    @field_validator("content")
+    @classmethod
+    def _given(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("is missing; only the assistant's may be left out")
+        return content
+
+    def turn(self) -> ChatMessage:
+        """Text parts become lines of one text."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return ChatMessage(self.role, content)
 
 
 class ChatBody(GenerationBody):
     """Of a chat completion."""
 
-    messages: Several[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    unserved = {
+        **GenerationBody.unserved,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (_ANY,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "store": (False,),
+        "safety_identifier": (_ANY,),
+        "prompt_cache_key": (_ANY,),
+        "prompt_cache_retention": (_ANY,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+    }
 
-    @model_validator(mode="before")
+    messages: Annotated[Several[Message], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @field_validator("messages", mode="before")
     @classmethod
-    def _without_unserved(cls, value: Any) -> Any:
-        return without_unserved(value, IN_CHAT)
+    def _few_parts(cls, messages: Any) -> Any:
+        if isinstance(messages, list):
+            contents = (one.get("content") for one in messages if isinstance(one, dict))
+            if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
+                raise ValueError(f"have more than {CHAT_PARTS_MAX} parts in all")
+        return messages
+
+    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
+        """See `GenerationBody.translate`. OpenAI has two names for the most tokens."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs", "needs logprobs to be true")
+        names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs"}
+        if new is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return self._translated(
+            [tuple(message.turn() for message in self.messages)],
+            draw_seed,
+            names,
+            max_tokens=old if new is None else new,
+            logprobs=self.top_logprobs if self.logprobs else None,
+        )
 
 
 class CompletionBody(GenerationBody):
     """Of a completion of raw text or tokens."""
 
+    unserved = {**GenerationBody.unserved, "suffix": ("",), "add_special_tokens": (True,)}
+
     prompt: Annotated[
-        Words | Several[int] | Several[Words] | Several[Several[int]],
-        _described(
-            "prompt", "a string, a list of strings, a list of token ids, or a list of such lists"
+        str
+        | Annotated[Several[int], Field(min_length=1)]
+        | Annotated[Several[str], Field(min_length=1, max_length=PROMPTS_MAX)]
+        | Annotated[Several[Several[int]], Field(min_length=1, max_length=PROMPTS_MAX)],
+        _form(
+            f"a string, a list of 1 to {PROMPTS_MAX} strings, a list of token ids, or a list of "
+            f"1 to {PROMPTS_MAX} such lists"
         ),
     ]
     logprobs: int | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unserved(cls, value: Any) -> Any:
-        return without_unserved(value, IN_COMPLETIONS)
+    def translate(self, draw_seed: Callable[[], int]) -> TranslatedBody:
+        """See `GenerationBody.translate`."""
+        given = self.prompt
+        prompts: list[Any] = (
+            [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        )
+        return self._translated(
+            [one if isinstance(one, str) else tuple(one) for one in prompts],
+            draw_seed,
+            {"text": "prompt", "token_ids": "prompt"},
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            default_max_tokens=_COMPLETION_TOKENS,
+        )
+
+
+_NAMES: Final = {
+    name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")
+}
+"""What fields of the coordinator's are called in every body, where it is not the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedBody:
+    """A body, and the coordinator's requests that it stands for."""
+
+    body: GenerationBody
+    requests: tuple[GenerateRequest, ...]
+    """`n` for each prompt, all of the first prompt first."""
+    names: Mapping[str, str]
+    """What the body calls fields of the coordinator's."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer tells log-probabilities."""
+        return self.requests[0].logprobs is not None
+
+    def renamed(self, error: BadRequest, index: int) -> BadRequest:
+        """The error of one of the requests, with the name that the body has for its field."""
+        name = error.field.removeprefix("sampling.")
+        for known in sorted(self.names, key=len, reverse=True):
+            if re.match(rf"{re.escape(known)}(?!\w)", name):
+                name = self.names[known] + name[len(known) :]
+                break
+        if len(self.requests) > self.body.n and re.match(r"prompt\b", name):
+            name = f"prompt[{index // self.body.n}]{name.removeprefix('prompt')}"
+        return BadRequest(name, error.reason)
+
+
+def unserved_reason(name: str) -> str:
+    """Why a field that no body has is refused."""
+    for kind in (ChatBody, CompletionBody, Message):
+        if name in kind.unserved:
+            allowed = " or ".join(json.dumps(value) for value in kind.unserved[name])
+            return "is not served; leave it out" + (allowed and f", or give {allowed}")
+    return "there is no such field"
+
+
+# Tags that are no identifiers name no part of a field in an error.
+_CHAT: Final = "with messages"
+_RAW: Final = "with a prompt"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, dict) and None not in map(value.get, ("messages", "prompt")):
+        raise BadRequest("prompt", "is given beside messages; allowed: one of the two")
+    is_chat = isinstance(value, ChatBody) or (isinstance(value, dict) and "messages" in value)
+    return _CHAT if is_chat else _RAW
+
+
+NativeBody = Annotated[
+    Annotated[ChatBody, Tag(_CHAT)] | Annotated[CompletionBody, Tag(_RAW)], Discriminator(_kind)
+]

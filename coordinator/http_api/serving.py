@@ -20,9 +20,9 @@ from outrider.errors import BadRequest, InvariantError, Unavailable
 from outrider.limits import EVENTS_AHEAD_MAX, TRACEPARENT_CHARS_MAX
 from outrider.request import Event, Finished
 
-from .answers import Answer, Chunks, Json, Shape
-from .errors import error_body, json_response, meant, to_json
-from .translation import Asked
+from .answers import Answer, Json
+from .bodies import TranslatedBody
+from .errors import error_body, json_response, to_json
 
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, Event]]
@@ -108,7 +108,7 @@ class EventStream(Response):
             except ClientGone:
                 return
             except Exception as error:  # noqa: BLE001 (the client is told, whatever it is)
-                await send(_part(error_body(meant(error)), more=False))
+                await send(_part(error_body(error), more=False))
 
     async def _send(self, send: Send) -> None:
         async for index, event in self._events:
@@ -122,7 +122,7 @@ def _part(value: Json, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Asked) -> Events:
+async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody) -> Events:
     """The events of all streams as they come, once each has begun; the first error ends it. A
     stream waits while `EVENTS_AHEAD_MAX` events do."""
     first = await asyncio.gather(*(anext(one) for one in streams), return_exceptions=True)
@@ -172,29 +172,27 @@ class Generations:
         self._access = access
         self._closing = closing
 
-    async def answer(self, request: Request, asked: Asked, shape: Shape) -> Response:
+    async def answer(self, request: Request, asked: TranslatedBody, kind: type[Answer]) -> Response:
         """The answer to a request whose body has been read. An error before the first token is
         raised, also where a stream is asked for. A client that goes takes its sessions with it."""
         given = asked.requests[0].num_draft_tokens
         bound = self._service.defaults.num_draft_tokens if given is None else given
-        made = (asked, shape, self._service.text, bound, int(time.time()))
-        if asked.streams:
-            return await self.stream(request, asked, Chunks(*made).take)
-        connection = Connection(request.receive, self._closing)
+        answer = kind(asked, self._service.text, bound, int(time.time()))
+        if asked.body.stream:
+            return await self.stream(request, asked, answer.take)
+
+        async def whole() -> Response:
+            async with aclosing(self._events(request, asked)) as events:
+                async for index, event in events:
+                    answer.add(index, event)
+            return json_response(answer.whole())
+
         try:
-            return json_response(
-                await connection.while_open(self._whole(request, asked, Answer(*made)))
-            )
+            return await Connection(request.receive, self._closing).while_open(whole())
         except ClientGone:
             return Unsent()
 
-    async def _whole(self, request: Request, asked: Asked, answer: Answer) -> Json:
-        async with aclosing(self._events(request, asked)) as events:
-            async for index, event in events:
-                answer.add(index, event)
-        return answer.whole()
-
-    async def stream(self, request: Request, asked: Asked, tell: Tell) -> Response:
+    async def stream(self, request: Request, asked: TranslatedBody, tell: Tell) -> Response:
         """An answer of chunks as they come, of which there is one at least. An error before the
         first is raised. A client that goes ends the events."""
         connection = Connection(request.receive, self._closing)
@@ -208,7 +206,7 @@ class Generations:
             raise
         return EventStream(connection, first, events, tell)
 
-    async def _events(self, request: Request, asked: Asked) -> Events:
+    async def _events(self, request: Request, asked: TranslatedBody) -> Events:
         """The events of all choices as they come, each with its choice's index. They count as one
         request of who calls, and as a generation each, whose places are free when the last one
         ends. None runs before every one of them was admitted, and none goes on once one of them has
@@ -218,7 +216,7 @@ class Generations:
         left = len(asked.requests)
         if 0 < caller.concurrency < left:
             raise BadRequest(
-                "n" if asked.n > 1 else "prompt",
+                "n" if asked.body.n > 1 else "prompt",
                 f"asks for {left} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )

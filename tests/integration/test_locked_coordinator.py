@@ -24,7 +24,6 @@ from stack import Stack, running_stack
 from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.app import PAGE_PATHS
 from coordinator.http_api.server import HttpOptions, TlsFiles
 from outrider.api_keys import Caller, add_key, remove_key
 from outrider.client import (
@@ -225,9 +224,7 @@ async def test_by_http_only_health_and_the_page_need_no_key(locked: Locked) -> N
         described = (await http.get("/openapi.json", headers=key)).json()["paths"]
         calls = [(method, path) for path, methods in described.items() for method in methods]
         assert {("post", "/api/generate"), ("get", "/api/fleet")} <= set(calls)
-        calls += [
-            ("get", path) for path in ("/openapi.json", "/page", "/page/", "/api", "/page/none.js")
-        ]
+        calls += [("get", path) for path in ("/openapi.json", "/page", "/api")]
         for method, path in calls:
             if path == "/health":
                 continue
@@ -235,7 +232,7 @@ async def test_by_http_only_health_and_the_page_need_no_key(locked: Locked) -> N
                 found = await http.request(method, path, headers=headers)
                 assert found.status_code == 401, path
                 assert found.json()["error"]["type"] == "authentication_error"
-        for path in ("/health", "/", *PAGE_PATHS):
+        for path in ("/health", "/", "/page/page.js"):
             found = await http.get(path)
             assert found.status_code == 200, path
             assert "emulated" not in found.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from models import byte_level_tokenizer
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.http_api.app import CONTENT_TYPES, PAGE_PATHS
 from outrider.client import Completion
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -244,51 +242,6 @@ async def test_the_fleet(stack: Stack, http: httpx.AsyncClient) -> None:
     stack.coordinator.drafts.retire("d")
     told = (await http.get("/api/fleet")).json()
     assert told["replicas"][2]["state"] == "leaving"
-
-
-async def test_the_page_and_its_files(http: httpx.AsyncClient) -> None:
-    """Every file that the page names is there, with its type, under a policy that lets it load
-    nothing from elsewhere."""
-    page = await http.get("/")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    named = set(re.findall(r'(?:src|href)="(page/[^"]+)"', page.text))
-    assert {"page/page.js", "page/page.css", "page/icon.svg"} <= named
-    scripts = {"page/page.js"}
-    while scripts:
-        content = (await http.get(f"/{scripts.pop()}")).text
-        found = {f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', content)}
-        scripts |= found - named
-        named |= found
-    paths = {"/", *(f"/{name}" for name in named)}
-    assert paths == PAGE_PATHS
-    for path in paths:
-        answer = await http.get(path)
-        assert answer.status_code == 200
-        policy = dict(
-            one.strip().split(" ", 1)
-            for one in answer.headers["content-security-policy"].split(";")
-        )
-        assert policy.pop("default-src") == "'none'"
-        assert policy.pop("require-trusted-types-for") == "'script'"
-        assert set(policy.values()) == {"'self'", "'none'"}
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        suffix = path.rpartition(".")[2] if path != "/" else "html"
-        assert answer.headers["content-type"] == CONTENT_TYPES[suffix]
-        etag = answer.headers["etag"]
-        for known in (etag, f'"other", W/{etag}'):
-            again = await http.get(path, headers={"if-none-match": known})
-            assert (again.status_code, again.content) == (304, b"")
-            assert again.headers["etag"] == etag
-        changed = await http.get(path, headers={"if-none-match": '"other"'})
-        assert changed.status_code == 200
-        head = await http.head(path)
-        assert (head.status_code, head.content) == (200, b"")
-        assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(
-            r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle=", answer.text
-        )
-    assert (await http.get("/page/none.js")).status_code == 404
-    assert (await http.get("/page/../app.py")).status_code == 404
 
 
 async def test_what_is_documented(http: httpx.AsyncClient) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from models import byte_fallback_tokenizer, byte_level_tokenizer
 
-from coordinator.http_api.answers import Answer, ChatShape, Chunks, CompletionShape, Json, Shape
+from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from coordinator.http_api.bodies import ChatBody, CompletionBody
-from coordinator.http_api.errors import error_body, error_response, meant, to_json
-from coordinator.http_api.translation import Asked, translate_chat, translate_completion
+from coordinator.http_api.errors import error_body, error_response, to_json
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -36,12 +35,12 @@ TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")
 
 
-def asked(chat: bool = True, **fields: Any) -> tuple[Asked, Shape]:
+def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
     if chat:
-        body = {"messages": [{"role": "user", "content": "hi"}]} | fields
-        return translate_chat(ChatBody.model_validate(body), lambda: 1), ChatShape()
-    body = {"prompt": "x"} | fields
-    return translate_completion(CompletionBody.model_validate(body), lambda: 1), CompletionShape()
+        fields = {"messages": [{"role": "user", "content": "hi"}]} | fields
+        return ChatAnswer(ChatBody.model_validate(fields).translate(lambda: 1), text, 4, 99)
+    fields = {"prompt": "x"} | fields
+    return CompletionAnswer(CompletionBody.model_validate(fields).translate(lambda: 1), text, 4, 99)
 
 
 def started(number: int = 1) -> Started:
@@ -64,17 +63,15 @@ def round_report(proposed: int, accepted: int) -> RoundReport:
 
 
 def whole(events: Sequence[tuple[int, Event]], **fields: Any) -> Json:
-    wanted, shape = asked(**fields)
-    answer = Answer(wanted, shape, TEXT, 4, 99)
+    answer = begun(**fields)
     for index, event in events:
         answer.add(index, event)
     return answer.whole()
 
 
 def streamed(events: Sequence[tuple[int, Event]], **fields: Any) -> list[Json]:
-    wanted, shape = asked(stream=True, **fields)
-    chunks = Chunks(wanted, shape, TEXT, 4, 99)
-    return [chunk for index, event in events for chunk in chunks.take(index, event)]
+    answer = begun(stream=True, **fields)
+    return [chunk for index, event in events for chunk in answer.take(index, event)]
 
 
 ONE = [(0, started()), (0, tokens(0, [7], "a")), (0, tokens(1, [8, 9], "bc")), (0, finished())]
@@ -198,13 +195,9 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
 
 
 def test_a_model_without_a_tokenizer_names_tokens_by_their_ids() -> None:
-    wanted, shape = asked(chat=False, prompt=[1], logprobs=0)
-    answer = Answer(wanted, shape, None, 4, 99)
-    for _, event in (
-        (0, started()), (0, tokens(0, [7], "", [PositionLogprobs(-1.0, ())])), (0, finished())
-    ):  # fmt: skip
-        answer.add(0, event)
-    (choice,) = answer.whole()["choices"]
+    scored = tokens(0, [7], "", [PositionLogprobs(-1.0, ())])
+    events: list[tuple[int, Event]] = [(0, started()), (0, scored), (0, finished())]
+    (choice,) = whole(events, chat=False, text=None, prompt=[1], logprobs=0)["choices"]
     assert (choice["text"], choice["logprobs"]["tokens"]) == ("", ["token_id:7"])
 
 
@@ -237,7 +230,7 @@ def test_one_shape_and_one_status_for_each_error(
 
 
 def test_a_bug_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    told = error_body(meant(ZeroDivisionError("secret")))["error"]
+    told = error_body(ZeroDivisionError("secret"))["error"]
     assert "secret" not in told["message"]
     assert "secret" in caplog.text
 

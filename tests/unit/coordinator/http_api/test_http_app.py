@@ -22,7 +22,6 @@ from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.request import Event, GenerateRequest
 
 BODY = {"prompt": [1, 2], "max_tokens": 3}
-CHAT, NATIVE = "/v1/chat/completions", "/api/generate"
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
 
@@ -357,31 +356,6 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     client = RawClient(app)
     client.put(json.dumps(BODY).encode(), more=False)
     assert await client.call() == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "more", "param", "reason"),
-    [
-        (CHAT, '"n":17', "n", "got 17; allowed: 1..16"),
-        (CHAT, f'"seed":{2**64}', "seed", f"got {2**64}; allowed: -{2**63}..{2**64 - 1}"),
-        (CHAT, '"n":"a"', "n", "input should be a valid integer; got 'a'"),
-        (NATIVE, '"prompt":"a"', "prompt", "is given beside messages; allowed: one of the two"),
-    ],
-)
-async def test_what_is_allowed_is_told(path: str, more: str, param: str, reason: str) -> None:
-    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app)
-    headers = {"content-type": "application/json"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-        for body, field, message in (
-            (f'{{"messages":[{{"role":"user","content":"a"}}],{more}}}', param, reason),
-            ("", None, "the body must be a JSON object"),
-            ("[1]", None, "the body must be a JSON object"),
-        ):
-            found = await http.post(path, content=body, headers=headers)
-            error = found.json()["error"]
-            assert (found.status_code, error["param"]) == (400, field), error
-            assert message in error["message"]
 
 
 @pytest.mark.parametrize(("prompt", "field"), [([[1], [99]], "prompt[1][0]"), ([99], "prompt[0]")])

@@ -19,7 +19,6 @@ from told_coordinator import FINISHED, STARTED
 
 from coordinator.actor import _report_health
 from coordinator.auth.access_control import access_control_of
-from coordinator.http_api.connections import OpenConnections
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.request import Event
 
@@ -39,13 +38,13 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.http_api.connections.HTTP_CONNECTIONS_MAX", NUM_PLACES)
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_CONNECTIONS_MAX", NUM_PLACES)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for headers."""
-    monkeypatch.setattr("coordinator.http_api.connections.HTTP_HEADERS_S", HEADERS_S)
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_HEADERS_S", HEADERS_S)
 
 
 @asynccontextmanager
@@ -232,67 +231,13 @@ async def test_a_process_without_descriptors_accepts_again(monkeypatch: pytest.M
     async with serving(Service(), access=GATE) as port, connected(port) as silent:
         await asyncio.sleep(0.1)
         monkeypatch.setattr(socket.socket, "accept", failing)
-        for _ in range(2):
+        while failures:
             async with connected(port) as pair:
                 await closed_after(pair)
         assert not failures
         async with connected(port) as pair:
             assert await status(pair) == 200
         assert await closed_after(silent) < LATE_S
-
-
-async def test_a_bug_in_one_connection_does_not_end_accepting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor one where room is made. The connection that it concerns is closed."""
-    failing = {"accepted": 1, "make_room": 1}
-
-    def breaking(name: str) -> Callable[..., Any]:
-        before = getattr(OpenConnections, name)
-
-        def broken(*arguments: Any) -> Any:
-            if failing[name]:
-                failing[name] -= 1
-                raise RuntimeError("a bug")
-            return before(*arguments)
-
-        return broken
-
-    for name in failing:
-        monkeypatch.setattr(OpenConnections, name, breaking(name))
-    refusals = [OSError(24, "Too many open files")]
-    accept = socket.socket.accept
-
-    def refusing(listening: socket.socket) -> Any:
-        if refusals:
-            raise refusals.pop()
-        return accept(listening)
-
-    async with serving(Service(), access=GATE) as port:
-        async with connected(port) as pair:
-            assert await closed_after(pair) < LATE_S
-        monkeypatch.setattr(socket.socket, "accept", refusing)
-        for _ in range(2):
-            async with connected(port) as pair:
-                assert await status(pair) == 200
-    assert not refusals
-    assert failing == {"accepted": 0, "make_room": 0}
-
-
-@pytest.mark.usefixtures("short")
-async def test_a_bug_in_expiring_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_late = OpenConnections.close_late
-    failures = [RuntimeError("a bug")]
-
-    def breaking(open_: OpenConnections) -> None:
-        if failures:
-            raise failures.pop()
-        close_late(open_)
-
-    monkeypatch.setattr(OpenConnections, "close_late", breaking)
-    async with serving(Service(), access=GATE) as port, connected(port) as pair:
-        assert await closed_after(pair) < LATE_S
-        assert not failures
 
 
 async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

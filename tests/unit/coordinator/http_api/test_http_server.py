@@ -101,7 +101,7 @@ async def test_a_client_that_stops_reading_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     """Its session ends, and its connection is broken off; that of one that reads slowly is not."""
-    monkeypatch.setattr("coordinator.http_api.connections.HTTP_STUCK_WRITE_S", 0.5)
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
     tls = context = None
     if encrypted:
         own = Made(tmp_path, "own", "127.0.0.1")

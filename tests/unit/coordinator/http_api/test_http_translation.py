@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.bodies import ChatBody, CompletionBody, GenerationBody, TranslatedBody
 from coordinator.http_api.errors import wrong_body
-from coordinator.http_api.translation import Asked, translate_chat, translate_completion
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import PROMPTS_MAX, SEED_MAX
@@ -24,19 +23,30 @@ USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
-def chat(draw: int = 7, **fields: Any) -> Asked:
+def chat(draw: int = 7, **fields: Any) -> TranslatedBody:
     body = ChatBody.model_validate({"messages": [USER]} | fields)
-    return translate_chat(body, lambda: draw)
+    return body.translate(lambda: draw)
 
 
-def completion(draw: int = 7, **fields: Any) -> Asked:
+def completion(draw: int = 7, **fields: Any) -> TranslatedBody:
     body = CompletionBody.model_validate({"prompt": "x"} | fields)
-    return translate_completion(body, lambda: draw)
+    return body.translate(lambda: draw)
 
 
-def only(asked: Asked) -> GenerateRequest:
+def only(asked: TranslatedBody) -> GenerateRequest:
     (request,) = asked.requests
     return request
+
+
+def refused(kind: type[GenerationBody], fields: Any) -> BadRequest:
+    """The error that a caller is told of a body that is wrong."""
+    try:
+        kind.model_validate(fields).translate(lambda: 7)
+    except BadRequest as error:
+        return error
+    except ValidationError as error:
+        return wrong_body([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+    raise AssertionError("it is taken")
 
 
 def test_silence_is_the_coordinators_default() -> None:
@@ -78,8 +88,7 @@ def test_every_field_arrives() -> None:
         max_tokens=9, stop=("a", "b"), ignore_eos=True, seed=8, rule=Rule.BLOCK,
         num_draft_tokens=3, deadline_ms=100, logprobs=2, include_rounds=True, draft_deadline_ms=20,
     )  # fmt: skip
-    assert (asked.streams, asked.usage_at_end, asked.usage_always) == (True, True, True)
-    assert (asked.histograms, asked.token_ids, asked.logprobs) == (True, True, True)
+    assert asked.has_logprobs
 
 
 @given(seed=st.integers(0, SEED_MAX), n=st.integers(1, 16), num_prompts=st.integers(1, 4))
@@ -107,7 +116,7 @@ def test_a_negative_seed_is_one_of_64_bits() -> None:
 def test_prompts_without_a_seed_have_different_ones() -> None:
     seeds = iter((3, 4))
     body = CompletionBody.model_validate({"prompt": ["a", "a"], "n": 2})
-    asked = translate_completion(body, lambda: next(seeds))
+    asked = body.translate(lambda: next(seeds))
     drawn = [request.seed for request in asked.requests]
     assert drawn == [3, choice_seed(3, 1), 4, choice_seed(4, 1)]
 
@@ -121,12 +130,10 @@ def test_prompts_of_every_kind(prompt: Any, prompts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, [], [[]] * (PROMPTS_MAX + 1), [1, "a"], [True], [1.0], ["a", [1]], "\ud800"]
+    "prompt", [None, 5, [], [[]] * (PROMPTS_MAX + 1), [1, "a"], [True], [1.0], ["a", [1]]]
 )
 def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
-    with pytest.raises(BadRequest) as caught:
-        completion(prompt=prompt)
-    assert caught.value.field == "prompt"
+    assert refused(CompletionBody, {"prompt": prompt}).field == "prompt"
 
 
 def test_text_parts_are_lines_and_developers_are_the_system() -> None:
@@ -137,13 +144,6 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
     ]
     asked = chat(messages=messages)
     assert only(asked).prompt == (ChatMessage("system", "a\nb"), ChatMessage("assistant", ""))
-
-
-@pytest.mark.parametrize("turn", [{"role": "user"}, {"role": "system", "content": None}])
-def test_only_an_assistant_may_say_nothing(turn: Any) -> None:
-    with pytest.raises(BadRequest, match="is missing") as caught:
-        chat(messages=[{"role": "assistant"}, turn])
-    assert caught.value.field == "messages[1].content"
 
 
 def test_plain_decoding_is_asked_for_by_name() -> None:
@@ -168,35 +168,6 @@ def test_plain_decoding_is_asked_for_by_name() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
         ({"stop": 5}, "stop"),
-    ],
-)
-def test_what_is_not_served_or_contradicts_itself(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        chat(**fields)
-    assert caught.value.field == field
-
-
-def test_errors_about_the_answers_form_have_the_bodys_name_for_it() -> None:
-    asked = chat(guided_regex="a")
-    assert only(asked).constraint == Constraint.of_regex("a")
-    assert asked.renamed(BadRequest("regex", "is bad"), 0).field == "guided_regex"
-
-
-def test_what_asks_for_nothing_is_accepted() -> None:
-    idle = {
-        "tools": [], "tool_choice": "auto", "store": False, "modalities": ["text"],
-        "parallel_tool_calls": True, "metadata": {"a": "b"}, "response_format": {"type": "text"},
-        "service_tier": "auto", "best_of": 1, "user": "me", "audio": None, "logprobs": False,
-        "top_logprobs": 0, "messages": [{**USER, "name": "bob"}],
-    }  # fmt: skip
-    assert only(chat(**idle)) == only(chat())
-    assert only(chat(min_tokens=5, ignore_eos=True, max_tokens=5)).max_tokens == 5
-    assert only(completion(echo=False, suffix="")) == only(completion())
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
         ({"tools": [{}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
@@ -217,20 +188,38 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls"),
         ({"messages": [{**USER, "content": 5}]}, "messages[0].content"),
-        ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{**USER, "content": "\udc80"}]}, "messages[0].content"),
         ({"messages": "hi"}, "messages"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
     ],
 )
-def test_what_the_types_refuse_names_the_field(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        chat(**fields)
-    found: list[Any] = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors()]
-    told = wrong_body(found)
-    assert told.field == name
-    assert told.message.startswith(f"{name}: ")
+def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> None:
+    """What contradicts itself, is not served, or is of another type."""
+    found = refused(ChatBody, {"messages": [USER]} | fields)
+    assert found.field == field
+    assert found.message.startswith(f"{field}: ")
+
+
+def test_errors_about_the_answers_form_have_the_bodys_name_for_it() -> None:
+    asked = chat(guided_regex="a")
+    assert only(asked).constraint == Constraint.of_regex("a")
+    assert asked.renamed(BadRequest("regex", "is bad"), 0).field == "guided_regex"
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    idle = {
+        "tools": [], "tool_choice": "auto", "store": False, "modalities": ["text"],
+        "parallel_tool_calls": True, "metadata": {"a": "b"}, "response_format": {"type": "text"},
+        "service_tier": "auto", "best_of": 1, "user": "me", "audio": None, "logprobs": False,
+        "top_logprobs": 0, "messages": [{**USER, "name": "bob"}],
+    }  # fmt: skip
+    assert only(chat(**idle)) == only(chat())
+    assert only(chat(min_tokens=5, ignore_eos=True, max_tokens=5)).max_tokens == 5
+    assert only(completion(echo=False, suffix="")) == only(completion())
 
 
 @pytest.mark.parametrize(
