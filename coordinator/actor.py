@@ -85,7 +85,6 @@ class CoordinatorActor:
         log_to(log_directory, config.log_name("coordinator"))
         config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
-        from coordinator.auth.access_control import KeyInterceptor
         from outrider.transport.server import RpcServer, ServerOptions, Service
         from outrider.v1 import coordinator_pb2
 
@@ -107,7 +106,7 @@ class CoordinatorActor:
                 reflection=config.serves_reflection,
                 shares_port=config.shares_ports,
                 takes_over=config.takes_over_ports,
-                guards=(KeyInterceptor(access),) if access.asks_for_keys else (),
+                guard=access.check_call,
                 credentials=_front_credentials(config),
             ),
         )

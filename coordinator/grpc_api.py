@@ -26,7 +26,7 @@ from .service import CoordinatorService
 
 class CoordinatorServicer:
     """The methods of `outrider.v1.Coordinator`. Whose sessions a call is about says the caller's
-    key alone (`outrider.transport.authorization`)."""
+    key alone (`AccessControl.check_call`)."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service

@@ -14,23 +14,28 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
-
-import grpc
-from grpc_health.v1 import health
+from typing import Final
 
 from coordinator.auth.rate_limits import Grant, Limiter
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
-from outrider.errors import OutriderError, Overloaded, Unauthenticated
+from outrider.errors import Unauthenticated
 from outrider.files import FileWatch
-from outrider.limits import API_KEY_CHARS_MAX, HEALTH_WATCHES_MAX, KEY_FILE_LOOK_MS
-from outrider.transport.authorization import Continuation, behind, refusing
-from outrider.transport.status import abort
+from outrider.limits import API_KEY_CHARS_MAX, KEY_FILE_LOOK_MS
+from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE: Final = 0o022
+_HEADER: Final = "authorization"
 _SCHEME: Final = "bearer"
+
+
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+
+
+def current_caller() -> Caller:
+    """Who has made the gRPC call that is being answered; `ANYBODY` where no key is asked for."""
+    return _CALLER.get()
 
 
 class KeyFile:
@@ -92,6 +97,13 @@ class AccessControl:
             raise Unauthenticated("authorization: there is no such API key")
         return found
 
+    def check_call(self, method: str, context: Context) -> None:
+        """The guard of a gRPC server, see `identify`. Health is answered to everybody who can
+        connect: probes and balancers have no key."""
+        if not method.startswith(HEALTH_PATH):
+            metadata = context.invocation_metadata() or ()
+            _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
+
     def check_rate(self, caller: Caller) -> None:
         """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
         all requests that it may for now; then its next one need not be read."""
@@ -132,47 +144,3 @@ def access_control_of(
         return OPEN
     path = Path(api_key_file) if api_key_file else None
     return AccessControl(KeyFile(path, given_keys(api_keys), clock), limiter)
-
-
-HEALTH: Final = f"/{health.SERVICE_NAME}/"
-_WATCH: Final = f"{HEALTH}Watch"
-_AUTHORIZATION: Final = "authorization"
-_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
-
-
-def current_caller() -> Caller:
-    """Who has made the call that is being answered; `ANYBODY` where no key is asked for."""
-    return _CALLER.get()
-
-
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets in who has a key, as the `AccessControl` knows it."""
-
-    def __init__(self, access: AccessControl) -> None:
-        self._access = access
-        self._num_watches = 0
-
-    async def intercept_service(self, continuation: Continuation, details: Any) -> Any:
-        if details.method == _WATCH:
-            return behind(await continuation(details), self._watching)
-        if details.method.startswith(HEALTH):
-            return await continuation(details)
-        try:
-            metadata = details.invocation_metadata or ()
-            shown = [value for key, value in metadata if key == _AUTHORIZATION]
-            caller = self._access.identify(shown)
-        except OutriderError as error:
-            return refusing(error, details.method)
-        _CALLER.set(caller)
-        return await continuation(details)
-
-    @asynccontextmanager
-    async def _watching(self, context: Any) -> AsyncIterator[None]:
-        """It needs no key, so it must not take the calls that others need."""
-        if self._num_watches >= HEALTH_WATCHES_MAX:
-            await abort(context, Overloaded(f"{HEALTH_WATCHES_MAX} callers watch already"), _WATCH)
-        self._num_watches += 1
-        try:
-            yield
-        finally:
-            self._num_watches -= 1

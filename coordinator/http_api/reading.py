@@ -66,7 +66,7 @@ def read_body(data: bytes) -> Any:
         if found:
             raise of_body(f"has {found}")
     try:
-        return from_json(data.removeprefix(_BOM), allow_inf_nan=False)
+        return from_json(data.removeprefix(_BOM))
     except ValueError as error:
         raise of_body(f"is not JSON: {error}") from None
 

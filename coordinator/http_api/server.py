@@ -75,6 +75,7 @@ class TlsFiles:
     """By which callers must have a certificate, too; None = they need none."""
 
     def watch(self) -> FileWatch:
+        """Knows what they are now."""
         paths = [one for one in (self.certificate, self.key, self.authority) if one is not None]
         return FileWatch(paths, time.monotonic, KEY_FILE_LOOK_MS / 1e3)
 

@@ -204,12 +204,10 @@ class ReplicaHost(Generic[Item, Answer]):
 
 def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
     """Only coordinators may call it, nor does it tell others what it has. Raises `ConfigError`."""
-    from outrider.transport.authorization import RoleGuard
-    from outrider.transport.certificates import name_of
-    from outrider.transport.tls import internal_server_credentials
+    from outrider.transport.tls import internal_server_credentials, role_guard
 
     role: InternalRole = "target" if isinstance(config, TargetConfig) else "draft"
     with blaming("internal_tls_dir"):
         credentials = internal_server_credentials(Path(config.internal_tls_dir), role)
-    guards = (RoleGuard(name_of("coordinator")),)
-    return {"reflection": False, "guards": guards, "credentials": credentials}
+    guard = role_guard("coordinator")
+    return {"reflection": False, "guard": guard, "credentials": credentials}

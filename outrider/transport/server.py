@@ -1,4 +1,5 @@
-"""gRPC servers: every method of a service goes through one decode step and one error map.
+"""gRPC servers: every method of a service, health and reflection too, goes through one guard, one
+decode step and one error map.
 
 gRPC hands over bytes and we decode them, so that a message that cannot be decoded is the caller's
 INVALID_ARGUMENT and not our INTERNAL. A servicer is any object with a method per rpc, named in
@@ -13,31 +14,36 @@ It raises errors of `outrider.errors`, and only this module calls `context.abort
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import _async as reflection
+from grpc_reflection.v1alpha import reflection_pb2
 
-from outrider.errors import BadRequest, ConfigError, check
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
-from outrider.transport.authorization import behind
+from outrider.errors import BadRequest, ConfigError, NotFound, Overloaded, check
+from outrider.limits import HEALTH_WATCHES_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
-_health_aio: Any = vars(health)["aio"]
-"""The asyncio half of the health package, which its type stubs do not know."""
+Guard = Callable[[str, Context], None]
+"""Asked whether a method, `/package.Service/Method`, may be called, before a byte of the call's
+messages is read. Raises what the caller is told otherwise."""
+_HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION: Final = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+HEALTH_PATH: Final = f"/{_HEALTH.full_name}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,8 @@ class ServerOptions:
     takes_over: bool = False
     """Whether the port may be held by a server that `shares_port`, whose place this one takes.
     Else a port that another process holds is refused."""
-    guards: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
-    """Each call passes them, in this order."""
+    guard: Guard | None = None
+    """None = everybody may call every method."""
 
 
 class RpcServer:
@@ -78,18 +84,17 @@ class RpcServer:
 
     def __init__(self, services: Sequence[Service], options: ServerOptions | None = None) -> None:
         self._options = options or ServerOptions()
-        self._names = [service.descriptor.full_name for service in services]
+        names = [service.descriptor.full_name for service in services]
+        self._health = _Health(names)
+        served = [*services, Service(_HEALTH, self._health)]
+        if self._options.reflection:
+            names += [_HEALTH.full_name, _REFLECTION.full_name]
+            served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
         self._server = grpc.aio.server(
-            interceptors=[*self._options.guards, _DecodesForOthers()],
             options=server_options(shares_port=self._options.shares_port),
             maximum_concurrent_rpcs=self._options.max_concurrent_calls,
         )
-        self._server.add_generic_rpc_handlers(tuple(_handlers(service) for service in services))
-        self._health: Any = _health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if self._options.reflection:
-            names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-            reflection.enable_server_reflection(names, self._server)
+        self._server.add_generic_rpc_handlers((_Methods(served, self._options.guard),))
         self._port = 0
 
     @property
@@ -99,7 +104,6 @@ class RpcServer:
 
     async def start(self) -> int:
         """Listens, and returns the port. Raises `ConfigError` where the address cannot be had."""
-        await self.set_serving(False)
         options = self._options
         address = _join(options.host, options.port)
         try:
@@ -119,14 +123,12 @@ class RpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What health answers, overall and for each service."""
-        status = Serving.SERVING if serving else Serving.NOT_SERVING
-        for name in (health.OVERALL_HEALTH, *self._names):
-            await self._health.set(name, status)
+        self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Reports NOT_SERVING, takes no more calls and ends those that last longer than
         `grace_s` seconds."""
-        await self._health.enter_graceful_shutdown()
+        self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
 
     async def wait(self) -> None:
@@ -134,88 +136,115 @@ class RpcServer:
         await self._server.wait_for_termination()
 
 
-class _DecodesForOthers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Health and reflection have handlers of their packages' own, which leave decoding to gRPC:
-    bytes that are no message would be UNKNOWN. They get messages, too, and never such bytes."""
+class _Health:
+    """The health of all services of a server, which is the same."""
 
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None or handler.request_deserializer is None:
-            return handler
-        parse, method = handler.request_deserializer, details.method
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = ("", *names)
+        self._status: Any = Serving.NOT_SERVING
+        self._changed = asyncio.Event()
+        self._num_watches = 0
 
-        def decode(data: bytes) -> Message:
-            try:
-                found: Message = parse(data)
-            except DecodeError as error:
-                reason = f"these {len(data)} bytes are no message of {method}"
-                raise BadRequest("message", reason) from error
-            return found
+    def set(self, status: Any) -> None:
+        self._status = status
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-        async def decode_all(frames: AsyncIterator[bytes]) -> AsyncGenerator[Message]:
-            async for data in frames:
-                yield decode(data)
+    async def check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+        if request.service not in self._names:
+            raise NotFound(f"service: {request.service[:256]!r} is not served")
+        return health_pb2.HealthCheckResponse(status=self._status)
 
-        @asynccontextmanager
-        async def mapped(context: Context) -> AsyncIterator[None]:
-            try:
-                yield
-            except BadRequest as error:
-                await abort(context, error, method)
-            except NotImplementedError:  # Or each call would be a traceback in the log.
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "is not served")
+    async def list(self, request: health_pb2.HealthListRequest, context: Context) -> Any:
+        status = health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._names, status))
 
-        return behind(handler, mapped, decode_all if handler.request_streaming else decode)
+    async def watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncGenerator[Message]:
+        """It needs no key, so it must not take the calls that others need."""
+        if self._num_watches >= HEALTH_WATCHES_MAX:
+            raise Overloaded(f"{HEALTH_WATCHES_MAX} callers watch already")
+        self._num_watches += 1
+        try:
+            while True:
+                changed, status = self._changed, self._status
+                if request.service not in self._names:
+                    status = Serving.SERVICE_UNKNOWN
+                yield health_pb2.HealthCheckResponse(status=status)
+                await changed.wait()
+        finally:
+            self._num_watches -= 1
 
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _handlers(service: Service) -> Any:
-    methods = {}
-    for method in service.descriptor.methods:
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
-        call = getattr(service.servicer, name, None)
-        check(callable(call), f"{type(service.servicer).__name__} has no method {name}")
-        methods[method.name] = _handler(method, call)
-    return grpc.method_handlers_generic_handler(service.descriptor.full_name, methods)
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """The handlers of all methods, and of those that there are none of: a guard is asked first."""
+
+    def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
+        self._guard = guard
+        self._handlers = {
+            f"/{service.descriptor.full_name}/{method.name}": _handler(
+                method, _method(service.servicer, method.name), guard
+            )
+            for service in services
+            for method in service.descriptor.methods
+        }
+
+    def service(self, details: Any) -> Any:
+        return self._handlers.get(details.method) or _unknown(details.method, self._guard)
 
 
-def _handler(method: MethodDescriptor, call: Any) -> Any:
-    """Wraps one method of a servicer: bytes in, bytes out, errors as statuses."""
-    request_type = GetMessageClass(method.input_type)
-    name = method.full_name
-
-    async def unary_unary(data: bytes, context: Context) -> bytes:
-        async with _errors_as_statuses(context, name):
-            reply: Message = await call(_decode(request_type, data), context)
-            return reply.SerializeToString()
-
-    async def unary_stream(data: bytes, context: Context) -> None:
-        async with _errors_as_statuses(context, name):
-            await _write_all(call(_decode(request_type, data), context), context)
-
-    async def stream_stream(frames: AsyncIterator[bytes], context: Context) -> None:
-        async with _errors_as_statuses(context, name):
-            await _write_all(call(_decode_all(request_type, frames), context), context)
-
-    if method.client_streaming:
-        check(method.server_streaming, f"{name}: client streaming alone is not used")
-        return grpc.stream_stream_rpc_method_handler(stream_stream)
-    if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(unary_stream)
-    return grpc.unary_unary_rpc_method_handler(unary_unary)
+def _method(servicer: object, name: str) -> Any:
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    call = getattr(servicer, snake, None) or getattr(servicer, name, None)
+    check(callable(call), f"{type(servicer).__name__} has no method {snake}")
+    return call
 
 
-async def _write_all(replies: AsyncGenerator[Message], context: Context) -> None:
-    """Writes what the servicer yields. However the call ends, the generator is closed at once,
-    so that the servicer's `finally` does not wait for a garbage collection."""
-    try:
-        async for reply in replies:
-            await context.write(reply.SerializeToString())
-    finally:
-        await replies.aclose()
+def _handler(method: MethodDescriptor, call: Any, guard: Guard | None) -> Any:
+    """Wraps one method of a servicer: bytes in, bytes out, errors as statuses. gRPC has it read
+    the messages of a call of every kind, so none comes before the guard has let it pass."""
+    request_type, name = GetMessageClass(method.input_type), method.full_name
+    path = f"/{method.containing_service.full_name}/{method.name}"
+
+    async def answer(frames: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            if guard is not None:
+                guard(path, context)
+            if method.client_streaming:
+                given: Any = _decode_all(request_type, frames)
+            else:
+                data = await anext(aiter(frames), None)
+                given = _decode(request_type, b"" if data is None else data)
+            replies = call(given, context)
+            if not method.server_streaming:
+                await context.write((await replies).SerializeToString())
+                return
+            async with aclosing(replies):  # Or its `finally` waits for a garbage collection.
+                async for reply in replies:
+                    await context.write(reply.SerializeToString())
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the one place that maps every error
+            await abort(context, error, name)
+
+    return grpc.stream_stream_rpc_method_handler(answer)
+
+
+def _unknown(path: str, guard: Guard | None) -> Any:
+    async def refuse(frames: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            if guard is not None:
+                guard(path, context)
+        except Exception as error:  # noqa: BLE001
+            await abort(context, error, path)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _decode(kind: Callable[[], Message], data: bytes) -> Message:
@@ -234,16 +263,6 @@ async def _decode_all(
 ) -> AsyncGenerator[Message]:
     async for data in frames:
         yield _decode(kind, data)
-
-
-@asynccontextmanager
-async def _errors_as_statuses(context: Context, method: str) -> AsyncGenerator[None]:
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the one place that maps every error
-        await abort(context, error, method)
 
 
 def is_taken(host: str, port: int) -> bool:

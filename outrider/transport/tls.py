@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, PermissionDenied
 from outrider.files import FileWatch
 from outrider.limits import KEY_FILE_LOOK_MS
 from outrider.transport.channel import Trust
 
 if TYPE_CHECKING:
     from outrider.transport.certificates import InternalRole
+    from outrider.transport.server import Context, Guard
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +113,22 @@ def internal_trust(directory: Path, role: InternalRole, peer: InternalRole) -> T
     files.check()
     _warn_of_end(files.certificate)
     return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
+
+
+def role_guard(*roles: InternalRole) -> Guard:
+    """Lets in callers whose certificate names one of these roles; that it is one of ours TLS has
+    checked."""
+    from outrider.transport.certificates import name_of
+
+    names = frozenset(name_of(role).encode() for role in roles)
+
+    def check_role(method: str, context: Context) -> None:
+        found = context.auth_context().get("x509_subject_alternative_name", ())
+        if not names.intersection(found):
+            shown = ", ".join(name.decode(errors="replace") for name in found) or "no name"
+            raise PermissionDenied(f"{shown}: may not call {method}")
+
+    return check_role
 
 
 def _warn_of_end(certificate: Path) -> None:

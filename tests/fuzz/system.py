@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.auth.access_control import OPEN, AccessControl, KeyFile, KeyInterceptor
+from coordinator.auth.access_control import OPEN, AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -108,9 +108,7 @@ async def _serve(
         return
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     servicer = CoordinatorServicer(stack.coordinator, gate)
-    server = RpcServer(
-        [Service(descriptor, servicer)], ServerOptions(guards=(KeyInterceptor(gate),))
-    )
+    server = RpcServer([Service(descriptor, servicer)], ServerOptions(guard=gate.check_call))
     await server.start()
     exits.push_async_callback(server.stop)
     await server.set_serving(True)

@@ -19,7 +19,7 @@ from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
+from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.grpc_api import CoordinatorServicer
 from deploy.cli.serve import endpoints_text
 from outrider.api_keys import Caller, add_key
@@ -112,7 +112,7 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     options = ServerOptions(
         credentials=server_credentials(mine.file, mine.key_file),
-        guards=(KeyInterceptor(gate),),
+        guard=gate.check_call,
         reflection=False,
     )
     server = RpcServer([Service(descriptor, CoordinatorServicer(stack.coordinator, gate))], options)

@@ -21,7 +21,7 @@ from http_front import http_front
 from made_certificates import Made
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
+from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, TlsFiles
@@ -106,7 +106,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
             access = found.access(exits)
             server = RpcServer(
                 [Service(descriptor, CoordinatorServicer(stack.coordinator, access))],
-                ServerOptions(guards=(KeyInterceptor(access),)),
+                ServerOptions(guard=access.check_call),
             )
             await server.start()
             exits.push_async_callback(server.stop)
@@ -523,7 +523,7 @@ async def test_callers_without_a_key_watch_in_small_numbers(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health may be watched by anybody, and must not take the place of calls that have a key."""
-    monkeypatch.setattr("coordinator.auth.access_control.HEALTH_WATCHES_MAX", 2)
+    monkeypatch.setattr("outrider.transport.server.HEALTH_WATCHES_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
         calls = [watch(b"") for _ in range(2)]

@@ -248,7 +248,7 @@ BODIES: list[tuple[bytes, int, str | None]] = [
     (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", 400, None),
     (b'{"prompt": "x", "max_tokens": ' + b"9" * 30 + b"}", 400, "max_tokens"),
     (b'{"prompt": "x", "\\udcff": 1}', 400, None),
-    (b'{"prompt": "\\ud800"}', 400, "prompt"),
+    (b'{"prompt": "\\ud800"}', 400, None),
     (b'{"prompt": [1, 2, 320]}', 400, "prompt[2]"),
     (b'{"prompt": ""}', 400, "prompt"),
     (b'{"prompt": [' + b"[1]," * 128 + b"[1]]}", 400, "prompt"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_certificates import Made
 
-from coordinator.auth.access_control import AccessControl, KeyFile, KeyInterceptor
+from coordinator.auth.access_control import AccessControl, KeyFile
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
@@ -34,7 +34,7 @@ class Coordinator:
 @asynccontextmanager
 async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
     descriptor: Any = pb.DESCRIPTOR.services_by_name["Coordinator"]
-    options = ServerOptions(credentials=credentials, guards=(KeyInterceptor(gate),))
+    options = ServerOptions(credentials=credentials, guard=gate.check_call)
     server = RpcServer([Service(descriptor, Coordinator())], options)
     await server.start()
     await server.set_serving(True)
