@@ -6,13 +6,10 @@ refused here once."""
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import lupa.lua51
@@ -320,60 +317,6 @@ async def test_a_server_that_withdraws_the_right_to_a_command_leaves_a_whole_ses
     after = await bench.read()
     assert seen(found) in (seen(before), seen(after))
     assert refused or found == after
-
-
-SETTINGS = {"OOM": "maxmemory", "NOREPLICAS": "min-replicas-to-write"}
-
-
-def snapshots_fail(admin: redis.Redis, fail: bool) -> None:
-    """Redis makes no file of its data while a directory has the file's name."""
-    found = admin.config_get("dir") | admin.config_get("dbfilename")
-    path = Path(found["dir"]) / found["dbfilename"]
-    if fail:
-        path.unlink(missing_ok=True)
-        path.mkdir()
-    else:
-        path.rmdir()
-    admin.bgsave()
-    until = time.monotonic() + 10
-    while admin.info("persistence")["rdb_last_bgsave_status"] != ("err" if fail else "ok"):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-@contextmanager
-def refusing_writes(admin: redis.Redis, answer: str) -> Iterator[None]:
-    """Until the block ends the server refuses writes with this answer."""
-    if answer == "MISCONF":
-        admin.config_set("save", "3600 1")
-        snapshots_fail(admin, True)
-    else:
-        admin.config_set(SETTINGS[answer], 1)
-    try:
-        yield
-    finally:
-        if answer == "MISCONF":
-            snapshots_fail(admin, False)
-            admin.config_set("save", "")
-        else:
-            admin.config_set(SETTINGS[answer], 0)
-
-
-@pytest.mark.parametrize("answer", ["OOM", "NOREPLICAS", "MISCONF"])
-@pytest.mark.parametrize("prepare", WORKS)
-async def test_a_server_that_refuses_writes_does_all_or_nothing(
-    bench: Bench, prepare: Callable[[Bench], Awaitable[StepRequest]], answer: str
-) -> None:
-    """One that is full, one without replicas, and one that cannot write its snapshot."""
-    work = await prepare(bench)
-    before = await bench.read()
-    with refusing_writes(bench.admin, answer):
-        with pytest.raises(StoreUnavailable, match=answer):
-            await work(bench.store)
-        assert await bench.read() == before
-    await work(bench.store)
-    assert await bench.read() != before
-    check_expiries(bench)
 
 
 def test_the_scripts_write_by_no_other_commands() -> None:
