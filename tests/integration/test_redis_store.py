@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import redis
 from hypothesis import settings
-from hypothesis.stateful import invariant, rule
-from session_model import IDS, StoreMachine, end_of, new_session, next_append
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from session_model import IDS, OWNERS, digest, end_of, new_session, next_append
 
 from outrider.errors import (
     ConfigError,
     DataLoss,
     NotFound,
+    OutriderError,
+    StaleEpoch,
     StoreUnavailable,
 )
 from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason, Lifetimes
+from outrider.sessions.store import (
+    Append,
+    CacheState,
+    Counters,
+    Finish,
+    FinishReason,
+    Lifetimes,
+    SessionRecord,
+)
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -38,7 +52,7 @@ NO_COUNTS = Counters()
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
-        StoreOnRedisMachine.server = running
+        StoreMachine.server = running
         yield running
 
 
@@ -61,34 +75,158 @@ async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
     return answer
 
 
-class StoreOnRedisMachine(StoreMachine):
+LEASE_MS = 2_000
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
+ids = st.sampled_from(IDS)
+owners = st.sampled_from(OWNERS)
+caches = st.builds(CacheState, st.sampled_from(["", "r1"]), st.integers(0, 2**40))
+counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Whatever is asked of it, in whatever order, Redis answers as the memory store does."""
+
     server: ClassVar[EmbeddedRedis]
 
-    def set_up(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.seen: list[SessionRecord] = []
+        self.now_ms = 0.0
+        self.model = MemoryStore(lambda: self.now_ms, Lifetimes(LEASE_MS, 10**12, 10**12))
         self.prefix = f"{uuid.uuid4()}:"
         lifetimes = Lifetimes(10**9, 10**9, 10**9)
-        connecting = RedisStore.connect(
-            self.server.url, key_prefix=self.prefix, lifetimes=lifetimes
+        self.store = self.run(
+            RedisStore.connect(self.server.url, key_prefix=self.prefix, lifetimes=lifetimes)
         )
-        self.store = self.run(connecting)
         self.admin = redis.Redis.from_url(self.server.url, protocol=2)
 
     def teardown(self) -> None:
         self.admin.close()
-        super().teardown()
+        self.run(self.store.close())
+        self.runner.close()
 
-    def key(self, session_id: str) -> str:
-        return f"{self.prefix}session:{{{session_id}}}"
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
 
-    def end_leases(self) -> None:
+    def outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return self.run(coroutine)
+        except OutriderError as error:
+            return type(error)
+
+    @rule(session_id=ids, owner=owners, prompt=st.sampled_from([(1,), (7, 2**32 - 1)]))
+    def open(self, session_id: str, owner: str, prompt: tuple[int, ...]) -> None:
+        new = new_session(session_id, owner, prompt)
+        assert self.outcome(self.store.open(new)) == self.outcome(self.model.open(new))
+
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        appends = []
+        for session_id in data.draw(st.lists(ids, max_size=3, unique=True)):
+            s = self.model.snapshot().get(session_id)
+            stored = s.record.token_ids if s is not None else ()
+            if s is not None and s.rewrite:
+                stored = data.draw(st.sampled_from([stored, s.pending, s.pending]))
+            lengths = st.sampled_from([len(stored), len(stored), 0, max(len(stored) - 1, 0), 9])
+            epochs = st.sampled_from([s.record.epoch] * 2 + [1, 2, 3] if s is not None else [1])
+            new = data.draw(tokens)
+            expected = data.draw(lengths)
+            appends.append(
+                Append(
+                    session_id, data.draw(epochs), data.draw(owners), expected, new,
+                    digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
+                    data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
+                    data.draw(st.booleans()),
+                )
+            )  # fmt: skip
+        found, expected = (
+            [
+                type(a) if isinstance(a, OutriderError) else a
+                for a in self.run(store.append(appends))
+            ]
+            for store in (self.store, self.model)
+        )
+        assert found == expected
+
+    @rule(owner=owners)
+    def hold_lease(self, owner: str) -> None:
+        found = self.run(self.store.hold_lease(owner))
+        assert sorted(found) == self.run(self.model.hold_lease(owner))
+
+    @rule(owner=owners)
+    def end_lease(self, owner: str) -> None:
+        self.run(self.store.end_lease(owner))
+        self.run(self.model.end_lease(owner))
+
+    @rule(session_id=ids, epoch=st.integers(1, 3), owner=owners)
+    def release(self, session_id: str, epoch: int, owner: str) -> None:
+        found = self.outcome(self.store.release(session_id, epoch, owner))
+        assert found == self.outcome(self.model.release(session_id, epoch, owner))
+
+    @rule(session_id=ids)
+    def look(self, session_id: str) -> None:
+        """What is seen now may be taken over later."""
+        found = self.outcome(self.store.load(session_id))
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data(), owner=owners)
+    def take_over(self, data: st.DataObject, owner: str) -> None:
+        seen = data.draw(st.sampled_from(self.seen[-3:]))
+        found = self.outcome(self.store.take_over(seen, owner))
+        assert found == self.outcome(self.model.take_over(seen, owner))
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
+
+    @rule(
+        finish=st.builds(
+            Finish,
+            ids, st.integers(1, 3), owners, st.none() | st.integers(1, 9),
+            st.sampled_from(FinishReason), counts,
+        )
+    )  # fmt: skip
+    def finish(self, finish: Finish) -> None:
+        """Beside the model's, the rules that hold of every end that is recorded."""
+        before = self.outcome(self.store.load(finish.session_id))
+        found = self.outcome(self.store.finish(finish))
+        assert found == self.outcome(self.model.finish(finish))
+        after = self.outcome(self.store.load(finish.session_id))
+        if found is StaleEpoch:
+            assert after == before
+        elif isinstance(before, SessionRecord) and isinstance(after, SessionRecord):
+            assert (after.epoch, after.owner) == (finish.epoch, finish.owner)
+            assert before.epoch < after.epoch or before.owner == after.owner
+            if after.finish_reason is not None and after != before:
+                assert finish.length in (None, len(after.token_ids))
+
+    @rule()
+    def leases_run_out(self) -> None:
+        self.now_ms += LEASE_MS
         for key in self.admin.keys(f"{self.prefix}lease:*"):
             self.admin.delete(key)
 
-    def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
-        key = self.key(session_id)
+    @rule(session_id=ids, left=st.integers(0, 3))
+    def tail_is_torn_off(self, session_id: str, left: int) -> None:
+        kept = self.model.snapshot()
+        found = kept.get(session_id)
+        if found is None or found.rewrite:
+            return
+        self.leases_run_out()  # As `restore` does.
+        record = replace(found.record, token_ids=found.record.token_ids[:left])
+        self.model.restore({**kept, session_id: replace(found, record=record)})
+        key = f"{self.prefix}session:{{{session_id}}}"
         start = int(self.admin.hget(key, "tokens_start"))
         before = self.admin.get(f"{key}:tokens") or b""
-        self.admin.set(f"{key}:tokens", before[:start] + encode_tokens(token_ids), keepttl=True)
+        torn = before[:start] + encode_tokens(record.token_ids)
+        self.admin.set(f"{key}:tokens", torn, keepttl=True)
+
+    @invariant()
+    def loads_are_equal(self) -> None:
+        for session_id in IDS:
+            expected = self.outcome(self.model.load(session_id))
+            assert self.outcome(self.store.load(session_id)) == expected
 
     @rule()
     def scripts_are_flushed(self) -> None:
@@ -101,9 +239,7 @@ class StoreOnRedisMachine(StoreMachine):
 
 
 @pytest.mark.usefixtures("server")
-class TestRedisStore(StoreOnRedisMachine.TestCase):
-    """As the memory store, so Redis: they answer as the same model does."""
-
+class TestRedisStore(StoreMachine.TestCase):
     settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 

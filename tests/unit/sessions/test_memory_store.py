@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import settings
-from session_model import IDS, OWNERS, StoreMachine, end_of, new_session, next_append
+from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from coordinator.decoding.sessions import COMMIT_GRACE_S
 from outrider.config.coordinators import WAIT_MS_MAX
@@ -12,27 +9,7 @@ from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, Finish, FinishReason, Lifetimes
-
-
-class MemoryMachine(StoreMachine):
-    def set_up(self) -> None:
-        self.now_ms = 0.0
-        self.store = MemoryStore(lambda: self.now_ms, Lifetimes(2_000, 10**12, 10**12))
-
-    def end_leases(self) -> None:
-        self.now_ms += 2_000
-
-    def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
-        assert isinstance(self.store, MemoryStore)
-        kept = self.store.snapshot()
-        record = replace(kept[session_id].record, token_ids=token_ids)
-        self.store.restore({**kept, session_id: replace(kept[session_id], record=record)})
-        self.model.leases.clear()  # As `restore` does.
-
-
-TestMemoryStore = MemoryMachine.TestCase
-TestMemoryStore.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+from outrider.sessions.store import Counters, Finish, FinishReason
 
 
 class Clock:
