@@ -15,8 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import click
-
 from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
@@ -81,44 +79,26 @@ class Measurement:
     """Settings of its models, where it needs no deployment; None = it calls one."""
 
 
-class _Measurements(Group):
-    """Of which only the one that runs pays for its imports."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of the help."""
-        return list(MEASUREMENTS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The measurement of this name, with the options that it takes."""
-        found = MEASUREMENTS.get(name)
-        if found is None:
-            return None
-        options = _options_class(found)
-        own = [*options.flags(), *REQUEST_KEYS]
-        params = [*declared(options), json_option()]
-        if name == "serve":
-            help_text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
-            params.append(option("--api-key", help=help_text))
-            own.append("api_key")
-        if found.model_settings is None:
-            params += connection_options(without=own)
-        elif found.model_settings:
-            others = [key for key in deployment_settings() if key not in found.model_settings]
-            params += setting_options(others, common=found.model_settings)
-
-        def run(arguments: Arguments) -> int:
-            return found.run(options.from_arguments(arguments), arguments)
-
-        purpose = f"{found.purpose[0].upper()}{found.purpose[1:]}."
-        return Command(name, params=params, callback=run, help=purpose)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each with its purpose, without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, found.purpose) for name, found in MEASUREMENTS.items()])
-
-
-bench: Final = _Measurements("bench", subcommand_metavar="WHAT")
+def _load(name: str) -> Command:
+    """The measurement of this name, with the options that it takes."""
+    found = MEASUREMENTS[name]
+    options = _options_class(found)
+    own = [*options.flags(), *REQUEST_KEYS]
+    params = [*declared(options), json_option()]
+    if name == "serve":
+        text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
+        params.append(option("--api-key", help=text))
+        own.append("api_key")
+    if found.model_settings is None:
+        params += connection_options(without=own)
+    elif found.model_settings:
+        others = [key for key in deployment_settings() if key not in found.model_settings]
+        params += setting_options(others, common=found.model_settings)
+    return Command(
+        name,
+        params=params,
+        callback=lambda arguments: found.run(options.from_arguments(arguments), arguments),
+    )
 
 
 def _options_class(found: Measurement) -> Any:
@@ -562,3 +542,11 @@ MEASUREMENTS: Final = {
         "steps at batch 1 against the memory's speed", "options:DeviceOptions", _run_device, (),
     ),
 }  # fmt: skip
+
+
+bench: Final = Group(
+    "bench",
+    {name: found.purpose for name, found in MEASUREMENTS.items()},
+    _load,
+    subcommand_metavar="WHAT",
+)

@@ -7,10 +7,9 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from deploy.fleet.local_state import (
 )
 from deploy.fleet.reconciler import DeploymentLocation
 from outrider.config import DeploymentConfig, configuration
-from outrider.errors import ConfigError, SettingError, Unavailable, check
+from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import Value
 
 from .command import Arguments, Option, grouped, option
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
     from outrider.client import Client
     from outrider.transport.channel import Trust
 
-COORDINATOR_WAIT_S: Final = 60.0
-"""What another coordinator may take to serve where none does."""
-_POLL_S: Final = 0.2
-
 TRUST_OPTIONS: Final = {
     "ca_cert": "authority of a coordinator with TLS, in PEM",
     "client_cert": "certificate for one that asks for it, in PEM",
@@ -58,7 +53,7 @@ class Connection:
     """Where to call, and what is known of what answers there."""
 
     address: str
-    """HOST:PORT of the coordinator."""
+    """HOST:PORT of the coordinators, with commas between them."""
     target_directory: str = ""
     """Where the target's files lie on this machine."""
     tokenizer_directory: str = ""
@@ -69,14 +64,10 @@ class Connection:
     is_own: bool = False
     """Whether the command started it, and no other client has called it."""
     api_key: str = field(default="", repr=False)
-    """What it is shown; empty where none is known."""
-
     trust: Trust | None = field(default=None, repr=False)
     """How it is known; None = it has no TLS."""
-
     http_address: str = ""
     """HOST:PORT of a coordinator's HTTP interface; empty where it has none, or none is known."""
-
     find: Callable[[], str] | None = None
     """Says where coordinators are by now; None where only an address is known."""
 
@@ -113,13 +104,12 @@ def caller_options() -> list[Option]:
 
 def trust_options() -> list[Option]:
     """How a coordinator is known by TLS."""
-    found = [option("--tls", is_flag=True, help="it has TLS, by an authority that gRPC knows")]
+    tls = "it has TLS, by an authority that gRPC knows"
+    found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
         flag, variable = "--" + name.replace("_", "-"), f"OUTRIDER_{name.upper()}"
-        shown = f"{words} [${variable}]"
-        found.append(option(flag, metavar="FILE", envvar=variable, help=shown))
-    for one in found:
-        one.rare = True
+        text = f"{words} [${variable}]"
+        found.append(option(flag, metavar="FILE", envvar=variable, rare=True, help=text))
     return found
 
 
@@ -160,7 +150,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     if record is not None:
         refuse_other_settings(arguments, record)
         yield Connection(
-            await _address_of(record, state),
+            record.grpc_address,
             record.target_directory,
             record.tokenizer_directory,
             record.settings,
@@ -168,36 +158,11 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
             http_address=record.http_address.partition(",")[0],
             api_key=caller_key(arguments) or local_key(state),
             trust=caller_trust_of(arguments, record.settings),
-            find=partial(recorded_address, state),
+            find=lambda: "" if (now := running_deployment(state)) is None else now.grpc_address,
         )
         return
     async with _own_deployment(own_config(arguments), arguments) as connection:
         yield connection
-
-
-async def _address_of(record: DeploymentRecord, state: Path) -> str:
-    """Where its coordinators are, once there are any: the only one may just be replaced. Raises
-    `Unavailable` where none comes."""
-    if address := record.grpc_address:
-        return address
-    progress("no coordinator serves at the moment: waiting for one")
-    try:
-        async with asyncio.timeout(COORDINATOR_WAIT_S):
-            while not address:
-                await asyncio.sleep(_POLL_S)
-                address = recorded_address(state)
-    except TimeoutError:
-        raise Unavailable(
-            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
-        ) from None
-    progress.rest()
-    return address
-
-
-def recorded_address(state: Path) -> str:
-    """Where the coordinators are of the deployment that runs; empty where none does."""
-    record = running_deployment(state)
-    return "" if record is None else record.grpc_address
 
 
 def caller_key(arguments: Arguments) -> str:
@@ -227,29 +192,6 @@ def checked_address(server: str) -> str:
     return server
 
 
-@contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """Lets what the context holds be stopped before this process ends by SIGTERM."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    check(task is not None, "a deployment is started outside a task")
-    received = False
-
-    def end() -> None:
-        nonlocal received
-        received = True
-        task.cancel()  # type: ignore[union-attr]
-
-    loop.add_signal_handler(signal.SIGTERM, end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if received:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
 @asynccontextmanager
 async def _own_deployment(
     config: DeploymentConfig, arguments: Arguments
@@ -257,7 +199,10 @@ async def _own_deployment(
     """A deployment with a state of its own, that ends with the context."""
     from deploy.fleet.launcher import Deployment
 
-    with tempfile.TemporaryDirectory(prefix="outrider-") as state, _ends_on_sigterm():
+    task = asyncio.current_task()
+    if task is not None:  # SIGTERM, too, ends this process only once the deployment has ended.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with tempfile.TemporaryDirectory(prefix="outrider-") as state:
         async with Deployment(config, Path(state), report=progress) as deployment:
             progress.rest()
             found = deployment.config

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
 from outrider.settings import check_range
 from outrider.transport.certificates import (
@@ -29,23 +29,10 @@ from outrider.transport.certificates import (
 )
 
 from .command import Arguments, Group, argument, command, exclusive, json_option, option
-from .output import show
+from .output import note, show
 
 FILE_VARIABLE: Final = "OUTRIDER_API_KEY_FILE"
 DAYS_MAX: Final = 3650
-
-
-keys: Final = Group(
-    "keys",
-    params=[
-        option(
-            "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
-            help=f"the file of keys [${FILE_VARIABLE}]",
-        ),
-        json_option(),
-    ],
-    subcommand_metavar="new|list|revoke",
-)  # fmt: skip
 
 
 @command(
@@ -55,18 +42,20 @@ keys: Final = Group(
     option("--requests-per-minute", type=int, help="that it may begin [any number]"),
     option("--concurrency", type=int, help="generations that may run at a time [any number]"),
     option("--admin", is_flag=True, help="may read and cancel sessions of every tenant"),
-    help="Make a key, print it, and add its hash to the file.",
 )
 def new(arguments: Arguments) -> int:
     path = _key_file(arguments)
-    for key, most in (
-        ("requests_per_minute", REQUESTS_PER_MINUTE_MAX),
-        ("concurrency", KEY_CONCURRENCY_MAX),
-    ):
-        check_range(key, getattr(arguments, key), 1, most)
+    check_range("requests_per_minute", arguments.requests_per_minute, 1, REQUESTS_PER_MINUTE_MAX)
+    check_range("concurrency", arguments.concurrency, 1, KEY_CONCURRENCY_MAX)
+    tenant = arguments.tenant or arguments.name
+    for label, text in (("NAME", arguments.name), ("--tenant", tenant)):
+        try:
+            check_key_name(text)
+        except ValueError as error:
+            raise ConfigError(f"{label}: {error}") from None
     caller = Caller(
-        name=_checked("name", arguments.name),
-        tenant=_checked("tenant", arguments.tenant or arguments.name),
+        name=arguments.name,
+        tenant=tenant,
         requests_per_minute=arguments.requests_per_minute or 0,
         concurrency=arguments.concurrency or 0,
         admin=arguments.admin,
@@ -75,41 +64,35 @@ def new(arguments: Arguments) -> int:
         key = add_key(path, caller)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    print(f"outrider: {path} has the hash of the key, which is shown only now:", file=sys.stderr)
+    note(f"{path} has the hash of the key, which is shown only now:")
     print(json.dumps({"name": caller.name, "key": key}) if arguments.json else key, flush=True)
     return 0
 
 
-@command("list", help="Say which keys there are.")
+@command("list")
 def list_keys(arguments: Arguments) -> int:
-    """All but hashes."""
-    callers = [entry.caller for entry in read_key_file(_key_file(arguments))]
+    callers = [asdict(entry.caller) for entry in read_key_file(_key_file(arguments))]
     if arguments.json:
-        facts = [{name: getattr(one, name) for name in Caller.__slots__} for one in callers]
-        print(json.dumps({"keys": facts}))
+        print(json.dumps({"keys": callers}))
         return 0
     from rich.table import Table
 
     table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
     for one in callers:
         table.add_row(
-            one.name, one.tenant, str(one.requests_per_minute or "any"),
-            str(one.concurrency or "any"), "yes" if one.admin else "",
+            one["name"], one["tenant"], str(one["requests_per_minute"] or "any"),
+            str(one["concurrency"] or "any"), "yes" if one["admin"] else "",
         )  # fmt: skip
     show(table, highlight=False)
     return 0
 
 
-@command("revoke", argument("name", "of the key"), help="Take a key out of the file.")
+@command("revoke", argument("name", "of the key"))
 def revoke(arguments: Arguments) -> int:
     path = _key_file(arguments)
     remove_key(path, arguments.name)
-    print(f"outrider: {path} has no key {arguments.name!r} any more", file=sys.stderr)
+    note(f"{path} has no key {arguments.name!r} any more")
     return 0
-
-
-for one in (new, list_keys, revoke):
-    keys.add_command(one)
 
 
 def _key_file(arguments: Arguments) -> Path:
@@ -118,13 +101,23 @@ def _key_file(arguments: Arguments) -> Path:
     return Path(arguments.api_key_file).expanduser()
 
 
-def _checked(option: str, text: str) -> str:
-    try:
-        return check_key_name(text)
-    except ValueError as error:
-        if option == "name":
-            raise ConfigError(f"NAME: {error}") from None
-        raise SettingError(option, str(error)) from None
+keys: Final = Group(
+    "keys",
+    {
+        "new": "make a key, print it, and add its hash to the file",
+        "list": "say which keys there are",
+        "revoke": "take a key out of the file",
+    },
+    {"new": new, "list": list_keys, "revoke": revoke}.__getitem__,
+    params=[
+        option(
+            "--api-key-file", metavar="FILE", envvar=FILE_VARIABLE,
+            help=f"the file of keys [${FILE_VARIABLE}]",
+        ),
+        json_option(),
+    ],
+    subcommand_metavar="new|list|revoke",
+)  # fmt: skip
 
 
 @command(
@@ -179,8 +172,4 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
         make_authority(directory, now)
     for role in INTERNAL_ROLES:
         make_role(directory, role, now, arguments.days)
-    print(
-        f"outrider: keep {directory / f'{AUTHORITY}-key.pem'} secret: it makes certificates of any "
-        "role",
-        file=sys.stderr,
-    )
+    note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it makes certificates of any role")

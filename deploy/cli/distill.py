@@ -50,7 +50,7 @@ _TURNS: Final = ("one", "Two?")
 _DEFAULTS: Final = DistillOptions(out=Path())
 _DRAFTER: Final = (
     option(
-        "--kind", choices=KINDS, default=KINDS[0],
+        "--kind", choices=KINDS, default=str(KINDS[0]),
         help="a small model of its own, heads on the target that draft from what its own head "
         "reads, one behind its first layers, or one in the draft service that is sent what its own "
         "head reads",

@@ -6,9 +6,11 @@ import asyncio
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,14 +21,15 @@ from outrider.request import Tokens
 from outrider.speculation.accept_reject import Origin
 
 from .command import Arguments, argument, command, json_option, option
-from .connection import Connection, connected, connection_options
+from .connection import connected, connection_options
 from .options import REQUEST_KEYS, request_fields, request_options
-from .output import progress
+from .output import progress, show
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-    from outrider.client import Completion, GenerateRequest
+    from outrider.client import Client, Completion, CompletionBuilder, GenerateRequest
 
 
 STYLES: Final = {
@@ -35,7 +38,6 @@ STYLES: Final = {
     Origin.BONUS: "bold cyan",
     Origin.STORED: "dim",
 }
-HEADINGS = ("token", "logprob", "likeliest at its place")
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -82,41 +84,44 @@ def generate(arguments: Arguments) -> int:
 
 
 async def _run(arguments: Arguments, request: GenerateRequest) -> None:
-    from outrider.client import Client, CompletionBuilder
+    from outrider.client import CompletionBuilder
 
     builder = CompletionBuilder()
-
-    async def receive(client: Client, show: Callable[[Tokens], None]) -> tuple[Completion, float]:
-        start = time.perf_counter()
-        async for event in client.generate(request):
-            builder.add(event)
-            if isinstance(event, Tokens):
-                show(event)
-        return builder.build(), time.perf_counter() - start
-
     async with connected(arguments) as connection, connection.client() as client:
         if arguments.json:
-            completion, seconds = await receive(client, lambda event: None)
-            print(json.dumps(_report(completion, seconds), ensure_ascii=False))
+            seconds = await receive(client, request, builder, lambda event: None)
+            print(json.dumps(_report(builder.build(), seconds), ensure_ascii=False))
             return
+        printer = Printer(connection.tokenizer_directory)
         try:
-            completion, seconds = await receive(client, printer(connection)())
+            seconds = await receive(client, request, builder, printer.show)
         except BaseException:
             if builder.text:
                 print(flush=True)  # An error, or the shell's prompt, gets a line of its own.
             raise
-        print("" if completion.text else _silent(completion, arguments), flush=True)
+        completion = builder.build()
+        # A model without a tokenizer answers with token ids alone.
+        ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
+        print("" if completion.text else ids, flush=True)
         if completion.logprobs:
-            names = token_names(connection.tokenizer_directory)
-            print(logprob_table(completion, names), flush=True)
+            show(logprob_table(completion, connection.tokenizer_directory), highlight=False)
         if not progress.quiet:
-            print(_closing_line(completion, seconds), file=sys.stderr)
+            said = f"{figures([completion], seconds)} ({completion.finish_reason})"
+            print(said, file=sys.stderr)
 
 
-def _silent(completion: Completion, arguments: Arguments) -> str:
-    """What is printed for an answer without text: its token ids where token ids were given, as the
-    model may have no tokenizer."""
-    return "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
+async def receive(
+    client: Client, request: GenerateRequest, builder: CompletionBuilder,
+    show: Callable[[Tokens], None],
+) -> float:  # fmt: skip
+    """Puts an answer together, shows its tokens as they come, and returns the seconds it took."""
+    start = time.perf_counter()
+    async with aclosing(client.generate(request)) as events:
+        async for event in events:
+            builder.add(event)
+            if isinstance(event, Tokens):
+                show(event)
+    return time.perf_counter() - start
 
 
 def _request(arguments: Arguments) -> GenerateRequest:
@@ -155,36 +160,19 @@ def _text(prompt: str) -> str:
     return text
 
 
-def printer(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
-    """What begins an answer and gives what shows its tokens: in the colours of their origins on a
-    terminal, where a legend is shown now; as plain text else."""
-    if not sys.stdout.isatty():
-        return lambda: lambda event: print(event.text_delta, end="", flush=True)
-    from rich.console import Console
-
-    console, lengths = Console(), TokenLengths(connection.tokenizer_directory)
-    if not progress.quiet:
-        Console(stderr=True).print("  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items()))
-
-    def begin() -> Callable[[Tokens], None]:
-        lengths.begin()
-        return OriginPainter(console, lengths).show
-
-    return begin
-
-
 def _report(completion: Completion, seconds: float) -> dict[str, Any]:
-    metrics = completion.metrics
-    names = ("num_rounds", "num_draft_tokens", "num_accepted_draft_tokens",
-             "mean_acceptance_length")  # fmt: skip
+    metrics, usage = completion.metrics, completion.usage
     report: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
-        "usage": asdict(completion.usage),
+        "usage": asdict(usage),
         "metrics": {
-            "tokens_per_second": completion.usage.completion_tokens / seconds,
-            **{name: getattr(metrics, name) for name in names},
+            "tokens_per_second": usage.completion_tokens / seconds,
+            "num_rounds": metrics.num_rounds,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+            "mean_acceptance_length": metrics.mean_acceptance_length,
         },
         "model": completion.model,
         "session_id": completion.session_id,
@@ -196,109 +184,92 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
     return report
 
 
-def _closing_line(completion: Completion, seconds: float) -> str:
-    metrics, tokens = completion.metrics, completion.usage.completion_tokens
-    proposed, accepted = metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
+def figures(completions: Sequence[Completion], seconds: float) -> str:
+    """Of answers that took so many seconds together."""
+    tokens = sum(one.usage.completion_tokens for one in completions)
+    rounds = sum(one.metrics.num_rounds for one in completions)
+    proposed = sum(one.metrics.num_draft_tokens for one in completions)
+    accepted = sum(one.metrics.num_accepted_draft_tokens for one in completions)
     acceptance = f"{accepted / proposed:.0%} of {proposed}" if proposed else "nothing proposed"
-    rounds = metrics.num_rounds
     return (
-        f"{tokens / seconds:.1f} tokens/s, {tokens} tokens, "
-        f"{rounds} rounds, acceptance {acceptance}, "
-        f"{tokens / rounds if rounds else 0:.2f} tokens per round ({completion.finish_reason})"
+        f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, {rounds} rounds, "
+        f"acceptance {acceptance}, {tokens / max(1, rounds):.2f} tokens per round"
     )
 
 
-class TokenLengths:
-    """How many characters each token adds to the text, by the target's own tokenizer."""
+class Printer:
+    """Prints answers as they come: on a terminal each token in the colour of its origin."""
 
-    def __init__(self, directory: str) -> None:
-        """`directory` holds the tokenizer; without one nothing is known."""
-        self._tokenizer: Any = None
-        path = Path(directory) / "tokenizer.json"
-        if directory and path.is_file():
-            from tokenizers import Tokenizer
+    def __init__(self, directory: str, console: Console | None = None) -> None:
+        """With a tokenizer in the directory, tokens of one event may differ in colour. On a
+        terminal a legend is shown."""
+        self._console = console
+        self._tokenizer = _tokenizer(directory)
+        if console is None and sys.stdout.isatty():
+            from rich.console import Console
 
-            self._tokenizer = Tokenizer.from_file(str(path))
-            self.begin()
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a tokenizer."""
-        return self._tokenizer is not None
+            self._console = Console()
+            if not progress.quiet:
+                legend = "  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items())
+                Console(stderr=True).print(legend)
+        self.begin()
 
     def begin(self) -> None:
-        """Another text follows."""
-        if self.known:
-            from tokenizers.decoders import DecodeStream
+        """Another answer follows."""
+        from tokenizers.decoders import DecodeStream
 
-            self._stream: Any = DecodeStream(skip_special_tokens=True)
-
-    def length(self, token_id: int) -> int:
-        """Characters that became certain with the token; 0 while they are incomplete."""
-        return len(self._stream.step(self._tokenizer, token_id) or "")
-
-
-class OriginPainter:
-    """Prints text as it comes. A delta may lag behind its tokens, and then catches up."""
-
-    def __init__(self, console: Console, lengths: TokenLengths) -> None:
-        self._console = console
-        self._lengths = lengths
-        self._waiting: deque[tuple[Origin, int]] = deque()
-        """Origins of tokens whose text has not come, and how long it is."""
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[Origin] = []
+        """For each character that a token has made certain and no event has had, its origin."""
 
     def show(self, event: Tokens) -> None:
-        """Prints an event's text. Where the tokens' lengths are not known, all of it has the
-        colour that most of its tokens have."""
+        """Prints an event's text, which may lag behind its tokens."""
         text = event.text_delta
-        if not self._lengths.known:
-            common = max(event.origins, key=event.origins.count, default=Origin.BONUS)
-            self._print(text, common)
+        if self._console is None:
+            print(text, end="", flush=True)
             return
-        for token_id, origin in zip(event.token_ids, event.origins, strict=True):
-            self._waiting.append((origin, self._lengths.length(token_id)))
-        while text and self._waiting:
-            origin, length = self._waiting.popleft()
-            self._print(text[:length], origin)
-            if length > len(text):
-                self._waiting.appendleft((origin, length - len(text)))
-            text = text[length:]
-        self._print(text, Origin.BONUS)
-
-    def _print(self, text: str, origin: Origin) -> None:
-        if text:
+        if self._tokenizer is None:
+            common = max(event.origins, key=event.origins.count, default=Origin.BONUS)
+            self._waiting = [common] * len(text)
+        else:
+            for token_id, origin in zip(event.token_ids, event.origins, strict=True):
+                certain = self._stream.step(self._tokenizer, token_id) or ""
+                self._waiting += [origin] * len(certain)
+        origins = chain(self._waiting, repeat(Origin.BONUS))
+        for origin, pairs in groupby(zip(text, origins, strict=False), key=itemgetter(1)):
+            piece = "".join(character for character, _ in pairs)
             self._console.print(
-                text, style=STYLES[origin], end="", markup=False, highlight=False, soft_wrap=True
+                piece, style=STYLES[origin], end="", markup=False, highlight=False, soft_wrap=True
             )
+        del self._waiting[: len(text)]
 
 
-def logprob_table(completion: Completion, spell: Callable[[int], str]) -> str:
-    """A line per token of the completion: what it is, its log-probability, and the likeliest
-    tokens at its place with theirs. `spell` gives a token's name."""
-    rows = [
-        (
-            spell(token_id),
-            f"{found.logprob:.4f}",
-            ", ".join(f"{spell(other)} {logprob:.4f}" for other, logprob in found.top),
-        )
-        for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
-    names, numbers = (max(len(row[at]) for row in (HEADINGS, *rows)) for at in (0, 1))
-    lines = (f"{a:<{names}}  {b:>{numbers}}  {c}".rstrip() for a, b, c in (HEADINGS, *rows))
-    return "\n".join(lines)
-
-
-def token_names(directory: str) -> Callable[[int], str]:
-    """What gives a token's id and, where a tokenizer lies in the directory, its text in quotes."""
+def _tokenizer(directory: str) -> Any:
+    """The one that lies there; None without one."""
     path = Path(directory) / "tokenizer.json"
     if not directory or not path.is_file():
-        return str
+        return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def logprob_table(completion: Completion, directory: str) -> Table:
+    """A row per token of the completion: what it is, its log-probability, and the likeliest tokens
+    at its place with theirs. Tokens have their texts where a tokenizer lies in the directory."""
+    from rich.table import Table
+    from rich.text import Text
+
+    tokenizer = _tokenizer(directory)
 
     def name(token_id: int) -> str:
+        if tokenizer is None:
+            return str(token_id)
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         return f"{token_id} {json.dumps(text, ensure_ascii=False)}"
 
-    return name
+    table = Table("token", "logprob", "likeliest at its place", box=None, pad_edge=False)
+    for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
+        top = ", ".join(f"{name(other)} {logprob:.4f}" for other, logprob in found.top)
+        table.add_row(*map(Text, (name(token_id), f"{found.logprob:.4f}", top)))
+    return table

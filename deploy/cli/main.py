@@ -1,11 +1,12 @@
 """`outrider COMMAND ...`: reads the command line, runs the command, turns errors into one line.
 
 Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 130 interrupted;
-1 everything else. Standard output is for results alone.
+143 ended by SIGTERM; 1 everything else. Standard output is for results alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -20,64 +21,43 @@ from deploy.fleet.local_state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
 from . import masking
-from .command import Arguments, Command, Group, usage_message
+from .command import Arguments, Command, Group
 from .output import progress
 
 COMMANDS: Final = {
-    "serve": ("serve", "start coordinators, targets and drafts"),
-    "stop": ("serve", "stop the deployment that runs detached"),
-    "status": ("status", "say what runs"),
-    "scale": ("scale", "change how many replicas a deployment has"),
-    "autoscale": ("scale", "let the load decide how many replicas a deployment has"),
-    "upgrade": ("scale", "give a deployment other settings, replica by replica"),
-    "keys": ("credentials", "make and revoke the keys that callers show"),
-    "certs": (
-        "credentials",
-        "make certificates by which the services of a deployment know each other",
-    ),
-    "generate": ("generate", "generate text"),
-    "chat": ("chat", "talk with the model"),
-    "drafters": ("describe", "list the kinds of drafters, and what each needs"),
-    "bench": ("bench", "measure"),
-    "plan": ("plan", "say what drafting would bring, before anything is deployed"),
-    "distill": ("distill", "make a drafter for a target"),
-    "collect-env": (
-        "describe",
-        "describe this machine and what is installed, for a report",
-    ),
+    "serve": "start coordinators, targets and drafts",
+    "stop": "stop the deployment that runs detached",
+    "status": "say what runs",
+    "scale": "change how many replicas a deployment has",
+    "autoscale": "let the load decide how many replicas a deployment has",
+    "upgrade": "give a deployment other settings, replica by replica",
+    "keys": "make and revoke the keys that callers show",
+    "certs": "make certificates by which the services of a deployment know each other",
+    "generate": "generate text",
+    "chat": "talk with the model",
+    "drafters": "list the kinds of drafters, and what each needs",
+    "bench": "measure",
+    "plan": "say what drafting would bring, before anything is deployed",
+    "distill": "make a drafter for a target",
+    "collect-env": "describe this machine and what is installed, for a report",
 }
-"""By name the module that has the command, and what it is for."""
-EXIT_BAD_ARGUMENTS: Final = 2
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+"""What each command is for."""
+_MODULES: Final = {
+    "stop": "serve", "autoscale": "scale", "upgrade": "scale", "keys": "credentials",
+    "certs": "credentials", "drafters": "describe", "collect-env": "describe",
+}  # fmt: skip
+"""Where a command is, if not in a module of its own name."""
 
 
-class Outrider(Group):
-    """All commands. Only the one that runs pays for its imports."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of the help."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command of this name, imported now."""
-        if name not in COMMANDS:
-            return None
-        module, purpose = COMMANDS[name]
-        found: Command = getattr(
-            importlib.import_module(f"deploy.cli.{module}"), name.replace("-", "_")
-        )
-        found.help = f"{purpose.capitalize()}."
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each with its purpose, without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, purpose) for name, (_, purpose) in COMMANDS.items()])
+def _load(name: str) -> Command:
+    module = importlib.import_module(f"deploy.cli.{_MODULES.get(name, name)}")
+    found: Command = getattr(module, name.replace("-", "_"))
+    return found
 
 
 outrider: Final = click.version_option(package_name="outrider", message="outrider %(version)s")(
-    Outrider(
-        "outrider", subcommand_metavar="COMMAND [ARGS]...",
+    Group(
+        "outrider", COMMANDS, _load, subcommand_metavar="COMMAND [ARGS]...",
         help="Disaggregated speculative decoding for language models.",
     )
 )  # fmt: skip
@@ -97,8 +77,9 @@ def parse(words: Sequence[str]) -> Arguments:
     try:
         found = outrider.main(list(words), prog_name="outrider", standalone_mode=False)
     except click.UsageError as error:
-        _complain(usage_message(error))
-        sys.exit(EXIT_BAD_ARGUMENTS)
+        path = "outrider" if error.ctx is None else error.ctx.command_path
+        _complain(f"{error.format_message().rstrip('.')} (see {path} --help)")
+        sys.exit(2)
     if not isinstance(found, Arguments):
         sys.exit(found)  # Help was asked for.
     found.words = list(words)
@@ -121,9 +102,11 @@ def _run(arguments: Arguments) -> int:
         from .options import error_line
 
         _complain(error_line(error, arguments))
-        return EXIT_BAD_ARGUMENTS if isinstance(error, (ConfigError, BadRequest)) else 1
+        return 2 if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return 128 + signal.SIGINT
+    except asyncio.CancelledError:  # By SIGTERM, once a deployment of its own has ended.
+        return 128 + signal.SIGTERM
     except BrokenPipeError:
         # The reader of our output has gone; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

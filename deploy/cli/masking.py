@@ -104,17 +104,15 @@ def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     settings = {one.variable: one for one in _settings()}
     found = {}
-    for name in sorted(environment):
-        if not SHOWN_VARIABLES.fullmatch(name):
-            continue
-        setting = settings.get(name)
-        if setting is None and name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
-            secret = True  # A misspelt name, of whatever was meant.
-        else:
-            secret = setting.secret if setting else _SECRET_NAME.search(name) is not None
+    for name in sorted(filter(SHOWN_VARIABLES.fullmatch, environment)):
         value = environment[name]
+        if name in settings:
+            secret = settings[name].secret
+        else:  # A misspelt name may be that of a secret.
+            misspelt = name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS
+            secret = misspelt or _SECRET_NAME.search(name) is not None
+        # Of a URL the place matters; of any other secret, nothing.
         if secret:
-            # Of a URL the place matters; of anything else, nothing.
             found[name] = masked_url(value) if "://" in value else MASK
         else:
             found[name] = _without_secrets(value)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from deploy.fleet.local_state import DeploymentRecord
 from outrider import limits
-from outrider.config import DeploymentConfig, deployment_settings, load_config
+from outrider.config import DeploymentConfig, configuration, deployment_settings
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,
@@ -26,7 +26,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .command import Arguments, Option, grouped, option
 
 SECRETS: Final = tuple(key for key, found in deployment_settings().items() if found.secret)
-KEY_FLAG: Final = "--api-key"
 KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 OF_CALLERS: Final = ("api_key",)
 """Settings that say, where a deployment runs already, what its callers show."""
@@ -50,11 +49,7 @@ TITLES: Final = {
     "DeploymentConfig": "Settings of the deployment",
     "AutoscaleConfig": "Settings of autoscaling",
 }
-CHANGING: Final = ("scale", "autoscale", "upgrade")
-"""Commands whose settings have the values of the deployment that runs, unless they are given."""
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
-_PART: Final = re.compile(r"(\w+)(?:\[(\d+)\])?")
-"""Of a field's path: a name, and the index of what is wrong in it."""
 
 
 def setting_options(
@@ -73,13 +68,14 @@ def setting_options(
 
 
 def _setting_option(setting: Setting, rare: bool, doc: str = "") -> Option:
+    shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": "|".join(setting.choices) or setting.kind.__name__.upper()}
     if setting.kind is bool:
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(
-        [flags, f"setting_{setting.key}"],
-        setting=setting, group=TITLES[setting.group], rare=rare, help=doc or setting.doc,
+        [flags, setting.key],
+        setting=setting, group=TITLES[setting.group], rare=rare, help=(doc or setting.doc) + shown,
         default=None, multiple=setting.key == "api_key", **kind,
     )  # fmt: skip
 
@@ -153,13 +149,7 @@ def given_settings(arguments: Arguments) -> dict[str, Value]:
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
     """The deployment that file, environment and options describe. Raises `ConfigError`."""
-    return load_config(arguments.settings, os.environ, arguments.config)
-
-
-def set_by(arguments: Arguments) -> dict[str, str]:
-    """By key, what sets each setting that is set: file, environment or flag. Raises
-    `ConfigError` for an unknown name."""
-    return sources(deployment_settings(), arguments.config, os.environ, arguments.settings)
+    return configuration(given_settings(arguments))
 
 
 def with_settings(arguments: Arguments, **values: object) -> Arguments:
@@ -171,15 +161,13 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     """The words of the options that were given for settings, but for secrets and those in
     `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
-    settings = deployment_settings()
     for key, value in arguments.settings.items():
-        flag = settings[key].flag
         if key in SECRETS or key in without:
             continue
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
+            words.append(_flag(key if value else f"no_{key}"))
         else:
-            words += [flag, str(value)]
+            words += [_flag(key), str(value)]
     return tuple(words)
 
 
@@ -190,24 +178,21 @@ def public_settings(config: DeploymentConfig) -> dict[str, Value]:
 
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
-    settings = deployment_settings()
     for key, raw in arguments.settings.items():
-        if key in OF_CALLERS:
+        asked = deployment_settings()[key].parse(raw, _flag(key))
+        if key in OF_CALLERS or (key not in SECRETS and record.settings.get(key) == asked):
             continue
-        asked = settings[key].parse(raw, settings[key].flag)
-        if key in SECRETS or record.settings.get(key) != asked:
-            runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
-            raise ConfigError(
-                f"{settings[key].flag}: {asked if key not in SECRETS else '***'} was asked for, "
-                f"but a deployment runs already{runs} ({record.grpc_address}); stop it first "
-                "(outrider stop), or leave the flag out"
-            )
+        runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
+        raise ConfigError(
+            f"{_flag(key)}: {asked if key not in SECRETS else '***'} was asked for, but a "
+            f"deployment runs already{runs} ({record.grpc_address}); stop it first (outrider stop),"
+            " or leave the flag out"
+        )
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The error's line: flag, variable, or file and key where it is about a setting; the flag or
-    PROMPT where it is about a request that the command made of them. Where nothing set it, its name
-    is followed by where the value is from: the default, or the deployment that runs."""
+    """The error's line. It begins with the flag, the variable, or the file and key that set a wrong
+    setting, or with the flag or PROMPT that a wrong field of a request comes from."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
@@ -219,10 +204,9 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message, with what gives a caller's key on the command line where that is wrong
-    or missing."""
+    """The error's message, with what gives another key to a caller without the right one."""
     if isinstance(error, Unauthenticated):
-        return f"{error.message} ({KEY_VARIABLE}, or {KEY_FLAG})"
+        return f"{error.message} ({KEY_VARIABLE}, or --api-key)"
     return error.message
 
 
@@ -231,28 +215,22 @@ def _setting_name(key: str, arguments: Arguments) -> str:
         return _flag(key)
     if key == "model" and getattr(arguments, "target", None):
         return "TARGET"
-    if hasattr(arguments, key):
-        return f"{key} (default)"  # An option of the command's own.
     try:
-        found = set_by(arguments).get(key)
+        found = sources(deployment_settings(), arguments.config, os.environ, arguments.settings)
     except ConfigError:  # Another setting is wrong, too; this error comes first.
-        found = None
-    unset = "of the deployment that runs" if arguments.command in CHANGING else "default"
-    return found or f"{key} ({unset})"
+        return key
+    return found.get(key, key)
 
 
 def _field_name(field: str, arguments: Arguments) -> str:
-    parts = _PART.findall(field)
-    if parts and parts[0][0] in _PROMPT_FIELDS:
-        return "PROMPT" if hasattr(arguments, "prompt") else field
-    for place, (name, _) in enumerate(parts):
-        if hasattr(arguments, name):
-            index = next((index for _, index in parts[place:] if index), None)
-            if name not in arguments.given:
-                return field
-            return _flag(name) if index is None else f"{_flag(name)} (number {int(index) + 1})"
-    return field
+    """`sampling.top_p` is `--top-p`, and `stop[1]` is `--stop (number 2)`."""
+    names = re.findall(r"[a-z]\w*", field)
+    if names and names[0] in _PROMPT_FIELDS and hasattr(arguments, "prompt"):
+        return "PROMPT"
+    index = re.search(r"\[(\d+)\]", field)
+    number = f" (number {int(index[1]) + 1})" if index else ""
+    return next((_flag(name) + number for name in names if name in arguments.given), field)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PERIOD_S: Final = 5.0
-"""Between two lines of work that goes on."""
+"""Between two lines about work that goes on."""
 PREFIX: Final = "outrider: "
 _WARNING: Final = "warning: "
 _WIDTH: Final = 160
@@ -25,41 +25,42 @@ _WIDTH: Final = 160
 
 
 class Progress:
-    """Any number of threads may share one."""
+    """Says what a command does, and says it again, with its seconds, while it goes on. Any number
+    of threads may share one."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self.quiet = False
         """Whether nothing but warnings is said."""
         self._period_s = period_s
         self._changed = threading.Condition()
-        self._doing = ""
+        self._doing = self._stage = ""
         """Empty while nothing is going on."""
-        self._stage = ""
         self._since = self._said_at = 0.0
         self._is_repeating = False
-        """Whether the thread that repeats the line runs."""
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Says what begins now: `at_once`, or only where it takes long. It is said again, with the
-        seconds that it has taken, until another line or `rest` ends it. A warning is said once,
-        whatever else goes on."""
+        """Says what begins now: `at_once`, or only where it takes long. Another line or `rest` ends
+        it. A warning is said once, whatever else goes on."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:
             with self._changed:
                 if at_once:
                     note(line)
-                self._begin(line)
+                self._doing = line
+                self._since = self._said_at = time.monotonic()
+                if not self._is_repeating:
+                    self._is_repeating = True
+                    threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def begin(self, stage: str) -> None:
-        """Says that a stage of the work begins; of the one that goes on, nothing."""
+        """Says that a stage begins, unless it is the one that goes on."""
         if stage != self._stage:
             self(stage)
             self._stage = stage
 
     def relay(self, line: str) -> None:
-        """Says what another process of ours has said, which repeats it by itself. Other lines, and
-        errors, are left out."""
+        """Says what another process of ours has said, which repeats it by itself; no errors."""
         text = line.removeprefix(PREFIX)
         if text == line or line.startswith(ERROR_PREFIX):
             return
@@ -78,20 +79,12 @@ class Progress:
             self._doing = self._stage = ""
             self._changed.notify()
 
-    def _begin(self, line: str) -> None:
-        self._doing = line
-        self._since = self._said_at = time.monotonic()
-        if not self._is_repeating:
-            self._is_repeating = True
-            threading.Thread(target=self._repeat, name="progress", daemon=True).start()
-
     def _repeat(self) -> None:
         with self._changed:
             while self._doing:
                 now = time.monotonic()
-                left_s = self._said_at + self._period_s - now
-                if left_s > 0:
-                    self._changed.wait(left_s)
+                if now < self._said_at + self._period_s:
+                    self._changed.wait(self._said_at + self._period_s - now)
                     continue
                 note(f"{self._doing} ({now - self._since:.0f} s)")
                 self._said_at = now

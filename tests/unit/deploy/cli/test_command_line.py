@@ -21,66 +21,30 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ((), "COMMAND"),
-        (("serve", "--model", "--detach"), "--model: needs a value"),
-        (("generate", "hi", "--stop", "--", "--json"), "--stop: needs a value"),
-        (("generate", "-hello"), "--help: 'ello' is wrong; it may be all"),
-        (("plan", "--help=foo"), "--help: 'foo' is wrong; it may be all"),
-        (("fly",), "fly"),
-        (("servr",), "; did you mean serve? (see outrider --help)"),
-        (("bench", "speedpu"), "; did you mean speedup? (see outrider bench --help)"),
-        (("generate", "x", "--rule", "copled"), "; did you mean coupled? (see"),
-        (("serve", "--dtype", "bfloat"), "must be one of auto, "),
-        (("serve", "--dtype", "BFloat16"), "; did you mean bfloat16?"),
-        (("serve", "--no-such-flag"), "--no-such-flag"),
+        ((), "Missing command (see outrider --help)"),
+        (("servr",), "Did you mean 'serve'? (see outrider --help)"),
+        (("bench", "speedpu"), "Did you mean 'speedup'? (see outrider bench --help)"),
+        (("generate", "x", "--rule", "copled"), "'copled' is not one of 'token', "),
+        (("generate", "--max-token", "hi", "x"), "'--max-tokens'"),
+        (("serve", "--dtype", "BFloat16"), "one of auto, bfloat16, float16, float32, float64; did"),
         (("serve", "--max-num-seqs", "none"), "--max-num-seqs"),
-        (("serve", "--dtype", "int3"), "--dtype"),
         (("serve", "demo", "--model", "other"), "--model"),
         (("serve", "--host", "192.0.2.1"), "error: --host: "),
         (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
         (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
-        (("serve", "--device", "tpu"), "error: --device: "),
-        (
-            ("upgrade", "--max-num-seq", "5"),
-            "--max-num-seq: there is no such option; did you mean --max-num-seqs? (see",
-        ),
-        (
-            ("generate", "--max-token", "hi", "x"),
-            "--max-token: there is no such option; did you mean --max-tokens? (see",
-        ),
-        (
-            ("generate", "x", "--max-token=hi"),
-            "--max-token: there is no such option; did you mean --max-tokens? (see",
-        ),
-        (("generate", "--zzz"), "--zzz: there is no such option (see outrider generate"),
-        (("serve", "demo", "again", "--max-num-seq", "5"), "did you mean --max-num-seqs?"),
-        (("serve", "demo", "again"), "extra argument (again)"),
-        (
-            ("serve", "--draft-model", "foo:bar"),
-            "no kind `foo`; it must be `auto`, `ngram`",
-        ),
-        (("plan", "--draft-model", "foo:bar"), "error: --draft-model: 'foo:bar' is wrong: there"),
+        (("serve", "--draft-model", "foo:bar"), "no kind `foo`; it must be `auto`, `ngram`"),
         (("generate", ""), "error: PROMPT: is empty; it must be"),
-        (("bench", "serve", "--burst", "5"), "--burst"),
-        (("serve", "--nope"), "(see outrider serve --help)"),
-        (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
-        (("--nope", "stop"), "--nope: there is no such option (see outrider --help)"),
         (("serve", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("generate",), "PROMPT"),
         (
             ("generate", "x", "--token-ids", "1"),
             "error: --token-ids: cannot go with PROMPT",
         ),
-        (("generate", "--token-ids", "1,x"), "error: --token-ids: '1,x' is wrong"),
-        (("generate", "--token-ids", ""), "error: --token-ids: '' is wrong"),
-        (("generate", "--token-ids", "1,-2"), "error: --token-ids: '1,-2' is wrong"),
+        (("generate", "--token-ids", "1,-2"), "'--token-ids': '1,-2' is wrong"),
         (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
         (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
-        (("generate", "x", "--rule", "magic"), "--rule"),
-        (("generate", "x", "--top-k", "some"), "--top-k"),
         (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
         (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
-        (("generate", "x", "--server", "nowhere"), "--server"),
         (("generate", "x", "--server", "127.0.0.1:0"), "--server"),
         (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
         (("generate", "x", "--server", "127.0.0.1:1", "--seed", "-1"), "error: --seed: "),
@@ -93,9 +57,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
             "error: --stop (number 2): ",
         ),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
-        (("bench",), "WHAT"),
         (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),
-        (("bench", "speedup", "--num-draft-tokens", "17"), "error: --num-draft-tokens: "),
     ],
 )
 def test_a_bad_argument_is_named(
@@ -174,29 +136,24 @@ def test_a_default_port_that_is_taken_is_told_with_its_flag(
             taken.enter_context(socket.create_server(("127.0.0.1", port)))
         assert main(["serve", "--no-http"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"outrider: error: grpc_port (default): cannot listen on 127.0.0.1:{port}: Address already "
+        f"outrider: error: grpc_port: cannot listen on 127.0.0.1:{port}: Address already "
         "in use; give another port with --grpc-port, where 0 means any free one"
     )
 
 
 def test_no_error_names_a_flag_that_was_not_given() -> None:
-    """A setting that has its default is called by its name, and so is a field of a request; that of
-    a deployment that runs may have another value than the default."""
+    """A setting that has its default is called by its name, and so is a field of a request."""
     taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
-    long = BadRequest("max_tokens", "is too many")
+    long = BadRequest("sampling.top_p", "is too much")
 
     def said(*words: str) -> list[str]:
         arguments = parse(["generate", "x", *words])
         return [error_line(error, arguments) for error in (taken, missing, long)]
 
-    assert said() == [
-        "port (default): is taken", "server: '' is wrong", "max_tokens: is too many",
+    assert said() == ["port: is taken", "server: '' is wrong", "sampling.top_p: is too much"]
+    assert said("--port", "1", "--server=h:1", "--top-p", "4") == [
+        "--port: is taken", "--server: '' is wrong", "--top-p: is too much",
     ]  # fmt: skip
-    assert said("--port", "1", "--server=h:1", "--max-tokens", "4") == [
-        "--port: is taken", "--server: '' is wrong", "--max-tokens: is too many",
-    ]  # fmt: skip
-    upgrade = parse(["upgrade"])
-    assert error_line(taken, upgrade) == "port (of the deployment that runs): is taken"
 
 
 def test_a_wrong_key_is_told_with_what_gives_another() -> None:
@@ -307,10 +264,3 @@ def test_help_is_quick_to_load(words: list[str], more: set[str]) -> None:
     )
     assert completed.returncode == 0, completed.stderr
     assert "--help" in completed.stdout
-
-
-@pytest.mark.parametrize("prompt", ["-5 degrees Celsius is", "- first item", "-1", "-.5", "-"])
-def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
-    """Where it is a number, or has spaces; the options behind it are read."""
-    arguments = parse(["generate", prompt, "--json"])
-    assert (arguments.prompt, arguments.json) == (prompt, True)

@@ -18,9 +18,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models
 
 from deploy.cli import describe, generate
-from deploy.cli.generate import STYLES, OriginPainter, TokenLengths, logprob_table, token_names
+from deploy.cli.generate import STYLES, Printer, logprob_table
 from deploy.cli.main import main
-from deploy.cli.output import Progress, progress
+from deploy.cli.output import Progress, progress, show
 from deploy.cli.serve import _ready_word
 from outrider.client import Completion, Metrics, Usage
 from outrider.messages import PositionLogprobs
@@ -164,35 +164,29 @@ def tokenizer(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_each_token_has_its_own_colour(tokenizer: str) -> None:
-    """The text of one event is split where its tokens end."""
+@pytest.mark.parametrize("known", [True, False])
+def test_each_token_has_the_colour_of_its_origin(tokenizer: str, known: bool) -> None:
+    """The text of an event is split where its tokens end. Without a tokenizer all of it has the
+    colour that most of its tokens have."""
     console = _Recorder()
-    OriginPainter(console, TokenLengths(tokenizer)).show(_tokens((1, 0, 2), "bbaccc", A, A, C))
-    assert console.pieces == [("bb", STYLES[A]), ("a", STYLES[A]), ("ccc", STYLES[C])]
+    printer = Printer(tokenizer if known else "", console)
+    printer.show(_tokens((1, 0, 2), "bbaccc", A, A, C))
+    split = [("bba", STYLES[A]), ("ccc", STYLES[C])] if known else [("bbaccc", STYLES[A])]
+    assert console.pieces == split
+    printer.show(_tokens((), "tail"))
+    assert console.pieces[len(split) :] == [("tail", STYLES[B])]
 
 
 def test_text_that_lags_keeps_its_colours(tokenizer: str) -> None:
     """A delta may hold the text of earlier tokens, or break off inside one."""
     console = _Recorder()
-    painter = OriginPainter(console, TokenLengths(tokenizer))
-    painter.show(_tokens((1,), "", A))
-    painter.show(_tokens((2,), "bbc", C))
-    painter.show(_tokens((0,), "cca", B))
+    printer = Printer(tokenizer, console)
+    printer.show(_tokens((1,), "", A))
+    printer.show(_tokens((2,), "bbc", C))
+    printer.show(_tokens((0,), "cca", B))
     assert console.pieces == [
-        ("bb", STYLES[A]),
-        ("c", STYLES[C]),
-        ("cc", STYLES[C]),
-        ("a", STYLES[B]),
-    ]
-
-
-def test_without_a_tokenizer_nothing_is_lost() -> None:
-    """All of an event has the colour that most of its tokens have."""
-    console = _Recorder()
-    painter = OriginPainter(console, TokenLengths(""))
-    painter.show(_tokens((1, 0, 2), "bbaccc", A, A, C))
-    painter.show(_tokens((), "tail"))
-    assert console.pieces == [("bbaccc", STYLES[A]), ("tail", STYLES[B])]
+        ("bb", STYLES[A]), ("c", STYLES[C]), ("cc", STYLES[C]), ("a", STYLES[B]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -230,7 +224,9 @@ def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.Mon
     assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
 
 
-def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
+def test_log_probabilities_are_a_line_per_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
     tokenizer = byte_level_tokenizer(320)
     tokenizer.save_pretrained(tmp_path)
@@ -244,11 +240,13 @@ def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
             PositionLogprobs(-10.0, ()),
         ),
     )  # fmt: skip
-    named = logprob_table(completion, token_names(str(tmp_path))).splitlines()
-    assert named[0].split() == ["token", "logprob", "likeliest", "at", "its", "place"]
-    assert named[1].split() == [
-        str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000",
-    ]  # fmt: skip
-    assert named[2].split() == [str(b), '"', '"', "-10.0000"]
-    bare = logprob_table(completion, token_names("")).splitlines()
-    assert bare[1].split() == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]
+
+    def rows(directory: str) -> list[list[str]]:
+        show(logprob_table(completion, directory))
+        return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert rows(str(tmp_path)) == [
+        [str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000"],
+        [str(b), '"', '"', "-10.0000"],
+    ]
+    assert rows("")[0] == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]

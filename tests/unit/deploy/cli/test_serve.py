@@ -20,7 +20,6 @@ import recorded
 from google.protobuf import json_format
 from recorded import record
 
-from deploy.cli import connection
 from deploy.cli.connection import Connection, connected
 from deploy.cli.main import main, parse
 from deploy.cli.output import program
@@ -41,7 +40,6 @@ from deploy.fleet.local_state import (
 from deploy.fleet.status import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
-from outrider.errors import Unavailable
 from outrider.registry.registry import Role
 from outrider.v1.coordinator_pb2 import GenerateRequest
 
@@ -151,32 +149,6 @@ async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_passwor
         {},
         f"redis_password: is not known on {host}; set OUTRIDER_REDIS_PASSWORD for this command",
     )
-
-
-async def test_commands_wait_while_no_coordinator_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As while the only one is replaced; no flag is blamed where none comes."""
-    state, record = state_directory(os.environ), recorded.record()
-    publish(state, replace(record, grpc_address=""))
-    arguments = parse(["chat"])
-    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 0.5)
-    with pytest.raises(
-        Unavailable, match=r"^no coordinator has served for 0.5 s; see `outrider st"
-    ):
-        async with connected(arguments):
-            pass
-    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 30.0)
-
-    async def come() -> None:
-        await asyncio.sleep(0.3)
-        publish(state, record)
-
-    coming = asyncio.create_task(come())
-    async with connected(arguments) as found, found.client() as client:
-        assert (found.address, client.address) == ("h:1", "h:1")
-    await coming
-    assert "no coordinator serves at the moment: waiting for one\n" in capsys.readouterr().err
 
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
