@@ -35,7 +35,7 @@ class Arguments(argparse.Namespace):
 
 class Option(click.Option):
     """An option under the title `group`. Only `--help=all` shows a `rare` one. `setting` is the
-    setting that it gives."""
+    setting that it gives. One of `several` words takes those up to the next option."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class Option(click.Option):
         group: str = "Options",
         rare: bool = False,
         setting: Setting | None = None,
+        several: bool = False,
         **attributes: Any,
     ) -> None:
-        self.group, self.rare, self.setting = group, rare, setting
-        super().__init__(names, **attributes)
+        self.group, self.rare, self.setting, self.several = group, rare, setting, several
+        super().__init__(names, multiple=several or attributes.pop("multiple", False), **attributes)
 
 
 def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Option:
@@ -94,6 +95,19 @@ class Command(click.Command):
             context_settings={"show_default": True, "max_content_width": 100},
             **attributes,
         )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeats an option of several words before each of its words, as click knows it."""
+        several = [one.opts[0] for one in self.params if isinstance(one, Option) and one.several]
+        words: list[str] = []
+        flag = ""
+        for word in args:
+            if word.startswith("-"):
+                flag = word if word in several else ""
+            elif flag and words[-1] != flag:
+                words.append(flag)
+            words.append(word)
+        return super().parse_args(ctx, words)
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the group that it is in."""
@@ -190,7 +204,7 @@ def declared(options: type[Options]) -> list[Option]:
             plain = flag.parse in (int, float)
             more = {
                 "type": flag.parse if plain else _parsed_by(flag.parse), "default": default,
-                "metavar": flag.metavar,
+                "metavar": flag.metavar, "several": flag.several,
                 "choices": () if isinstance(default, tuple) else flag.choices,
             }  # fmt: skip
         found.append(option("--" + name.replace("_", "-"), help=flag.help, **more))

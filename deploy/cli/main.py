@@ -75,10 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> Arguments:
     """What these words say. Exits with code 2 where they are wrong."""
     try:
-        found = outrider.main(list(words), prog_name="outrider", standalone_mode=False)
+        found = outrider.main(list(map(str, words)), prog_name="outrider", standalone_mode=False)
     except click.UsageError as error:
+        message = error.format_message()
+        if isinstance(error, click.BadParameter) and error.param and error.message:
+            message = f"{max(error.param.opts, key=len)}: {error.message}"
         path = "outrider" if error.ctx is None else error.ctx.command_path
-        _complain(f"{error.format_message().rstrip('.')} (see {path} --help)")
+        _complain(f"{message.rstrip('.')} (see {path} --help)")
         sys.exit(2)
     if not isinstance(found, Arguments):
         sys.exit(found)  # Help was asked for.

@@ -40,7 +40,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
             ("generate", "x", "--token-ids", "1"),
             "error: --token-ids: cannot go with PROMPT",
         ),
-        (("generate", "--token-ids", "1,-2"), "'--token-ids': '1,-2' is wrong"),
+        (("generate", "--token-ids", "1,-2"), "error: --token-ids: '1,-2' is wrong"),
         (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
         (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
         (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
