@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.local_state import (
-    DeploymentRecord,
     local_key,
     running_deployment,
     state_directory,
