@@ -6,8 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.preflight import check_ports_apart
@@ -18,7 +17,7 @@ from outrider.config import WAIT_S_MAX, AutoscalePolicy, Bounds, configuration, 
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
-from outrider.settings import Value
+from outrider.settings import Value, check_range
 
 from .command import Arguments, Option, argument, command, json_option, option
 from .connection import find_deployment
@@ -26,6 +25,7 @@ from .options import COMMON, SECRETS, given_settings, place_options, setting_opt
 from .output import progress
 
 if TYPE_CHECKING:
+    from deploy.fleet.reconciler import ReconcilerClient
     from deploy.fleet.spec import FleetSpec
     from deploy.fleet.status import Overview
 
@@ -33,21 +33,24 @@ OFF: Final = "off"
 _POLL_S: Final = 0.2
 
 
-def wait_option(until: str) -> Option:
-    """`--wait S`."""
+def _wait_option(until: str) -> Option:
     return option(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="S",
+        "--wait", type=float, default=0.0, metavar="S",
         help=f"wait at most this long until {until}, s",
-    )
+    )  # fmt: skip
 
 
-def check_wait(wait_s: float) -> None:
-    """Raises `ConfigError` for a `--wait` that is none."""
-    if not 0 <= wait_s <= WAIT_S_MAX:
-        raise ConfigError(f"--wait: {wait_s} is wrong; it must be 0 to {WAIT_S_MAX}, s")
+async def _overview(
+    reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
+) -> Overview:
+    """What there is once nothing is left to do, or the time is over."""
+    give_up_at = time.monotonic() + wait_s
+    while True:
+        overview: Overview = await reconciler.call("overview", "")
+        if not (text := left(overview)) or time.monotonic() >= give_up_at:
+            return overview
+        progress.update(text)
+        await asyncio.sleep(_POLL_S)
 
 
 @command(
@@ -56,26 +59,42 @@ def check_wait(wait_s: float) -> None:
         "counts", "draft=4, target=2 or coordinator=2; several at once", metavar="ROLE=N",
         nargs=-1, required=True,
     ),
-    wait_option("there are as many"),
+    _wait_option("there are as many"),
     json_option(),
     *place_options(),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
     """Says what is wanted; the deployment does it."""
     counts = parsed_counts(arguments.counts)
-    check_wait(arguments.wait)
+    check_range("wait", arguments.wait, 0, WAIT_S_MAX)
     where = find_deployment(arguments)
-    overview, policy, there = asyncio.run(_scale(where, counts, arguments.wait))
-    wanted = {**overview.wanted, **counts}
+
+    def left(overview: Overview) -> str:
+        serving = {
+            role: sum(bool(one.address) and not one.leaves for one in overview.of(role))
+            for role in counts
+        }
+        said = ", ".join(f"{role}={number}" for role, number in serving.items())
+        return "" if serving == counts else f"serving now: {said}"
+
+    async def ask() -> tuple[AutoscalePolicy, Overview]:
+        progress("asking the deployment", at_once=False)
+        async with connect_reconciler(where) as reconciler:
+            policy: AutoscalePolicy = await reconciler.call("want", counts)
+            progress("starting and ending replicas", at_once=False)
+            return policy, await _overview(reconciler, arguments.wait, left)
+
+    policy, overview = asyncio.run(ask())
     for role in counts.keys() & policy.bounds.keys():
         least, most = policy.bounds[role]
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
         print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
+    wanted = {**overview.wanted, **counts}
     if arguments.json:
         print(json.dumps({"wanted": wanted}))
     else:
         print("wanted: " + ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES))
-    if arguments.wait and not there:
+    if arguments.wait and left(overview):
         raise overview.late("there", arguments.wait)
     return 0
 
@@ -84,7 +103,7 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     """Of `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
     for word in words:
-        role, text = role_and_value(word, "N", counts)
+        role, text = _role_and_value(word, "N", counts)
         least = 0 if role == "draft" else 1
         is_count = text.isascii() and text.isdecimal()
         if not (is_count and least <= int(text) <= REPLICAS_MAX):
@@ -93,9 +112,8 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     return counts
 
 
-def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role, str]:
-    """Of `ROLE=...`, where `value` stands for what follows and other roles are `given` already.
-    Raises `ConfigError`."""
+def _role_and_value(word: str, value: str, given: Container[Role]) -> tuple[Role, str]:
+    """Of `ROLE=...`, where `value` stands for what follows and other roles are `given` already."""
     name, has_value, text = word.partition("=")
     role = next((role for role in ROLES if role == name), None)
     if role is None or not has_value:
@@ -104,29 +122,6 @@ def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role
     if role in given:
         raise ConfigError(f"{word}: {role} is given twice")
     return role, text
-
-
-async def _scale(
-    where: DeploymentLocation, counts: dict[Role, int], wait_s: float
-) -> tuple[Overview, AutoscalePolicy, bool]:
-    """What there is then, what decides from now on, and whether there are as many within the
-    time."""
-    progress("asking the deployment", at_once=False)
-    async with connect_reconciler(where) as reconciler:
-        policy: AutoscalePolicy = await reconciler.call("want", counts)
-        progress("starting and ending replicas", at_once=False)
-        give_up_at = time.monotonic() + wait_s
-        while True:
-            overview: Overview = await reconciler.call("overview", "")
-            serving = {
-                role: sum(bool(one.address) and not one.leaves for one in overview.of(role))
-                for role in counts
-            }
-            progress.update(f"serving now: {', '.join(f'{r}={n}' for r, n in serving.items())}")
-            there = serving == counts
-            if there or time.monotonic() >= give_up_at:
-                return overview, policy, there
-            await asyncio.sleep(_POLL_S)
 
 
 @command(
@@ -141,7 +136,14 @@ async def _scale(
 def autoscale(arguments: Arguments) -> int:
     """Tells the deployment, and prints what holds."""
     changes = parsed_bounds(arguments.bounds)
-    policy = asyncio.run(_bound(find_deployment(arguments), changes))
+    where = find_deployment(arguments)
+
+    async def ask() -> AutoscalePolicy:
+        async with connect_reconciler(where) as reconciler:
+            policy: AutoscalePolicy = await reconciler.call("bound", changes)
+            return policy
+
+    policy = asyncio.run(ask())
     if arguments.json:
         print(policy.to_json())
         return 0
@@ -155,18 +157,12 @@ def parsed_bounds(words: Sequence[str]) -> dict[Role, Bounds | None]:
     """Of `ROLE=LEAST:MOST` and `ROLE=off`. Raises `ConfigError`."""
     found: dict[Role, Bounds | None] = {}
     for word in words:
-        role, text = role_and_value(word, "LEAST:MOST", found)
+        role, text = _role_and_value(word, "LEAST:MOST", found)
         try:
             found[role] = None if text == OFF else parse_bounds(text, role)
         except ValueError as error:
             raise ConfigError(f"{word}: {error}, or {OFF}") from None
     return found
-
-
-async def _bound(where: DeploymentLocation, changes: dict[Role, Bounds | None]) -> AutoscalePolicy:
-    async with connect_reconciler(where) as reconciler:
-        policy: AutoscalePolicy = await reconciler.call("bound", changes)
-        return policy
 
 
 @command(
@@ -175,7 +171,7 @@ async def _bound(where: DeploymentLocation, changes: dict[Role, Bounds | None]) 
         "target", "another target model, with the same tokenizer; the same as --model",
         required=False,
     ),
-    wait_option("all replicas are new ones"),
+    _wait_option("all replicas are new ones"),
     json_option(),
     *setting_options(common=COMMON),
 )  # fmt: skip
@@ -183,48 +179,32 @@ def upgrade(arguments: Arguments) -> int:
     """Says what is to be; the deployment does it."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    check_wait(arguments.wait)
+    check_range("wait", arguments.wait, 0, WAIT_S_MAX)
     for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     values = whole_paths(given_settings(arguments))
     where = find_deployment(arguments)
-    found = asyncio.run(_upgrade(where, values, arguments.wait))
+    changes, runs, overview = asyncio.run(_upgrade(where, values, arguments.wait))
+    num_stale = overview.num_stale
     if arguments.json:
-        num_stale = found.num_stale
-        print(json.dumps({"changes": found.changes, "replicas_to_replace": num_stale}))
-    elif not found.runs:
+        print(json.dumps({"changes": changes, "replicas_to_replace": num_stale}))
+    elif not runs:
         print("nothing changes")
     else:
-        what = ", ".join(sorted(found.changes)) or "the upgrade that runs already"
-        num_stale = found.num_stale
+        what = ", ".join(sorted(changes)) or "the upgrade that runs already"
         print(f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}")
-    if arguments.wait and found.num_stale:
-        raise found.overview.late("done", arguments.wait)
+    if arguments.wait and num_stale:
+        raise overview.late("done", arguments.wait)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Upgrade:
-    """What has come of one `outrider upgrade`."""
-
-    changes: dict[str, Value]
-    """Settings that this command has changed."""
-    runs: bool
-    """Whether replicas are replaced: for these, or for changes that were asked for before."""
-    overview: Overview
-    """Afterwards."""
-
-    @property
-    def num_stale(self) -> int:
-        """Replicas that are still to be replaced."""
-        return self.overview.num_stale if self.runs else 0
-
-
-async def _upgrade(where: DeploymentLocation, values: dict[str, Value], wait_s: float) -> _Upgrade:
-    """Asks for what changes, and waits at most `wait_s` until all replicas are replaced; where
-    nothing changes, for an upgrade that runs already. Raises `ConfigError` where the changes are
-    refused."""
+async def _upgrade(
+    where: DeploymentLocation, values: dict[str, Value], wait_s: float
+) -> tuple[dict[str, Value], bool, Overview]:
+    """Asks for what changes, and waits at most `wait_s` until all replicas are replaced, also by an
+    upgrade that runs already: what changes, whether replicas are replaced, and what there is then.
+    Raises `ConfigError` where the changes are refused."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")
@@ -239,15 +219,13 @@ async def _upgrade(where: DeploymentLocation, values: dict[str, Value], wait_s: 
         config = configuration({**given, **changes})  # What does not go together shows here.
         if not given["address"]:
             check_ports_apart(config)
+        runs = bool(changes)
         if changes:
             await reconciler.change(changes)
+        else:
+            runs = (await reconciler.call("overview", "")).num_stale > 0
         progress("replacing replicas", at_once=False)
-        give_up_at = time.monotonic() + wait_s
-        overview: Overview = await reconciler.call("overview", "")
-        if not changes and not overview.num_stale:
-            return _Upgrade({}, runs=False, overview=overview)
-        while overview.num_stale and time.monotonic() < give_up_at:
-            progress.update(f"replicas still to be replaced: {overview.num_stale}")
-            await asyncio.sleep(_POLL_S)
-            overview = await reconciler.call("overview", "")
-        return _Upgrade(changes, runs=True, overview=overview)
+        return changes, runs, await _overview(
+            reconciler, wait_s,
+            lambda now: f"replicas still to be replaced: {n}" if (n := now.num_stale) else "",
+        )  # fmt: skip

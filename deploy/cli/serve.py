@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -35,7 +34,6 @@ from deploy.fleet.local_state import (
     withdraw,
 )
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.registry.registry import Role
 from outrider.telemetry.logs import LogFile
 
 from . import masking
@@ -48,9 +46,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_READY: Final = b"ready"
-LOG_PERIOD_S: Final = 0.25
-"""Between two looks at what the detached process has said."""
+LOOK_PERIOD_S: Final = 0.25
+"""Between two looks at a detached process that starts."""
 STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.05
 
@@ -63,7 +60,7 @@ _POLL_S: Final = 0.05
         help="go on in the background after this command and its shell have ended",
     ),
     json_option(),
-    option("--ready-fd", type=int, hidden=True),
+    option("--detached", is_flag=True, hidden=True),
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
@@ -72,7 +69,7 @@ def serve(arguments: Arguments) -> int:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    if arguments.ready_fd is not None:
+    if arguments.detached:
         _bound_log(state_directory(os.environ))
     config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
     state = state_directory(os.environ)
@@ -101,46 +98,45 @@ async def _serve(
 ) -> int:
     """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed. The exit
     code: 0, or that of an interrupted command where SIGINT came before it served."""
-    stop = asyncio.Event()
+    serving = asyncio.create_task(_until_it_fails(deployment, state, arguments, changed))
     loop = asyncio.get_running_loop()
     received: list[int] = []
 
     def end(number: int) -> None:
+        if not received:
+            serving.cancel()
         received.append(number)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
-    starting = asyncio.create_task(deployment.start())
-    stopping = asyncio.create_task(stop.wait())
-    waiting: asyncio.Task[Role] | None = None
-    recording: asyncio.Task[None] | None = None
     try:
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            return 128 + signal.SIGINT if received[0] == signal.SIGINT else 0
-        await starting
-        progress.rest()
-        record = record_of(deployment)
-        publish_key(state, deployment.api_key)
-        publish(state, record)
-        _announce(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
-        waiting = asyncio.create_task(deployment.wait())
-        recording = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
-        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            return 0
-        raise Unavailable(
-            f"there is no {waiting.result()}, and none can be started; logs are in {state / 'logs'}"
-        )
+        await asyncio.wait((serving,))
+        if not serving.cancelled():
+            serving.result()  # Raises.
+        served = running_deployment(state) is not None
+        return 128 + signal.SIGINT if received[0] == signal.SIGINT and not served else 0
     finally:
-        for task in (starting, stopping, waiting, recording):
-            if task is not None:
-                task.cancel()
         withdraw(state)
         progress("stopping")
-        await asyncio.gather(starting, return_exceptions=True)
         await deployment.stop()
+
+
+async def _until_it_fails(
+    deployment: Deployment, state: Path, arguments: Arguments, changed: asyncio.Event
+) -> None:
+    await deployment.start()
+    progress.rest()
+    record = record_of(deployment)
+    publish_key(state, deployment.api_key)
+    publish(state, record)
+    if not arguments.detached:
+        _announce(record, arguments)
+    recording = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
+    try:
+        role = await deployment.wait()
+    finally:
+        recording.cancel()
+    raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
 
 
 async def _keep_record_current(
@@ -182,14 +178,8 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
     )
 
 
-def _announce(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> None:
-    if ready_fd is not None:
-        os.write(ready_fd, _READY)
-        os.close(ready_fd)
-    elif as_json:
-        print(json.dumps(asdict(record)), flush=True)
-    else:
-        print(endpoints_text(record), flush=True)
+def _announce(record: DeploymentRecord, arguments: Arguments) -> None:
+    print(json.dumps(asdict(record)) if arguments.json else endpoints_text(record), flush=True)
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
@@ -236,54 +226,46 @@ def _caller_needs(record: DeploymentRecord) -> list[str]:
 
 
 def _serve_detached(state: Path, arguments: Arguments) -> int:
-    """Starts this command again in a session of its own, and waits until it is ready or gone."""
+    """Starts this command again in a session of its own, and waits until it serves or is gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
     words, environment = _detached(arguments)
     log_path = state / LOG_NAME
-    read_end, write_end = os.pipe()
     log_path.unlink(missing_ok=True)
-    with log_path.open("ab") as log, os.fdopen(read_end, "rb", buffering=0) as ready:
+    with log_path.open("ab") as log:
         log_path.chmod(0o600)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli.main", *words, "--ready-fd", str(write_end)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(write_end,),
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            os.close(write_end)
-        try:
-            answer = _ready_word(ready.fileno(), log_path)
-        except KeyboardInterrupt:
-            process.terminate()
-            process.wait()
-            raise
-    if answer != _READY:
-        return _raise_failure(process.wait(), state)
-    record = running_deployment(state)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli.main", *words, "--detached"],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        record = _record_once_ready(state, process)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
     if record is None:
-        raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
-    _announce(record, as_json=arguments.json, ready_fd=None)
+        return _raise_failure(process.wait(), state)
+    _announce(record, arguments)
     return 0
 
 
-def _ready_word(ready: int, log_path: Path) -> bytes:
-    """What the detached process writes when it is ready; empty where it has gone. What it says
+def _record_once_ready(state: Path, process: subprocess.Popen[bytes]) -> DeploymentRecord | None:
+    """What a detached process records when it serves; None where it has gone. What it says
     meanwhile in its log is said here, too."""
-    with log_path.open("rb") as log:
+    with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
-            is_over = bool(select.select([ready], [], [], LOG_PERIOD_S)[0])
+            record, is_over = running_deployment(state), process.poll() is not None
             *lines, said = (said + log.read()).split(b"\n")
             for line in lines:
                 progress.relay(line.decode("utf-8", "replace"))
+            if record is not None and record.pid == process.pid:
+                return record
             if is_over:
-                return os.read(ready, len(_READY))
+                return None
+            time.sleep(LOOK_PERIOD_S)
 
 
 def _detached(arguments: Arguments) -> tuple[list[str], dict[str, str]]:

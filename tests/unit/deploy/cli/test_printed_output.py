@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from models import byte_level_tokenizer
+from recorded import record
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
@@ -21,7 +23,8 @@ from deploy.cli import describe, generate
 from deploy.cli.generate import STYLES, Printer, logprob_table
 from deploy.cli.main import main
 from deploy.cli.output import Progress, progress, show
-from deploy.cli.serve import _ready_word
+from deploy.cli.serve import _record_once_ready
+from deploy.fleet.local_state import process_start, publish
 from outrider.client import Completion, Metrics, Usage
 from outrider.messages import PositionLogprobs
 from outrider.request import Tokens
@@ -109,29 +112,18 @@ def test_json_and_quiet_turn_it_off(
 def test_what_a_detached_process_says_is_said_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it comes, without errors, which end the command, and without what its libraries log."""
-    log_path = tmp_path / "serve.log"
-    program = (
-        "import os, sys, time\n"
-        "for line in ('outrider: loading', 'outrider: loading (5 s)', 'I0000 a library',\n"
-        "             'outrider: error: none'):\n"
-        "    print(line, flush=True)\n"
-        "    time.sleep(0.3)\n"
-        "os.write(int(sys.argv[1]), b'ready')\n"
-    )
+    """As it comes, without errors, which end the command, and without what its libraries log;
+    until it has recorded that it serves, or has gone."""
+    said = b"outrider: loading\nI0000 a library\noutrider: error: none\n"
     monkeypatch.setattr(progress, "quiet", False)
-    read_end, write_end = os.pipe()
-    with (
-        log_path.open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(write_end)], stdout=log, pass_fds=(write_end,)
-        ),
-    ):
-        os.close(write_end)
-        assert _ready_word(read_end, log_path) == b"ready"
-    assert _ready_word(read_end, log_path) == b""
-    os.close(read_end)
-    assert lines(capsys) == ["loading", "loading (5 s)"] * 2
+    (tmp_path / "serve.log").write_bytes(said)
+    process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    ready = record(pid=os.getpid(), process_start=process_start(os.getpid()) or 0)
+    threading.Timer(0.1, publish, (tmp_path, ready)).start()
+    assert _record_once_ready(tmp_path, process) == ready
+    assert lines(capsys) == ["loading"]
+    gone: Any = SimpleNamespace(pid=1, poll=lambda: 1)
+    assert _record_once_ready(tmp_path, gone) is None
 
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS

@@ -154,7 +154,7 @@ def test_a_wrong_count_or_wait_is_told_in_one_line(
 ) -> None:
     for words, said in (
         (["target=0"], "error: target=0: '0' is wrong"),
-        (["draft=1", "--wait", "-1"], "error: --wait: -1.0 is wrong; it must be 0 to 86400"),
+        (["draft=1", "--wait", "-1"], "error: --wait: -1.0 is wrong; it must be from 0 to 86400"),
         (["draft=1", "--wait", "nan"], "error: --wait: nan is wrong"),
         (["draft=1", "--wait", "1e6"], "error: --wait: 1000000.0 is wrong"),
     ):
