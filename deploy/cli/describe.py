@@ -6,7 +6,6 @@ Nothing is started, and nothing that may be a secret is shown.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -21,11 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.fleet.local_state import running_deployment, state_directory
-from outrider.config import deployment_settings, load_config
+from outrider.config import deployment_settings
 from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
-from outrider.sessions.redis_address import RedisAddress, with_password
 
 from .command import Arguments, command, json_option
 from .masking import masked_environment, masked_settings
@@ -81,10 +79,8 @@ def collect() -> dict[str, Facts]:
         "packages": {name: installed.get(name) for name in PACKAGES},
         "system": {
             "platform": platform.platform(),
-            "python": platform.python_version(),
-            "implementation": platform.python_implementation(),
-            "libc": " ".join(platform.libc_ver()).strip() or None,
-            "optimised": sys.flags.optimize,
+            "python": sys.version,
+            "libc": " ".join(platform.libc_ver()),
             "compiler": shutil.which("cc"),
         },
         "cpu": _cpu(),
@@ -154,7 +150,7 @@ def _torch() -> Facts:
 
 
 def _redis() -> Facts:
-    """The embedded server's version, and that of the one that the environment names."""
+    """The embedded server."""
     from outrider.sessions.embedded import find_server
 
     try:
@@ -162,37 +158,7 @@ def _redis() -> Facts:
     except OutriderError as error:
         return {"server": None, "server_version": None, "error": error.message}
     version = re.search(r"v=(\S+)", _output([server, "--version"]))
-    return {
-        "server": server,
-        "server_version": version[1] if version else None,
-        "named_server_version": _named_redis_version(),
-    }
-
-
-def _named_redis_version() -> str | None:
-    """None where the environment names no server; what went wrong by its kind alone, because a
-    message may repeat the URL."""
-    if not os.environ.get("OUTRIDER_REDIS_URL"):
-        return None
-    from redis.exceptions import RedisError
-
-    try:
-        named = {name: os.environ[name] for name in os.environ if "_REDIS_" in name}
-        address = load_config({}, named).coordinator.redis
-        return asyncio.run(_redis_version(with_password(address)))
-    except (OutriderError, RedisError, ValueError, OSError) as error:
-        return f"does not answer ({type(error).__name__})"
-
-
-async def _redis_version(address: RedisAddress) -> str:
-    from outrider.sessions.redis_connection import calling, new_client
-
-    client = new_client(address)
-    try:
-        async with calling(client):
-            return str((await client.info("server"))["redis_version"])
-    finally:
-        await client.aclose()
+    return {"server": server, "server_version": version[1] if version else None}
 
 
 def _deployment() -> Facts:
@@ -234,9 +200,7 @@ def drafters(arguments: Arguments) -> int:
     for name in found[0]:
         is_name = name == "draft_model"
         table.add_column(
-            "--draft-model" if is_name else name,
-            no_wrap=is_name,
-            min_width=MIN_WIDTHS.get(name),
+            "--draft-model" if is_name else name, no_wrap=is_name, min_width=MIN_WIDTHS.get(name)
         )
     for one in found:
         table.add_row(*one.values())

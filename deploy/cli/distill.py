@@ -36,7 +36,6 @@ from .output import program, progress
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from draft_service.training.distilling import Distilled
     from draft_service.training.documents import Template
     from draft_service.training.measuring import Measured
     from draft_service.training.teacher import Target
@@ -147,14 +146,22 @@ def distill(arguments: Arguments) -> int:
         start_from=start,
     )
     with _bar() as bar:
-        report = _telling if bar.disable else _reporting(bar)
-        found = make(options, target, cache_dir(), report)
+        found = make(options, target, cache_dir(), _report_on(bar))
     progress.rest()
     if arguments.json:
-        print(json.dumps(_summary(found)))
-    else:
-        print(_said(found))
-        print(serve_line(arguments.target, options.kind, found.out))
+        of_prompts = None if found.of_prompts is None else _acceptance(found.of_prompts)
+        summary = {"out": str(found.out), "steps": found.num_steps}
+        summary |= {"seconds": round(found.seconds, 1), **_acceptance(found.measured)}
+        print(json.dumps(summary | {"of_prompts": of_prompts}))
+        return 0
+    print(f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes")
+    for name, measured in (("held-out texts", found.measured), ("--measure", found.of_prompts)):
+        if measured is not None:
+            print(
+                f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
+                f"{measured.sampled:.3f} at 1"
+            )
+    print(serve_line(arguments.target, options.kind, found.out))
     return 0
 
 
@@ -179,18 +186,6 @@ def _check_start(name: str) -> None:
             "start_from",
             f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
         )
-
-
-def _said(found: Distilled) -> str:
-    """For people: what was made, and a line for each kind of text that it was measured on."""
-    lines = [f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes"]
-    for name, measured in (("held-out texts", found.measured), ("--measure", found.of_prompts)):
-        if measured is not None:
-            lines.append(
-                f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
-                f"{measured.sampled:.3f} at 1"
-            )
-    return "\n".join(lines)
 
 
 def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
@@ -269,42 +264,28 @@ def _bar() -> Progress:
     )  # fmt: skip
 
 
-def _reporting(bar: Progress) -> Report:
-    """Shows a line for each stage; that of training with what was measured last."""
+def _report_on(bar: Progress) -> Report:
+    """Shows a line for each stage, that of training with what was measured last; without a bar by
+    lines of progress."""
     tasks: dict[str, Any] = {}
 
     def report(stage: str, part: float, point: Point | None) -> None:
+        found = ""
+        if point is not None:
+            found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
+        if bar.disable:
+            progress.begin(stage)
+            progress.update(f"{stage}: {part:.0%} {found}".rstrip())
+            return
         progress.rest()
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=1.0, found="")
-        bar.update(tasks[stage], completed=part, found=_accepted(point))
+        bar.update(tasks[stage], completed=part, found=found)
 
     return report
 
 
-def _telling(stage: str, part: float, point: Point | None) -> None:
-    """Tells of a stage without a bar."""
-    progress.begin(stage)
-    progress.update(f"{stage}: {part:.0%} {_accepted(point)}".rstrip())
-
-
-def _accepted(point: Point | None) -> str:
-    if point is None:
-        return ""
-    return f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
-
-
-def _summary(found: Distilled) -> dict[str, object]:
-    return {
-        "out": str(found.out),
-        "steps": found.num_steps,
-        "seconds": round(found.seconds, 1),
-        **_acceptance(found.measured),
-        "of_prompts": None if found.of_prompts is None else _acceptance(found.of_prompts),
-    }
-
-
-def _acceptance(measured: Measured) -> dict[str, object]:
+def _acceptance(measured: Measured) -> dict[str, Any]:
     return {
         "greedy": measured.greedy,
         "sampled": measured.sampled,

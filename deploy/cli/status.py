@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +25,10 @@ from deploy.fleet.local_state import (
     running_deployment,
     state_directory,
 )
-from outrider.errors import ConfigError, OutriderError, SettingError
+from outrider.errors import ConfigError, OutriderError
 from outrider.registry.registry import LEASE_S, ROLES
 from outrider.sessions.redis_address import RedisAddress, with_password
+from outrider.settings import check_range
 
 from .command import Arguments, command, json_option, option
 from .connection import Connection, caller_key, caller_options, caller_trust_of, checked_address
@@ -37,9 +39,15 @@ from .output import show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from outrider.client import Client
+    from outrider.transport.channel import Trust
+
 Facts = dict[str, Any]
 TIMEOUT_S: Final = 5.0
 WATCH_S: Final = 2.0
+NEEDED: Final = ("coordinator", "target")
+"""Roles that every request needs."""
+HEALTH: Final = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 _COLUMNS: Final = ("replica", "address", "health", "runs, on, does")
 
 
@@ -62,14 +70,12 @@ _COLUMNS: Final = ("replica", "address", "health", "runs, on, does")
 )  # fmt: skip
 def status(arguments: Arguments) -> int:
     """Asks and tells."""
-    if not 0 < arguments.timeout <= 3600:
-        raise ConfigError(f"--timeout: {arguments.timeout} is wrong; it must be above 0, s")
+    check_range("timeout", arguments.timeout, 0.001, 3600)
+    check_range("watch", arguments.watch, 0.1, 3600)
     if arguments.watch is None:
         found = asyncio.run(_status(arguments))
         _print(found, as_json=arguments.json)
         return 0 if found["serving"] else 1
-    if not 0.1 <= arguments.watch <= 3600:
-        raise ConfigError(f"--watch: {arguments.watch} is wrong; it must be 0.1 to 3600, s")
     return asyncio.run(_watch(arguments))
 
 
@@ -102,14 +108,13 @@ async def _status(arguments: Arguments) -> Facts:
         "running": False, "serving": False, "deployment": None,
         "coordinators": [], "targets": [], "drafts": [],
     }  # fmt: skip
+    key = caller_key(arguments)
     if arguments.server:
-        key, trust = caller_key(arguments), caller_trust_of(arguments, {})
-        one = Connection(checked_address(arguments.server), api_key=key, trust=trust)
-        coordinator = await _ask_coordinator(one, timeout_s)
+        trust = caller_trust_of(arguments, {})
+        one = await _ask_coordinator(checked_address(arguments.server), key, trust, timeout_s)
         # One that serves, and does not answer this caller, says why.
-        running = coordinator["error"] is None or coordinator["serving"]
-        serving = {"running": running, "serving": coordinator["serving"]}
-        return found | serving | {"coordinators": [coordinator]}
+        running = one["error"] is None or one["serving"]
+        return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
     # The lock lets only one deployment have the directory. Not every kernel says who holds it.
     found["lease"] = {
@@ -118,32 +123,31 @@ async def _status(arguments: Arguments) -> Facts:
     record = running_deployment(state)
     if record is None:
         return found
-    key = caller_key(arguments) or local_key(state)
-    trust = caller_trust_of(arguments, record.settings)
+    key, trust = key or local_key(state), caller_trust_of(arguments, record.settings)
     inner = str(record.settings.get("internal_tls_dir") or "")
-    addresses = [one for one in record.grpc_address.split(",") if one]
+    asked = {
+        "coordinators": [
+            _ask_coordinator(one, key, trust, timeout_s)
+            for one in record.grpc_address.split(",") if one
+        ],
+        "targets": [
+            _ask_replica("target", one, timeout_s, inner) for one in record.target_addresses
+        ],
+        "drafts": [
+            _ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses
+        ],
+    }  # fmt: skip
     answers: list[Any] = await asyncio.gather(
-        ask_registry(record, timeout_s),
-        *(
-            _ask_coordinator(Connection(one, api_key=key, trust=trust), timeout_s)
-            for one in addresses
-        ),
-        *(_ask_replica("target", one, timeout_s, inner) for one in record.target_addresses),
-        *(_ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses),
+        ask_registry(record, timeout_s), *(asyncio.gather(*calls) for calls in asked.values())
     )
-    (known, registry_error), *replicas = answers
-    facts = [one | known.get(one["address"], {}) for one in replicas]
-    first_target = len(addresses)
-    first_draft = first_target + len(record.target_addresses)
-    coordinators, targets = facts[:first_target], facts[first_target:first_draft]
+    known, registry_error = answers[0]
+    for name, replicas in zip(asked, answers[1:], strict=True):
+        found[name] = [one | known.get(one["address"], {}) for one in replicas]
     return found | {
         "running": True,
         # Without a draft requests are slower, and served all the same.
-        "serving": all(any(one["serving"] for one in role) for role in (coordinators, targets)),
+        "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
         "deployment": _deployment(record, state),
-        "coordinators": coordinators,
-        "targets": targets,
-        "drafts": facts[first_draft:],
         "registry_error": registry_error,
     }
 
@@ -157,14 +161,11 @@ async def ask_registry(
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
-    failure = None
     try:
         address = with_password(RedisAddress(**record.redis), by_ray=False)
-        registry = RedisRegistry(address, record.deployment)
-    except SettingError as error:
-        return known, str(error)
-    try:
-        async with asyncio.timeout(timeout_s):
+        async with AsyncExitStack() as stack, asyncio.timeout(timeout_s):
+            registry = RedisRegistry(address, record.deployment)
+            stack.push_async_callback(registry.close)
             for role in ROLES:
                 for one, left_s in await registry.leases(role):
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
@@ -174,12 +175,10 @@ async def ask_registry(
                         "figures": asdict(one.figures),
                     }  # fmt: skip
     except TimeoutError:
-        failure = f"Redis has not answered within {timeout_s:g} s"
+        return known, f"Redis has not answered within {timeout_s:g} s"
     except OutriderError as error:
-        failure = error.message
-    finally:
-        await registry.close()
-    return known, failure
+        return known, error.message
+    return known, None
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
@@ -195,17 +194,15 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
     }
 
 
-async def _ask_coordinator(connection: Connection, timeout_s: float) -> Facts:
-    async with connection.client() as client:
-        serving = await client.healthy(timeout_s)
-        return await _answer(connection.address, serving, lambda: client.describe(timeout_s))
+async def _ask_coordinator(address: str, key: str, trust: Trust | None, timeout_s: float) -> Facts:
+    async with Connection(address, api_key=key, trust=trust).client() as client:
+        return await _answer(client, lambda: client.describe(timeout_s), timeout_s)
 
 
 async def _ask_replica(
-    role: Literal["target", "draft"], address: str, timeout_s: float, internal_tls_dir: str = ""
+    role: Literal["target", "draft"], address: str, timeout_s: float, internal_tls_dir: str
 ) -> Facts:
     """As a coordinator asks, where it answers no one else."""
-    from outrider.client import Client
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust
@@ -218,19 +215,21 @@ async def _ask_replica(
             return {"address": address, "serving": False, "error": error.message}
     link: Any = (target_link if role == "target" else draft_link)(address, trust)
     try:
-        async with Client(address, trust=trust) as client:
-            serving = await client.healthy(timeout_s)
-        return await _answer(address, serving, lambda: link.describe(timeout_s))
+        async with Connection(address, trust=trust).client() as client:
+            return await _answer(client, lambda: link.describe(timeout_s), timeout_s)
     finally:
         await link.close()
 
 
-async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[Any]]) -> Facts:
+async def _answer(
+    client: Client, describe: Callable[[], Awaitable[Any]], timeout_s: float
+) -> Facts:
+    serving = await client.healthy(timeout_s)
     try:
         facts, error = asdict(await describe()), None
     except OutriderError as failure:
         facts, error = {}, error_message(failure)
-    return {"address": address, "serving": serving, "error": error, **facts}
+    return {"address": client.address, "serving": serving, "error": error, **facts}
 
 
 def status_table(found: Facts) -> RenderableType:
@@ -245,7 +244,11 @@ def status_table(found: Facts) -> RenderableType:
         return Text("nothing runs" if holder is None else f"starting (pid {holder})")
     head: list[RenderableType] = []
     foot: list[RenderableType] = []
+    wanted = {}
+    if error := found.get("registry_error"):
+        foot.append(Text(f"what replicas do is not known: {error}", style="yellow"))
     if deployment is not None:
+        wanted = deployment["wanted"]
         models = f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}"
         head.append(Text(f"{models}: pid {deployment['pid']}, since {deployment['started_at']}"))
         if deployment["http_address"]:
@@ -254,39 +257,19 @@ def status_table(found: Facts) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for title in _COLUMNS:
         table.add_column(title, overflow="fold")
-    wanted = {} if deployment is None else deployment["wanted"]
     for role in ROLES:
         replicas = found[f"{role}s"]
         for facts in replicas:
-            table.add_row(*map(_cell, _row(role, facts)))
+            health = "serving" if facts["serving"] else "not serving"
+            health = "leaving" if facts.get("leaving") else health
+            lines = "\n".join(filter(None, (_runs(facts), _where(facts), _does(facts))))
+            table.add_row(
+                facts.get("name", role), Text(facts["address"]), Text(health, HEALTH[health]),
+                Text(lines),
+            )  # fmt: skip
         if len(replicas) != wanted.get(role, len(replicas)):
             table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
-    if error := found.get("registry_error"):
-        foot.insert(0, Text(f"what replicas do is not known: {error}", style="yellow"))
     return Group(*head, table, *foot)
-
-
-def _cell(words: str) -> RenderableType:
-    from rich.text import Text
-
-    styles = {"serving": "green", "not serving": "red", "leaving": "yellow"}
-    return Text(words, style=styles.get(words, ""))
-
-
-def _row(role: str, facts: Facts) -> tuple[str, ...]:
-    health = "serving" if facts["serving"] else "not serving"
-    if facts.get("leaving"):
-        health = "leaving"
-    lines = (_runs(facts), _where(facts), _does(facts))
-    words = "\n".join(line for line in lines if line)
-    return facts.get("name", role), facts["address"], health, words
-
-
-def _where(facts: Facts) -> str:
-    if "lease_age_s" not in facts:
-        return ""
-    process, age = f"{facts['host']}, pid {facts['pid']}", f"{facts['lease_age_s']:.1f}"
-    return ", ".join(part for part in (process, facts["device"], f"heard of {age} s ago") if part)
 
 
 def _runs(facts: Facts) -> str:
@@ -300,15 +283,23 @@ def _runs(facts: Facts) -> str:
     prints = (("weights", "weights_fingerprint"), ("tokenizer", "tokenizer_fingerprint"),
               ("bit-equal rows", "numerics"))  # fmt: skip
     parts = [f"{name} {facts[key][:12]}" for name, key in prints if facts[key]]
-    return ", ".join(part for part in (facts["model"], facts["dtype"], *parts) if part)
+    return ", ".join(filter(None, (facts["model"], facts["dtype"], *parts)))
+
+
+def _where(facts: Facts) -> str:
+    if "lease_age_s" not in facts:
+        return ""
+    age = f"heard of {facts['lease_age_s']:.1f} s ago"
+    return ", ".join(filter(None, (facts["host"], f"pid {facts['pid']}", facts["device"], age)))
 
 
 def _does(facts: Facts) -> str:
-    figures = {k: v for k, v in (facts.get("figures") or {}).items() if v is not None}
+    figures = facts.get("figures") or {}
     formats = {
         "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
         "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted",
         "look_ahead_hits": "{:.0%} ahead", "draft_waits": "{:.0%} wait for drafts",
         "queue_steps": "queue {:.1f} steps",
     }  # fmt: skip
-    return ", ".join(text.format(figures[key]) for key, text in formats.items() if key in figures)
+    known = (key for key in formats if figures.get(key) is not None)
+    return ", ".join(formats[key].format(figures[key]) for key in known)

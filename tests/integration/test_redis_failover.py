@@ -19,7 +19,6 @@ from session_model import OWNERS, new_session, next_append
 
 from coordinator.auth.rate_limits import RedisSlots
 from coordinator.decoding.committer import Committer
-from deploy.cli.describe import collect
 from outrider.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
@@ -344,10 +343,8 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     await store.close()
 
 
-async def test_all_that_take_a_redis_url_take_sentinels(
-    servers: RedisServers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The registry, the slots of keys and `collect-env`, beside the store."""
+async def test_all_that_take_a_redis_url_take_sentinels(servers: RedisServers) -> None:
+    """The registry and the slots of keys, beside the store."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
@@ -356,9 +353,6 @@ async def test_all_that_take_a_redis_url_take_sentinels(
     await slots.take(Caller("me", concurrency=1), ["a"], 1)
     for one in (registry, slots):
         await one.close()
-    monkeypatch.setenv("OUTRIDER_REDIS_URL", servers.url)
-    found = (await asyncio.to_thread(collect))["redis"]
-    assert found["named_server_version"] == found["server_version"]
 
 
 async def test_a_start_waits_for_a_sentinel_that_is_slow_to_answer(servers: RedisServers) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from deploy.cli import describe
 from deploy.cli.describe import CPU_FLAGS
 from deploy.cli.main import main
 from deploy.cli.masking import MASK, masked_environment, masked_settings, masked_url
-from outrider.sessions.redis_address import RedisAddress
 
 
 @pytest.mark.parametrize(
@@ -120,26 +117,8 @@ def test_one_json_object(
     assert found["torch"]["threads"] >= 1
     assert found["torch"]["gpus"] is not None
     assert found["redis"]["server_version"][0].isdigit()
-    assert found["redis"]["named_server_version"] == "does not answer (ConnectionError)"
     assert found["deployment"] == {"running": False}
     assert main(["collect-env"]) == 0
     text = capsys.readouterr().out
     assert f"  torch: {found['packages']['torch']}\n" in text
     assert "swordfish" not in text
-
-
-def test_the_named_redis_is_asked_with_the_password_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "password"
-    path.write_text("swordfish\n")
-    monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://h:1")
-    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD_FILE", str(path))
-
-    async def version(address: RedisAddress) -> str:
-        return address.password
-
-    monkeypatch.setattr(describe, "_redis_version", version)
-    assert describe._named_redis_version() == "swordfish"
-    path.unlink()
-    assert describe._named_redis_version() == "does not answer (SettingError)"
