@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -13,7 +12,8 @@ import torch
 
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 
-from .dataset import Batch, Dataset, Example, Learner, alike
+from .dataset import Batch, Dataset
+from .learners import Learner
 
 MEASURED_TEMPERATURES: Final = (0.0, 1.0)
 """Of the answers to each prompt that a drafter is to be measured with, ..."""
@@ -64,89 +64,67 @@ class Measured:
     def _rate(self, temperature: float, name: str) -> float:
         chosen = [r for r in self.by_temperature if r.temperature == temperature]
         chosen = chosen or list(self.by_temperature)
-        total = sum(rates.num_tokens for rates in chosen)
-        return float(sum(getattr(rates, name) * rates.num_tokens for rates in chosen)) / total
+        weights = [rates.num_tokens for rates in chosen]
+        return float(np.average([getattr(rates, name) for rates in chosen], weights=weights))
 
 
 def measure(
-    learner: Learner, dataset: Dataset, examples: Sequence[Example], *, is_first_alone: bool = False
+    learner: Learner, dataset: Dataset, indices: Sequence[int], *, is_first_alone: bool = False
 ) -> Measured:
     """Drafts along these documents. What stands before their answers is not measured: the target
     did not write it as it writes answers. Temperatures of the target's texts and of the two
     distributions are different things: the latter are always at temperature 1. The rates are of
     first draft tokens; with `is_first_alone` nothing else is looked at."""
-    found: dict[float | None, list[tuple[float, float, int]]] = {}
+    found: dict[float | None, list[npt.NDArray[np.float64]]] = {}
     texts: list[list[npt.NDArray[np.float64]]] = []
-    for batch_examples in alike(examples, _TOKENS_OF_A_PASS):
-        depths = _read(learner, dataset.batch(batch_examples), is_first_alone)
-        sizes = [example.document.num_learned for example in batch_examples]
-        bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        for example, (first, end) in zip(batch_examples, pairwise(bounds), strict=True):
-            start = first + example.document.num_before_answer
-            parts = [depth.between(start + number, end) for number, depth in enumerate(depths)]
-            hits, overlaps = parts[0].hits, parts[0].overlaps
-            sums = (float(hits.sum()), float(overlaps.sum()), len(hits))
-            found.setdefault(example.document.temperature, []).append(sums)
-            if example.document.temperature == 1.0:
-                texts.append([part.ratios for part in parts])
+    for chosen in dataset.cache.batches(indices, _TOKENS_OF_A_PASS):
+        depths = _read(learner, dataset.batch(chosen), is_first_alone)
+        first = 0
+        for document in (dataset.cache.documents[index] for index in chosen):
+            start, end = (
+                first + document.answer_first - document.first,
+                first + document.num_learned,
+            )
+            parts = [
+                scores[slice(*np.searchsorted(rows, [start + depth, end]))]
+                for depth, (rows, scores) in enumerate(depths)
+            ]
+            found.setdefault(document.temperature, []).append(parts[0])
+            if document.temperature == 1.0:
+                texts.append([part[:, 2] for part in parts])
+            first = end
     rates = []
     for temperature in sorted(found, key=lambda t: (t is None, t or 0.0)):
-        hits_, overlaps_, counts = (sum(column) for column in zip(*found[temperature], strict=True))
-        rates.append(TemperatureRates(temperature, int(counts), hits_ / counts, overlaps_ / counts))
+        scores = np.concatenate(found[temperature])
+        greedy, sampled = scores[:, :2].mean(axis=0).tolist()
+        rates.append(TemperatureRates(temperature, len(scores), greedy, sampled))
     return Measured(tuple(rates), learner.by_position(texts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    """Of one draft token of C chains, at rows [C] of a batch, ascending:"""
-
-    rows: npt.NDArray[np.int64]
-    hits: npt.NDArray[np.bool_]
-    """whether the likeliest tokens agree,"""
-    overlaps: npt.NDArray[np.float32]
-    """sum min(p, q),"""
-    ratios: npt.NDArray[np.float64]
-    """and min(1, q(x) / p(x)) of the token x that stands there."""
-
-    def between(self, start: int, end: int) -> _Drafted:
-        first, last = np.searchsorted(self.rows, [start, end])
-        part = slice(int(first), int(last))
-        return _Drafted(self.rows[part], self.hits[part], self.overlaps[part], self.ratios[part])
+_Depth = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Of one draft token of C chains: their rows of the batch, and `_scores` [C, 3]."""
 
 
-def _read(learner: Learner, batch: Batch, is_first_alone: bool) -> list[_Drafted]:
+def _read(learner: Learner, batch: Batch, is_first_alone: bool) -> list[_Depth]:
     found = []
     with torch.inference_mode():
         depths = learner.draft(batch)
         for depth in depths[:1] if is_first_alone else depths:
-            parts = [
-                _compared(hidden @ learner.head.t(), batch, rows)
-                for hidden, rows in zip(
-                    torch.split(depth.hidden, _ROWS_OF_A_BLOCK),
-                    torch.split(depth.rows, _ROWS_OF_A_BLOCK),
-                    strict=True,
-                )
-            ]
-            hits, overlaps, ratios = (
-                torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
-            )
-            rows = depth.rows.cpu().numpy()
-            found.append(_Drafted(rows, hits, overlaps, ratios.astype(np.float64)))
+            blocks = zip(*(torch.split(part, _ROWS_OF_A_BLOCK) for part in depth), strict=True)
+            parts = [_scores(block @ learner.head.t(), batch, some) for block, some in blocks]
+            found.append((depth.rows.cpu().numpy(), torch.cat(parts).double().cpu().numpy()))
     return found
 
 
-def _compared(
-    logits: torch.Tensor, batch: Batch, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hits, overlaps and ratios [C] of `logits` [C, N] that are scored against these rows [C]."""
+def _scores(logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+    """[C, 3] of `logits` [C, N] that are scored against these rows [C]: whether the likeliest
+    tokens agree, sum min(p, q), and min(1, q(x) / p(x)) of the token x that stands there."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
-    likeliest = kept.indices[:, 0]
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)
     q /= kept.values.sum(dim=1, keepdim=True)
-    teacher = batch.teacher.at(rows)
+    teacher, following = batch.teacher.at(rows), batch.following[rows]
     overlap = torch.minimum(q.gather(1, teacher.columns), teacher.mass).sum(dim=1)
-    following = batch.following[rows]
     drafted = q.gather(1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
     ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
-    return likeliest == batch.likeliest[rows], overlap, ratio
+    return torch.stack([kept.indices[:, 0] == batch.likeliest[rows], overlap, ratio], dim=1)

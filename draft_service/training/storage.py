@@ -8,9 +8,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from outrider.errors import ConfigError, SettingError
 from outrider.files import locked
@@ -22,44 +22,37 @@ from outrider.models.drafter_checkpoint import (
 )
 
 CARD_FILE: Final = "README.md"
-CACHE_VERSION: Final = 2
+CACHE_VERSION: Final = 3
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
-_SPENT: Final = "spent.json"
-_LOCK: Final = "lock"
+_DRAFTER_FILES: Final = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Puts `data` there at once: a reader finds all of it, or what was there before."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which then becomes `path`: a reader finds all of it, or the one before."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
+    yield partial
+    with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
 
 
-def read_json(path: Path) -> Any:
-    """What was written there; None where nothing was."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-
-
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Within, no other run writes there: two would tear each other's files. Raises `ConfigError`
-    where one does."""
+    """Within, no other run writes there. Raises `ConfigError` where one does."""
     directory.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(directory / _LOCK, wait=False))
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another `outrider distill` of this target is at work in {directory}; wait until "
-                "it is done, or set OUTRIDER_CACHE to another folder"
-            ) from error
+    lock = locked(directory / "lock", wait=False)
+    try:
+        lock.__enter__()
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another `outrider distill` of this target is at work in {directory}; wait until "
+            "it is done, or set OUTRIDER_CACHE to another folder"
+        ) from error
+    try:
         yield
+    finally:
+        lock.__exit__(None, None, None)
 
 
 def folder_name(kind: str, *parts: object) -> str:
@@ -71,7 +64,13 @@ def folder_name(kind: str, *parts: object) -> str:
 class Stopwatch:
     """Seconds of work, with those of earlier runs."""
 
-    def __init__(self, before: float = 0.0) -> None:
+    def __init__(self, before: float = 0.0, directory: Path | None = None) -> None:
+        """After so many; with a directory of which the work is, as many as it says."""
+        self._path: Path | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._path = directory / "spent.json"
+            before = json.loads(self._path.read_text()) if self._path.exists() else 0.0
         self._before = before
         self._start: float | None = None
 
@@ -87,57 +86,35 @@ class Stopwatch:
             yield
         finally:
             self._before, self._start = self.seconds, None
-
-
-class Spent(Stopwatch):
-    """Of work on what a folder holds, which keeps them."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / _SPENT
-        super().__init__(float(read_json(self._path) or 0.0))
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        try:
-            with super().working():
-                yield
-        finally:
             self.save()
 
     def save(self) -> None:
         """For the next run, if this one is killed."""
-        write_whole(self._path, json.dumps(round(self.seconds, 3)).encode())
-
-
-_DRAFTER_FILES: Final = {CONFIG_FILE, DESCRIPTION_FILE, WEIGHTS_FILE, CARD_FILE, "loss.svg"}
+        if self._path is not None:
+            with replacing(self._path) as partial:
+                partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:
     """The directory itself, behind links. Raises `SettingError` unless a drafter can be written
-    there, which is tried, and nothing but an earlier drafter is lost by that."""
+    there, which is tried, and only an earlier drafter is lost by that."""
     try:
         out = out.resolve()
         if out.exists():
-            _check_contents(out)
+            names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+            if not out.is_dir() or (names and not is_trained_drafter(out)):
+                raise SettingError("out", f"{out} is there already, and is no drafter's directory")
+            if others := names - _DRAFTER_FILES:
+                raise SettingError(
+                    "out", f"{out} holds {min(others)} beside a drafter, and is not replaced"
+                )
+            if os.path.ismount(out):
+                raise SettingError("out", f"{out} is a mount point; name a directory in it")
         out.parent.mkdir(parents=True, exist_ok=True)
         with _beside(out):
             return out
     except (OSError, RuntimeError) as error:
         raise SettingError("out", f"{out}: no drafter can be written there: {error}") from error
-
-
-def _check_contents(out: Path) -> None:
-    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if not out.is_dir() or (names and not is_trained_drafter(out)):
-        raise SettingError("out", f"{out} is there already, and is no drafter's directory")
-    if names - _DRAFTER_FILES:
-        raise SettingError(
-            "out",
-            f"{out} holds {min(names - _DRAFTER_FILES)} beside a drafter, and is not replaced",
-        )
-    if os.path.ismount(out):
-        raise SettingError("out", f"{out} is a mount point; name a directory in it")
 
 
 @contextmanager

@@ -4,17 +4,16 @@ array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
 `logprobs`  [64] float16, of the target's own distribution (temperature 1)
 `written`   float16, of the token that stands there
-`features`  [D] float16: what its head read to say so, or one of its layers put out there; for
-            what drafts from that alone
+`features`  [D] float16: what the target's head read to say so, or what one of its layers put out
+            there; for drafters that learn from it
 
-Rows are only ever appended; `progress.json` says how many documents are whole.
+A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,44 +21,54 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch import nn
 
 from outrider.engine.interface import ModelInfo
-from outrider.errors import ConfigError, InvariantError, check
+from outrider.errors import ConfigError, InvariantError
 from outrider.models.early_exit import watched_layer
 from outrider.models.loading import load_model
 from outrider.speculation.logits_processing import largest
 
 from .documents import Document, Encode, Template
-from .storage import Spent, read_json, write_whole
+from .storage import Stopwatch, folder_name, replacing
 
 ENTRIES: Final = 64
 _TOKENS_OF_A_PASS: Final = {"cpu": 4096, "cuda": 65_536}
 _ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are made at once."""
-_POOL: Final = 64
-"""Documents that are asked about before anything is kept."""
-_PROGRESS: Final = "progress.json"
-_FEATURES: Final = "features"
+_DOCUMENTS_OF_A_FILE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a drafter is made for."""
+
+    name: str
+    directory: Path
+    template: Template
+    encode: Encode | None
+    """None for a target without a tokenizer."""
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    def load(self) -> tuple[Any, ModelInfo]:
+        """A module of its own for each stage. Raises `ConfigError`."""
+        return load_model(
+            self.directory, name=self.name, dtype=self.dtype, device=self.device,
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
     """What of the target is kept beside its answers."""
 
-    width: int
-    """D."""
-    layer: int | None
+    layer: int | None = None
     """What the last of so many layers puts out, divided by its root mean square, as an exit head
     does first: it may be beyond float16; None = what the head reads."""
-
-    @classmethod
-    def of(cls, module: Any, layer: int | None = None) -> Features:
-        return cls(module.get_input_embeddings().weight.shape[1], layer)
-
-    @property
-    def key(self) -> list[object]:
-        return [_FEATURES] if self.layer is None else [_FEATURES, self.layer, "normed"]
 
 
 class TeacherCache:
@@ -67,161 +76,156 @@ class TeacherCache:
 
     def __init__(
         self,
-        directory: Path,
+        place: Path,
         documents: Sequence[Document],
-        vocab_size: int,
+        module: Any,
         features: Features | None = None,
     ) -> None:
-        """With these features; None = without."""
-        self.documents = documents
-        self.spent = Spent(directory)
-        self._directory = directory
-        small = vocab_size <= np.iinfo(np.uint16).max + 1
-        self._entries = min(ENTRIES, vocab_size)
-        self._kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "ids": (np.uint16 if small else np.uint32, (self._entries,)),
-            "logprobs": (np.float16, (self._entries,)),
-            "written": (np.float16, ()),
-        }
+        """In a folder of `place`, of the target's module, with these features; None = without."""
+        size = _DOCUMENTS_OF_A_FILE
+        pools = [documents[start : start + size] for start in range(0, len(documents), size)]
+        self.documents = [
+            one for pool in pools for one in sorted(pool, key=lambda one: len(one.token_ids))
+        ]
+        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), features)
+        self.spent = Stopwatch(directory=place / self.name)
+        self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
+        self.device: torch.device = module.get_input_embeddings().weight.device
+        self._directory = place / self.name
+        self._module = module
         self._features = features
-        if features is not None:
-            self._kinds[_FEATURES] = (np.float16, (features.width,))
-        self._num_documents = int(read_json(directory / _PROGRESS) or 0)
-        lengths = [document.num_learned for document in documents]
+        lengths = [document.num_learned for document in self.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        check(self._num_documents <= len(documents), "a cache is of these documents or fewer")
+        self._files: list[Any] = []
+        while self._path.exists():
+            self._open()
 
     @property
-    def name(self) -> str:
-        return self._directory.name
-
-    @property
-    def num_documents(self) -> int:
-        return self._num_documents
-
-    @property
-    def known(self) -> Sequence[Document]:
-        return self.documents[: self._num_documents]
+    def known(self) -> list[Document]:
+        return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
     @property
     def is_whole(self) -> bool:
-        return self._num_documents == len(self.documents)
+        return len(self.known) == len(self.documents)
 
-    def rows(self, index: int) -> slice:
-        return slice(int(self._starts[index]), int(self._starts[index + 1]))
+    def answers(self, indices: Iterable[int]) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of these documents, one after another."""
+        parts: list[dict[str, npt.NDArray[Any]]] = []
+        for index in indices:
+            number = index // _DOCUMENTS_OF_A_FILE
+            first = self._starts[number * _DOCUMENTS_OF_A_FILE]
+            rows = slice(*(self._starts[index : index + 2] - first).tolist())
+            file = self._files[number]
+            parts.append({name: file.get_slice(name)[rows] for name in file.keys()})  # noqa: SIM118
+        return _joined(parts)
 
-    def answer_rows(self, index: int) -> slice:
-        rows = self.rows(index)
-        return slice(rows.start + self.documents[index].num_before_answer, rows.stop)
+    def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
+        """In batches of documents of similar length: up to so many tokens, with what pads each to
+        the longest; at least one."""
+        found: list[list[int]] = []
+        for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
+            length = len(self.documents[index].token_ids)
+            if not found or length * (len(found[-1]) + 1) > size:
+                found.append([])
+            found[-1].append(index)
+        return found
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        num = int(self._starts[self._num_documents])
-        return {
-            name: np.memmap(self._path(name), dtype=kind, mode="r", shape=(num, *shape))
-            if num
-            else np.zeros((0, *shape), dtype=kind)
-            for name, (kind, shape) in self._kinds.items()
-        }
-
-    def fill(self, module: Any, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target (its module, with attention of its own) about the documents that are not
-        known, until all are or the time, earlier runs included, is over; about some in any case."""
-        device = module.get_input_embeddings().weight.device
-        size = _TOKENS_OF_A_PASS["cpu" if device.type == "cpu" else "cuda"]
-        with ExitStack() as stack:
-            stack.enter_context(self.spent.working())
-            files = {name: stack.enter_context(self._append_to(name)) for name in self._kinds}
-            while not self.is_whole and (self._num_documents == 0 or self.spent.seconds < seconds):
-                last = min(self._num_documents + _POOL, len(self.documents))
-                pool = self.documents[self._num_documents : last]
-                answers = _answers(module, pool, size, self._entries, self._features)
-                for name, rows in answers.items():
-                    files[name].write(rows.astype(self._kinds[name][0]).tobytes())
-                    files[name].flush()
-                self._num_documents = last
-                write_whole(self._directory / _PROGRESS, json.dumps(last).encode())
+    def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
+        """Asks the target about the documents that are not known, until all are or the time,
+        earlier runs included, is over; about some in any case."""
+        size = _TOKENS_OF_A_PASS[self.device.type]
+        with self.spent.working():
+            while not self.is_whole and (not self._files or self.spent.seconds < seconds):
+                start = len(self.known)
+                pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
+                answers = _joined(
+                    [
+                        ask(self._module, [self.documents[i] for i in batch], self._features)
+                        for batch in self.batches(pool, size)
+                    ]
+                )
+                with replacing(self._path) as partial:
+                    save_file(answers, partial)
+                self._open()
                 self.spent.save()
                 by_time = self.spent.seconds / max(seconds, 1e-9)
-                progress(min(1.0, max(by_time, last / len(self.documents))))
+                progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
-    def _append_to(self, name: str) -> Any:
-        """The array's file, without rows of documents that a kill has cut off."""
-        kind, shape = self._kinds[name]
-        row_bytes = np.dtype(kind).itemsize * int(np.prod(shape, dtype=np.int64))
-        file = self._path(name).open("ab")
-        file.truncate(int(self._starts[self._num_documents]) * row_bytes)
-        return file
+    def mass(self, *, is_held_out: bool) -> tuple[npt.NDArray[np.float64], int]:
+        """The target's probability of each token [V] that it lists, summed over the learned places
+        of documents, or over the answers of those that are held out; and their number."""
+        mass, num_rows = np.zeros(self.vocab_size), 0
+        for index, document in enumerate(self.known):
+            if document.is_held_out == is_held_out:
+                start = document.answer_first - document.first if is_held_out else 0
+                answers = self.answers([index])
+                ids, logprobs = answers["ids"][start:], answers["logprobs"][start:]
+                weights = np.exp(logprobs.astype(np.float32)).ravel()
+                mass += np.bincount(ids.ravel(), weights, minlength=self.vocab_size)
+                num_rows += len(ids)
+        return mass, num_rows
 
-    def _path(self, name: str) -> Path:
-        return self._directory / f"{name}.bin"
+    def likeliest_tokens(self, num_wanted: int) -> npt.NDArray[np.int64]:
+        """The tokens [N], ascending, with the most of the target's probability over the documents
+        that are learned from (ties: lowest ids)."""
+        mass, _ = self.mass(is_held_out=False)
+        return np.sort(np.argsort(-mass, kind="stable")[:num_wanted])
+
+    def covered_share(self, token_ids: npt.NDArray[np.int64]) -> float:
+        """The part of the target's probability, of 1, that these tokens have in the answers of
+        held-out documents, at least: a token that the target did not list counts as impossible."""
+        mass, num_rows = self.mass(is_held_out=True)
+        return float(mass[token_ids].sum() / max(num_rows, 1))
+
+    @property
+    def _path(self) -> Path:
+        """Of the next file."""
+        return self._directory / f"{len(self._files):06}.safetensors"
+
+    def _open(self) -> None:
+        self._files.append(safe_open(self._path, framework="np"))
 
 
-def in_batches(
-    documents: Sequence[Document], order: Iterable[int], size: int
-) -> Iterator[list[int]]:
-    """The indices of `order`, neighbours together: up to so many tokens, with what pads each to the
-    longest; at least one."""
-    batch: list[int] = []
-    longest = 0
-    for index in order:
-        length = len(documents[index].token_ids)
-        longest = max(longest, length)
-        if batch and longest * (len(batch) + 1) > size:
-            yield batch
-            batch, longest = [], length
-        batch.append(index)
-    if batch:
-        yield batch
+def _fingerprint(documents: Sequence[Document]) -> str:
+    """Of all that a target can be asked about these: every token, in order, and which of them are
+    learned."""
+    digest = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
+        digest.update(document.token_ids.tobytes())
+    return digest.hexdigest()
 
 
-def by_length(documents: Sequence[Document]) -> list[int]:
-    """Their indices, shorter ones first: batches of neighbours need little padding."""
-    return sorted(range(len(documents)), key=lambda index: len(documents[index].token_ids))
-
-
-def _answers(
-    module: Any, pool: Sequence[Document], size: int, entries: int, features: Features | None
-) -> dict[str, npt.NDArray[Any]]:
-    """`ask` about a pool, in batches of documents of similar length; rows in the pool's order."""
-    found: dict[int, dict[str, npt.NDArray[Any]]] = {}
-    for batch in in_batches(pool, by_length(pool), size):
-        answers = ask(module, [pool[index] for index in batch], entries, features)
-        ends = np.cumsum([pool[index].num_learned for index in batch])[:-1]
-        split = {name: np.split(rows, ends) for name, rows in answers.items()}
-        for place, index in enumerate(batch):
-            found[index] = {name: parts[place] for name, parts in split.items()}
-    return {
-        name: np.concatenate([found[index][name] for index in range(len(pool))])
-        for name in found[0]
-    }
+def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def ask(
-    module: Any, documents: Sequence[Document], entries: int, features: Features | None
+    module: Any, documents: Sequence[Document], features: Features | None
 ) -> dict[str, npt.NDArray[Any]]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
     of the arrays."""
     device = module.get_input_embeddings().weight.device
     ids, rows, following = packed(documents)
-    block = _ROWS_OF_A_BLOCK["cpu" if device.type == "cpu" else "cuda"]
+    block = _ROWS_OF_A_BLOCK[device.type]
     with torch.inference_mode():
         hidden, shown = _read(module, torch.from_numpy(ids).to(device), features)
         where = torch.from_numpy(rows).to(device)
         wanted, shown = (part.reshape(-1, part.shape[-1])[where] for part in (hidden, shown))
         follow = torch.from_numpy(following).to(device)
-        found = [
-            _likeliest(module, part, token_ids, entries)
-            for part, token_ids in zip(
-                torch.split(wanted, block), torch.split(follow, block), strict=True
-            )
-        ]
-    columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
-    answers = dict(zip(("ids", "logprobs", "written"), columns, strict=True))
+        parts = zip(torch.split(wanted, block), torch.split(follow, block), strict=True)
+        found = [_likeliest(module, part, token_ids) for part, token_ids in parts]
+    tokens, logprobs, written = (
+        torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
+    )
+    is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
+    answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
+               "written": written}  # fmt: skip
     if features is not None:
         kept = shown.half()
         if not kept.isfinite().all():
             raise ConfigError("what the target's head reads is beyond the range of float16")
-        answers[_FEATURES] = kept.cpu().numpy()
+        answers["features"] = kept.cpu().numpy()
     return answers
 
 
@@ -257,98 +261,28 @@ def packed(
 
 
 def _likeliest(
-    module: Any, hidden: torch.Tensor, following: torch.Tensor, entries: int
+    module: Any, hidden: torch.Tensor, following: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For rows `hidden` [R, D]: ids and log-probabilities [R, entries] of the likeliest tokens,
-    and the log-probability [R] of `following`."""
-    logits = final_logits(module, hidden)
+    """For rows `hidden` [R, D]: ids and log-probabilities [R, 64] of the likeliest tokens, and the
+    log-probability [R] of `following`."""
+    logits = module.get_output_embeddings()(hidden).float()
     normaliser = logits.logsumexp(dim=1, keepdim=True)
-    values, ids = largest(logits, entries)
+    values, ids = largest(logits, min(ENTRIES, logits.shape[1]))
     written = logits.gather(1, following[:, None]) - normaliser
     return ids, (values - normaliser).half(), written[:, 0].half()
 
 
-def final_logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What the head makes of the last layer's output [R, D]: [R, V], float32."""
-    logits: torch.Tensor = module.get_output_embeddings()(hidden)
-    return logits.float()
-
-
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model that does more to its logits than its head does: a student
+    """Raises `ConfigError` for a model that does more to its logits than its head does: a drafter
     would have to learn with that, too."""
-    ids = torch.arange(min(8, module.get_input_embeddings().weight.shape[0]))[None]
+    embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
-        ids = ids.to(module.get_input_embeddings().weight.device)
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         whole = module(input_ids=ids, use_cache=False).logits.float()
-        same = torch.allclose(final_logits(module, hidden), whole, rtol=1e-2, atol=1e-2)
-    if not same or module.get_output_embeddings().bias is not None:
+        same = torch.allclose(head(hidden).float(), whole, rtol=1e-2, atol=1e-2)
+    if not same or head.bias is not None:
         raise ConfigError(
             f"no drafter can be made of a {type(module).__name__} yet: its logits are not its "
             "head's product alone"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that a drafter is made for."""
-
-    name: str
-    directory: Path
-    template: Template
-    encode: Encode | None
-    """None for a target without a tokenizer."""
-    dtype: str = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
-
-    def load(self) -> tuple[Any, ModelInfo]:
-        """A module of its own for each stage. Raises `ConfigError`."""
-        return load_model(
-            self.directory, name=self.name, dtype=self.dtype, device=self.device,
-            trust_remote_code=self.trust_remote_code,
-        )  # fmt: skip
-
-
-_DOCUMENTS_AT_ONCE = 512
-
-
-def likeliest_tokens(
-    caches: Sequence[TeacherCache], num_wanted: int, vocab_size: int
-) -> npt.NDArray[np.int64]:
-    """The tokens [N], ascending, with the most of the target's probability over the documents that
-    are learned from (ties: lowest ids)."""
-    learned = np.zeros(vocab_size)
-    for cache in caches:
-        rows = [cache.rows(i) for i, d in enumerate(cache.known) if not d.is_held_out]
-        learned += _mass(cache, rows, vocab_size)
-    return np.sort(np.argsort(-learned, kind="stable")[:num_wanted])
-
-
-def covered_share(
-    caches: Sequence[TeacherCache], token_ids: npt.NDArray[np.int64], vocab_size: int
-) -> float:
-    """The part of the target's probability that these tokens have in the answers of held-out
-    documents, of 1. Tokens that the target did not list count as impossible: it is no less."""
-    mass, num_rows = np.zeros(vocab_size), 0
-    for cache in caches:
-        rows = [cache.answer_rows(i) for i, d in enumerate(cache.known) if d.is_held_out]
-        mass += _mass(cache, rows, vocab_size)
-        num_rows += sum(part.stop - part.start for part in rows)
-    return float(mass[token_ids].sum() / max(num_rows, 1))
-
-
-def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.NDArray[np.float64]:
-    """The target's probability of each token [V], summed over these rows."""
-    arrays = cache.arrays()
-    mass = np.zeros(vocab_size)
-    for start in range(0, len(rows), _DOCUMENTS_AT_ONCE):
-        parts = rows[start : start + _DOCUMENTS_AT_ONCE]
-        ids, logprobs = (
-            np.concatenate([arrays[name][part] for part in parts]).ravel()
-            for name in ("ids", "logprobs")
-        )
-        weights = np.exp(logprobs.astype(np.float32))
-        mass += np.bincount(ids, weights, minlength=vocab_size)
-    return mass

@@ -7,22 +7,21 @@ run that is killed goes on from there as if it had not been.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .dataset import Batch, Dataset, Example, Learner, TeacherRows
+from .dataset import Batch, Dataset, TeacherRows
+from .learners import Learner
 from .measuring import measure
-from .storage import Stopwatch
+from .storage import Stopwatch, replacing
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
@@ -49,9 +48,6 @@ _NUM_MEASUREMENTS: Final = 20
 _RUNNING_TOKENS: Final = 8192
 """Held-out tokens that each of them reads."""
 _CHECKPOINT_S: Final = 60.0
-_CHECKPOINT: Final = "checkpoint.safetensors"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +66,6 @@ class Point:
 
 Report = Callable[[str, float, Point | None], None]
 """Hears which stage goes on, what part of it is done, and what was measured last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How much training: steps, or seconds where that is None."""
-
-    steps: int | None
-    seconds: float
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
@@ -100,6 +88,22 @@ def likelihood_share(part: float, is_trained: bool) -> float:
     return _LIKELIHOOD_SHARE * min(1.0, max(0.0, over))
 
 
+class _Progress(BaseModel):
+    """What a checkpoint holds beside weights and moments."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    epoch: int = 0
+    done_of_epoch: int = 0
+    """Batches."""
+    batch_tokens: int = 0
+    """Of this epoch's batches."""
+    seconds: float = 0.0
+    losses: list[float] = []
+    """Of the steps since the last measurement."""
+    points: list[Point] = []
+
+
 class Trainer:
     """One learner on its way, in a folder of its own. Float32 masters of its weights take the
     steps."""
@@ -110,22 +114,19 @@ class Trainer:
         dataset: Dataset,
         directory: Path,
         seed: int,
-        budget: Budget,
-        is_trained: bool,
+        num_steps: int | None,
+        seconds: float,
     ) -> None:
+        """The budget are so many steps; None = as many as the time allows."""
         self.learner = learner
-        self._is_trained = is_trained
         self._dataset = dataset
         self._seed = seed
-        self._budget = budget
+        self._num_steps = num_steps
+        self._seconds = seconds
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / _CHECKPOINT
-        self.spent = Stopwatch()
-        self._is_between_steps = True
-        self._num_saved = 0
+        self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
-        self._batch_tokens_max = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
-        self._batch_tokens = batch_tokens(0.0, self._batch_tokens_max)
+        self._batch_tokens_max = BATCH_TOKENS[self._device.type]
         self._masters = {
             name: torch.nn.Parameter(weight.detach().float().clone())
             for name, weight in learner.weights.items()
@@ -140,35 +141,45 @@ class Trainer:
             betas=_BETAS,
             fused=True,
         )
-        self.points: list[Point] = []
-        self.num_steps = 0
-        self.num_tokens = 0
-        self._epoch = 0
-        self._done_of_epoch = 0
-        self._loss_sum = 0.0
-        self._loss_steps = 0
+        self._now = _Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
         if self._path.exists():
             self._resume()
-        self._running = _first_tokens(dataset.held_out, _RUNNING_TOKENS)
+        self.spent = Stopwatch(self._now.seconds)
+        self._num_saved = self._now.num_steps
+        self._is_between_steps = True
+        self._running = _first_tokens(dataset, _RUNNING_TOKENS)
+
+    @property
+    def num_steps(self) -> int:
+        return self._now.num_steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Learned so far, repetitions included."""
+        return self._now.num_tokens
+
+    @property
+    def points(self) -> list[Point]:
+        return self._now.points
 
     @property
     def part(self) -> float:
-        if self._budget.steps is not None:
-            return min(1.0, self.num_steps / self._budget.steps)
-        return min(1.0, self.spent.seconds / max(self._budget.seconds, 1e-9))
+        if self._num_steps is not None:
+            return min(1.0, self.num_steps / self._num_steps)
+        return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
         """Trains until the budget is over; tells `progress` what part is, and what was measured
         last. However it ends, what was learned is kept, but for a step that was broken off."""
         with self.spent.working():
-            if not self.points:
+            if not self._now.points:
                 self._measure()
             saved = time.monotonic()
             batches = self._batches()
             try:
                 while self.part < 1.0:
                     self._step(next(batches))
-                    is_due = self.part * _NUM_MEASUREMENTS >= len(self.points)
+                    is_due = self.part * _NUM_MEASUREMENTS >= len(self._now.points)
                     if is_due:
                         self._measure()
                     if is_due or time.monotonic() - saved > _CHECKPOINT_S:
@@ -179,115 +190,91 @@ class Trainer:
                 if self._is_between_steps and self._num_saved < self.num_steps:
                     self._save()
 
-    def _batches(self) -> Iterator[list[Example]]:
+    def _batches(self) -> Iterator[list[int]]:
+        now = self._now
         while True:
-            batches = self._dataset.epoch(self._seed, self._epoch, self._batch_tokens)
-            yield from batches[self._done_of_epoch :]
-            self._epoch += 1
-            self._done_of_epoch = 0
-            self._batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
+            batches = self._dataset.epoch(self._seed, now.epoch, now.batch_tokens)
+            yield from batches[now.done_of_epoch :]
+            now.epoch += 1
+            now.done_of_epoch = 0
+            now.batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
-    def _step(self, examples: list[Example]) -> None:
-        batch = self._dataset.batch(examples)
-        part = self.part
-        loss = self._loss(batch, likelihood_share(part, self._is_trained))
+    def _step(self, indices: list[int]) -> None:
+        batch = self._dataset.batch(indices)
+        part, weights, is_trained = self.part, self.learner.weights, self.learner.is_trained
+        loss = self._loss(batch, likelihood_share(part, is_trained))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(part, self.learner.head.shape[1], self._is_trained)
-        for name, weight in self.learner.weights.items():
+            group["lr"] = learning_rate(part, self.learner.head.shape[1], is_trained)
+        for name, weight in weights.items():
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
         self._is_between_steps = False
         self._optimizer.step()
+        self._put_weights()
+        self._now.num_steps += 1
+        self._now.num_tokens += len(batch.rows)
+        self._now.done_of_epoch += 1
+        self._now.losses.append(float(loss.detach()))
+        self._is_between_steps = True
+
+    def _put_weights(self) -> None:
         with torch.no_grad():
             for name, weight in self.learner.weights.items():
                 weight.copy_(self._masters[name])
-        self.num_steps += 1
-        self.num_tokens += len(batch.rows)
-        self._loss_sum += float(loss.detach())
-        self._loss_steps += 1
-        self._done_of_epoch += 1
-        self._is_between_steps = True
 
     def _loss(self, batch: Batch, share: float) -> torch.Tensor:
         total, weights, weight = torch.zeros((), device=self._device), 0.0, 1.0
-        for depth in self.learner.draft(batch):
-            teacher = batch.teacher.at(depth.rows)
-            total = total + weight * overlap_loss(depth.hidden, self.learner.head, teacher, share)
+        for hidden, rows in self.learner.draft(batch):
+            teacher = batch.teacher.at(rows)
+            total = total + weight * overlap_loss(hidden, self.learner.head, teacher, share)
             weights, weight = weights + weight, weight * _DEPTH_SHARE
         return total / weights
 
     def _measure(self) -> None:
         measured = measure(self.learner, self._dataset, self._running, is_first_alone=True)
-        loss = self._loss_sum / max(self._loss_steps, 1)
+        losses, self._now.losses = self._now.losses, []
         point = Point(
             step=self.num_steps,
             seconds=round(self.spent.seconds, 1),
             num_tokens=self.num_tokens,
-            loss=loss,
+            loss=sum(losses) / max(len(losses), 1),
             greedy=measured.greedy,
             sampled=measured.sampled,
         )
-        self.points.append(point)
-        self._loss_sum, self._loss_steps = 0.0, 0
+        self._now.points.append(point)
 
     def _save(self) -> None:
-        tensors: dict[str, torch.Tensor] = {}
+        self._now.seconds = self.spent.seconds
+        tensors = {name: master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
-            tensors[name] = master.detach()
-            for key, values in self._optimizer.state[master].items():
-                tensors[f"{name}:{key}"] = values
-        state = {
-            "num_steps": self.num_steps, "num_tokens": self.num_tokens, "epoch": self._epoch,
-            "done_of_epoch": self._done_of_epoch,
-            "seconds": self.spent.seconds, "batch_tokens": self._batch_tokens,
-            "loss_sum": self._loss_sum, "loss_steps": self._loss_steps,
-            "points": [asdict(point) for point in self.points],
-        }  # fmt: skip
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        save_file(tensors, str(partial), metadata={"state": json.dumps(state)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+            moments = self._optimizer.state[master].items()
+            tensors |= {f"{name}:{key}": values for key, values in moments}
+        with replacing(self._path) as partial:
+            save_file(tensors, partial, metadata={"now": self._now.model_dump_json()})
         self._num_saved = self.num_steps
 
     def _resume(self) -> None:
-        with safe_open(str(self._path), framework="pt", device=str(self._device)) as file:
-            stored = {
-                name: tuple(file.get_slice(name).get_shape())
-                for name in file.keys()  # noqa: SIM118 (it is no mapping)
-                if ":" not in name
-            }
-            if stored != {name: tuple(values.shape) for name, values in self._masters.items()}:
-                _log.warning("%s is of another drafter; training begins anew", self._path)
-                return
-            state = json.loads(file.metadata()["state"])
+        with safe_open(self._path, framework="pt", device=str(self._device)) as file:
+            self._now = _Progress.model_validate_json(file.metadata()["now"])
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 parameter, _, key = name.partition(":")
-                master = self._masters[parameter]
+                master, values = self._masters[parameter], file.get_tensor(name)
                 if key:
-                    self._optimizer.state[master][key] = file.get_tensor(name)
+                    self._optimizer.state[master][key] = values
                 else:
-                    master.data.copy_(file.get_tensor(name))
-        for name, weight in self.learner.weights.items():
-            weight.data.copy_(self._masters[name])
-        self.points = [Point(**point) for point in state["points"]]
-        self.num_steps = self._num_saved = state["num_steps"]
-        self.num_tokens = state["num_tokens"]
-        self.spent = Stopwatch(state["seconds"])
-        self._epoch, self._done_of_epoch = state["epoch"], state["done_of_epoch"]
-        self._batch_tokens = state["batch_tokens"]
-        self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+                    master.data.copy_(values)
+        self._put_weights()
 
 
-def _first_tokens(examples: list[Example], num_tokens: int) -> list[Example]:
-    found: list[Example] = []
-    for example in examples:
-        found.append(example)
-        num_tokens -= example.document.num_learned
-        if num_tokens <= 0:
-            break
+def _first_tokens(dataset: Dataset, num_tokens: int) -> Sequence[int]:
+    """The first held-out documents, of about so many learned tokens together."""
+    found: list[int] = []
+    for index in dataset.held_out:
+        if num_tokens > 0:
+            found.append(index)
+            num_tokens -= dataset.cache.documents[index].num_learned
     return found
 
 
@@ -302,8 +289,9 @@ def overlap_loss(
 ) -> torch.Tensor:
     """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
     [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
-    arguments = (hidden, head, teacher, likelihood_share)
-    loss: torch.Tensor = _OverlapLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _OverlapLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, teacher, likelihood_share
+    )
     return loss
 
 
@@ -319,14 +307,13 @@ class _OverlapLoss(torch.autograd.Function):
         share: float,
     ) -> torch.Tensor:
         num_rows = len(hidden)
-        size = ROWS_OF_A_BLOCK["cpu" if hidden.device.type == "cpu" else "cuda"]
+        size = ROWS_OF_A_BLOCK[hidden.device.type]
         by_hidden = torch.empty_like(hidden)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_rows))
             q = (hidden[rows] @ head.t()).float()
-            part = TeacherRows(teacher.columns[rows], teacher.mass[rows])
-            total += _differentiate(q, part, share)
+            total += _differentiate(q, teacher.at(rows), share)
             torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=by_hidden[rows])
         ctx.save_for_backward(by_hidden)
         return total / num_rows

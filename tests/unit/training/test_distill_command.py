@@ -143,7 +143,7 @@ def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
         raise ConfigError("that is enough")
 
     monkeypatch.setattr("outrider.models.sources.resolve_model", resolved)
-    monkeypatch.setattr("draft_service.training.recipes.load_drafter", loaded)
+    monkeypatch.setattr("draft_service.training.learners.load_drafter", loaded)
     for flags in ([], ["--trust-remote-code"]):
         code = main(["distill", "a/b", "--out", str(tmp_path / "o"), "--start-from", "c/d", *flags])
         assert code == 2

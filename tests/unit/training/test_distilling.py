@@ -12,20 +12,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 from models import save_tiny_model
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draft_service.training import distilling, teacher, training
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template, is_kept_back
 from draft_service.training.options import DistillOptions
-from draft_service.training.storage import Stopwatch
-from draft_service.training.teacher import Target, TeacherCache
+from draft_service.training.teacher import Target
 from draft_service.training.training import (
     Point,
     batch_tokens,
@@ -49,7 +47,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several of each."""
     torch.set_num_threads(1)
     monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 512)
-    monkeypatch.setattr(teacher, "_POOL", 32)
+    monkeypatch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 32)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def whole_run(target: Target, place: Path, **changes: object) -> list[Point]:
     points: list[Point] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(training.BATCH_TOKENS, "cpu", 512)
-        patch.setattr(teacher, "_POOL", 32)
+        patch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 32)
         run(
             target, place, lambda stage, part, point: points.extend([point] if point else []),
             **changes,
@@ -185,7 +183,7 @@ from draft_service.training.documents import Template
 
 wishes, target, out, cache, stage, part = sys.argv[1:]
 torch.set_num_threads(1)
-training.BATCH_TOKENS["cpu"], teacher._POOL = 512, 32
+training.BATCH_TOKENS["cpu"], teacher._DOCUMENTS_OF_A_FILE = 512, 32
 
 def kill(now, done, point):
     if now == stage and done >= float(part):
@@ -238,28 +236,13 @@ def test_another_dtype_and_other_learned_tokens_find_nothing_of_the_former(
 
     first = folders()
     assert {kind: len(names) for kind, names in first.items()} == {
-        "written": 1, "answers": 2, "student": 1,
+        "written": 1, "answers": 1, "student": 1,
     }  # fmt: skip
     assert folders(dtype="float32") == first  # Which this target has.
     other = folders(dtype="bfloat16")
     assert {kind: len(names) for kind, names in other.items()} == {
-        "written": 2, "answers": 4, "student": 2,
+        "written": 2, "answers": 2, "student": 2,
     }  # fmt: skip
-
-
-def test_a_checkpoint_of_another_student_is_not_gone_on_with(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
-    [checkpoint] = (tmp_path / "cache").rglob("checkpoint.safetensors")
-    with safe_open(checkpoint, "pt") as file:
-        state = file.metadata()
-    save_file(load_file(checkpoint) | {"lm_head.weight": torch.ones(2)}, checkpoint, state)
-    run(target, tmp_path)
-    assert "another drafter" in caplog.text
-    expected = weights(whole[0])
-    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
 
 
 def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) -> None:
@@ -292,29 +275,6 @@ def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) 
     with pytest.raises(SettingError, match="too few") as bad:
         run(target, tmp_path, tokens=20)
     assert bad.value.key == "tokens"
-
-
-@pytest.mark.parametrize("used", [1.0, 0.25])
-def test_both_sources_are_read_in_one_share_of_the_time(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: float
-) -> None:
-    """In turn, by their tokens; what one leaves is the other's."""
-    asked: list[tuple[int, float]] = []
-
-    def fill(self: TeacherCache, module: Any, seconds: float, progress: Any) -> None:
-        asked.append((sum(document.num_learned for document in self.documents), seconds))
-        self.spent = Stopwatch(used * seconds)  # type: ignore[assignment]
-
-    monkeypatch.setattr(TeacherCache, "fill", fill)
-    (tmp_path / "corpus").mkdir()
-    line = json.dumps({"prompt": [1, 2], "answer": [5] * 9, "temperature": 1}) + "\n"
-    (tmp_path / "corpus" / "a.jsonl").write_text(line * 40)
-    with pytest.raises(SettingError, match="too few"):
-        run(target, tmp_path, steps=None, tokens=500, minutes=10.0, corpus=tmp_path / "corpus")
-    (written, first), (given, second) = asked
-    share = distilling.READING_SHARE + distilling.WRITING_SHARE / 2 * (given / 300_000)
-    assert first == pytest.approx(share * 600 * written / (written + given))
-    assert second == pytest.approx(share * 600 - used * first)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +392,6 @@ def test_what_is_kept_for_heads_is_not_taken_for_a_students(
     names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
     kinds = sorted(name.partition("-")[0] for name in names)
     assert kinds == ["answers", "answers", "medusa", "student", "written"]
-    kept = [path.parent.name for path in tmp_path.rglob("features.bin")]
-    assert len(kept) == 1
 
 
 def test_answers_that_nothing_can_be_drafted_for_are_not_measured(

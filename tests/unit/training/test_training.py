@@ -16,15 +16,17 @@ from safetensors import safe_open
 from draft_service.training import training
 from draft_service.training.dataset import Dataset
 from draft_service.training.documents import HELD_OUT_EVERY, Document
-from draft_service.training.student import make_student
+from draft_service.training.learners import Student
+from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import TeacherCache
-from draft_service.training.training import Budget, Trainer
+from draft_service.training.training import Trainer
 
 VOCAB = 48
 TOKEN_IDS = np.arange(0, VOCAB, 3)
-MINUTES = Budget(None, 1e5)
-STEPS = Budget(60, 0.0)
+MINUTES = (None, 1e5)
+STEPS = (60, 0.0)
 """Of which every third is saved."""
+Budget = tuple[int | None, float]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +39,9 @@ def dataset(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     random = np.random.default_rng(0)
     rows = [random.integers(0, VOCAB, 12).astype(np.int32) for _ in range(2 * HELD_OUT_EVERY)]
     documents = [Document(row, 1, 1, None, i % HELD_OUT_EVERY == 0) for i, row in enumerate(rows)]
-    cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB)
-    cache.fill(module, 1e9, lambda part: None)
-    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+    cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, module)
+    cache.fill(1e9, lambda part: None)
+    return Dataset(cache, TOKEN_IDS)
 
 
 @pytest.fixture
@@ -50,8 +52,9 @@ def trainer(
     monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 400)
 
     def make(place: Path, budget: Budget) -> Trainer:
-        learner = make_student(module, [1], TOKEN_IDS).learner
-        return Trainer(learner, dataset, place, 0, budget, is_trained=False)
+        learner = Student(DistillOptions(out=place, layers=1), module)
+        learner.make(TOKEN_IDS)
+        return Trainer(learner, dataset, place, 0, *budget)
 
     return make
 
@@ -79,7 +82,7 @@ def stopping(clock: list[float], num_steps: int) -> Callable[[float, Any], None]
 
 def kept(place: Path) -> dict[str, Any]:
     with safe_open(place / "checkpoint.safetensors", "pt") as file:
-        state: dict[str, Any] = json.loads(file.metadata()["state"])
+        state: dict[str, Any] = json.loads(file.metadata()["now"])
         return state
 
 
@@ -93,7 +96,7 @@ def test_steps_that_were_done_are_kept_with_their_time(
     assert first.num_steps == 7
     again = trainer(tmp_path, MINUTES)
     assert (again.num_steps, again.spent.seconds) == (7, 7.0)
-    assert again.part == pytest.approx(7.0 / MINUTES.seconds)
+    assert again.part == pytest.approx(7.0 / MINUTES[1])
     with pytest.raises(KeyboardInterrupt):
         again.run(stopping(clock, 3))
     assert (kept(tmp_path)["num_steps"], kept(tmp_path)["seconds"]) == (10, 10.0)

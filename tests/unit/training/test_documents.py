@@ -1,37 +1,23 @@
-"""Texts that are given, the batches that are learned from, and what is measured on the rest."""
+"""Texts that are given: what is read, and what of it is held out."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from models import tiny_config, tiny_module
 
-from draft_service.training.dataset import Dataset
 from draft_service.training.documents import (
     BEGINNING,
-    HELD_OUT_EVERY,
-    Document,
     conversation,
     corpus_files,
-    fingerprint_of,
     read_corpus,
     shuffled,
-    split_of,
 )
-from draft_service.training.measuring import measure
-from draft_service.training.student import make_student
-from draft_service.training.teacher import TeacherCache
 from outrider.errors import SettingError
-from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.text_acceptance import conditional_acceptance
 
 VOCAB = 48
 TOKEN_IDS = np.array([1, 2, 5, 7, 8, 20, 30, 31, 40])
@@ -90,7 +76,7 @@ def learned_and_held_out(directory: Path, numbers: range) -> tuple[set[bytes], s
     files = corpus_files(directory)
     texts = read_corpus(files, 50, lambda text: list(map(ord, text)), 12)
     found: tuple[set[bytes], set[bytes]] = (set(), set())
-    for document in shuffled(texts):
+    for document in shuffled([piece for pieces in texts for piece in pieces]):
         found[document.is_held_out].add(document.token_ids.tobytes())
     return found
 
@@ -120,9 +106,10 @@ def test_texts_are_held_out_whole(tmp_path: Path) -> None:
     by_prompt = {(document.prompt, document.is_held_out) for document in conversations}
     assert len(by_prompt) == 200
     assert len(conversations) == 600
-    found = shuffled(texts)
-    assert sorted(map(id, found)) == sorted(id(piece) for pieces in texts for piece in pieces)
-    assert [id(d) for d in found] != [id(piece) for pieces in texts for piece in pieces]
+    pieces = [id(piece) for pieces in texts for piece in pieces]
+    found = [id(piece) for piece in shuffled([piece for pieces in texts for piece in pieces])]
+    assert sorted(found) == sorted(pieces)
+    assert found != pieces
 
 
 def test_a_prompt_in_which_nobody_says_anything_tells_no_texts_apart() -> None:
@@ -146,25 +133,6 @@ def test_an_answer_that_was_cut_off_is_held_out_where_the_whole_one_is() -> None
 
     assert held_out(BEGINNING) == held_out(30) == held_out(41)
     assert set(held_out(BEGINNING)) == {False, True}
-
-
-def test_a_fingerprint_is_of_tokens_and_order_and_what_is_learned() -> None:
-    def document(first: int, *ids: int) -> Document:
-        return Document(np.array(ids, np.int32), first, first, None)
-
-    lists = [
-        [document(1, 5, 6, 7), document(1, 8, 9)],
-        [document(1, 8, 9), document(1, 5, 6, 7)],
-        [document(2, 5, 6, 7), document(1, 8, 9)],
-        [document(1, 5, 6, 4), document(1, 8, 9)],
-        [document(1, 5, 6), document(1, 7, 8, 9)],
-        [document(1, 5, 6, 7)],
-    ]
-    assert len({fingerprint_of(documents) for documents in lists}) == len(lists)
-    others = [replace(document, temperature=0.5, is_held_out=True) for document in lists[0]]
-    assert fingerprint_of(others) == fingerprint_of(lists[0])
-    splits = [split_of([lists[0][0], other]) for other in (lists[0][1], others[1])]
-    assert splits[0] == split_of(lists[0]) == split_of(lists[1]) != splits[1]
 
 
 @pytest.mark.parametrize(
@@ -209,91 +177,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         with pytest.raises(SettingError, match=f"{name} cannot be read"):
             read_corpus([tmp_path / name], 50, lambda text: [1, 2], 10)
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    return tiny_module(tiny_config("llama", VOCAB))
-
-
-@pytest.fixture
-def dataset(module: Any, tmp_path: Path) -> Dataset:
-    random = np.random.default_rng(0)
-    ids = [random.integers(0, VOCAB, 6 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
-    documents = [
-        Document(row, 1 + i % 3, 2 + i % 4, (0.0, 1.0)[i % 2], i % HELD_OUT_EVERY == 0)
-        for i, row in enumerate(ids)
-    ]
-    documents[HELD_OUT_EVERY] = Document(ids[HELD_OUT_EVERY], 1, 3, 1.0, True)
-    cache = TeacherCache(tmp_path, documents, VOCAB)
-    cache.fill(module, 1e9, lambda part: None)
-    return Dataset([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
-
-
-def test_an_epoch_is_every_learned_document_once(dataset: Dataset) -> None:
-    """In batches within their size, in an order that seed and number give; none held out."""
-    batches = dataset.epoch(1, 0, 60)
-    indices = [place.index for batch in batches for place in batch]
-    assert sorted(indices) == [i for i in range(3 * HELD_OUT_EVERY) if i % HELD_OUT_EVERY]
-    for batch in batches:
-        assert max(len(place.document.token_ids) for place in batch) * len(batch) <= 60
-    assert dataset.epoch(1, 0, 60) == batches
-    assert dataset.epoch(1, 1, 60) != batches
-    assert dataset.epoch(2, 0, 60) != batches
-
-
-def test_a_batch_has_the_targets_answers_by_column(module: Any, dataset: Dataset) -> None:
-    """Of every learned place: p of the tokens that the head has, and the column of the token there
-    and of the likeliest, -1 where it has none."""
-    places = dataset.learned[:5]
-    batch = dataset.batch(places)
-    p = torch.zeros(len(batch.rows), len(TOKEN_IDS))
-    p.scatter_add_(1, batch.teacher.columns, batch.teacher.mass)
-    row = 0
-    for place in places:
-        ids = torch.from_numpy(place.document.token_ids.astype(np.int64))
-        for at in range(place.document.first, len(ids)):
-            expected = module(ids[None, :at]).logits[0, -1].softmax(0)
-            torch.testing.assert_close(p[row], expected[TOKEN_IDS], atol=1e-3, rtol=1e-2)
-            columns = [-1, -1]
-            for slot, token_id in enumerate((int(expected.argmax()), int(ids[at]))):
-                if token_id in TOKEN_IDS:
-                    columns[slot] = TOKEN_IDS.tolist().index(token_id)
-            assert [int(batch.likeliest[row]), int(batch.following[row])] == columns
-            row += 1
-    assert row == len(batch.rows)
-
-
-def test_what_is_measured_is_what_serving_would_find(module: Any, dataset: Dataset) -> None:
-    """Against the definition, with q as it goes on the wire, text by text; answers alone, which the
-    target wrote at the temperature that is stated."""
-    learner: Any = make_student(module, [1], TOKEN_IDS).learner
-    student = learner.module
-    measured = measure(learner, dataset, dataset.held_out)
-    hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
-    overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
-    texts = []
-    for place in dataset.held_out:
-        document = place.document
-        ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
-        p = module(ids).logits[0].double().softmax(1)
-        q = student(ids).logits[0].detach().double().softmax(1)
-        ratios = []
-        for at in range(document.answer_first, ids.shape[1]):
-            wire = quantise(q[at - 1], 64)
-            drafted = np.zeros(VOCAB)
-            drafted[TOKEN_IDS[list(wire.token_ids)]] = np.array(wire.counts) / COUNT_TOTAL
-            target = p[at - 1].numpy()
-            hits[document.temperature].append(TOKEN_IDS[q[at - 1].argmax()] == target.argmax())
-            overlaps[document.temperature].append(np.minimum(target, drafted).sum())
-            written = int(ids[0, at])
-            ratios.append(min(1.0, drafted[written] / target[written]))
-        if document.temperature == 1.0:
-            texts.append(ratios)
-    assert measured.greedy == pytest.approx(np.mean(hits[0.0]))
-    assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=2e-3)
-    assert {rates.temperature: rates.num_tokens for rates in measured.by_temperature} == {
-        temperature: len(found) for temperature, found in hits.items()
-    }
-    for ours, expected in zip(measured.by_position, conditional_acceptance(texts), strict=True):
-        assert ours == (None if expected is None else pytest.approx(expected, abs=1e-2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draft_service.training.student import copying_layers
+from draft_service.training.learners import copying_layers
 from tests.models import tiny_config, tiny_module
 
 

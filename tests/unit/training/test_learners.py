@@ -1,0 +1,349 @@
+"""Drafters of every kind as they learn: which token, hidden state and answer belong together, what
+a new one does, and that what is stored is what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from models import save_tiny_model, tiny_config, tiny_module
+
+from draft_service.training import distilling, training
+from draft_service.training.dataset import Batch, Dataset
+from draft_service.training.distilling import distill
+from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
+from draft_service.training.learners import (
+    LEARNERS,
+    NUM_DEPTHS,
+    Learner,
+    kept_layers,
+    use_plain_attention,
+)
+from draft_service.training.measuring import Measured, measure
+from draft_service.training.options import DistillOptions
+from draft_service.training.teacher import Target, TeacherCache
+from draft_service.training.training import Trainer
+from outrider.errors import ConfigError, SettingError
+from outrider.models.drafter_checkpoint import TrainedKind
+from outrider.models.eagle import load_eagle
+from outrider.models.early_exit import load_exit
+from outrider.models.medusa import load_heads
+from outrider.models.student import load_drafter
+from outrider.speculation.draft_sampling import quantise
+from outrider.speculation.proposal import COUNT_TOTAL
+from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
+
+VOCAB: Final = 48
+TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
+NUM_HEADS: Final = 3
+KINDS: Final = list(TrainedKind)
+WISHES: Final[dict[str, dict[str, Any]]] = {
+    "student": {"layers": 1}, "medusa": {"heads": NUM_HEADS}, "eagle": {},
+    "early-exit": {"layers": 1},
+}  # fmt: skip
+LOUD: Final = ("down", "join", "out", "mix")
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    config = tiny_config("llama", VOCAB)
+    config.num_hidden_layers = 3
+    return tiny_module(config)
+
+
+def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
+    options: Any = DistillOptions(out=Path(), kind=kind, seed=seed, **(WISHES[kind] | wishes))  # type: ignore[arg-type]
+    learner = LEARNERS[TrainedKind(kind)](options, module)
+    learner.make(TOKEN_IDS)
+    return learner
+
+
+def loud(module: Any, kind: str) -> Any:
+    """One that changes much of what it is given, by all that it sees."""
+    learner = new(module, kind)
+    for name, weight in learner.weights.items():
+        if kind != "student" and name.split(".")[-2:][0] in LOUD:
+            weight.data *= 1000
+    return learner
+
+
+@pytest.fixture(scope="module")
+def dataset_of(
+    module: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Learner], Dataset]:
+    """Of documents some of which are too short for the later draft tokens."""
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
+    documents = [
+        Document(row, 1 + i % 3, 1 + i % 3 + 2 * (i % 2), (0.0, 1.0)[i % 2], i % HELD_OUT_EVERY < 4)
+        for i, row in enumerate(ids)
+    ]
+    place = tmp_path_factory.mktemp("answers")
+
+    def make(learner: Learner) -> Dataset:
+        cache = TeacherCache(place, documents, module, learner.features)
+        cache.fill(1e9, lambda part: None)
+        return Dataset(cache, TOKEN_IDS)
+
+    return make
+
+
+def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple[Any, int]]]:
+    """Of one document, chain by chain: what the head reads of each draft token by the definition,
+    and the place whose answer it is scored against."""
+    ids = torch.from_numpy(document.token_ids.astype(np.int64))
+    first, length = document.first, len(ids)
+    with torch.inference_mode():
+        read = module(ids[None], output_hidden_states=True).hidden_states
+        if learner.kind == "student":
+            hidden = learner.module.base_model(ids[None]).last_hidden_state[0]
+            yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
+        elif learner.kind == "early-exit":
+            hidden = learner.module(read[learner.num_layers][0])
+            yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
+        elif learner.kind == "medusa":
+            for newest in range(first, length - 1):
+                f, chain = read[-1][0, newest - 1], []
+                for at in range(newest, min(newest + NUM_HEADS, length - 1)):
+                    embedded = learner.module.embeddings[ids[at]]
+                    f = learner.module.heads[at - newest](f, embedded)
+                    chain.append((f, at))
+                yield chain
+        else:
+            num = length - first
+            behind = torch.nn.functional.pad(ids[None, first:], (0, NUM_DEPTHS))
+            own, tokens = read[-1][:, first - 1 : -1], behind[:, : num + NUM_DEPTHS - 1]
+            guessed = list(learner.module.unroll(own, tokens, NUM_DEPTHS))
+            for start in range(num - 1):
+                depths = range(min(NUM_DEPTHS, num - 1 - start))
+                yield [(guessed[depth][0, start], first + start + depth) for depth in depths]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
+    module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
+) -> None:
+    """Against the definition, document by document: what each draft token is made from, and that it
+    is scored against what the target says of the place that it would stand at."""
+    learner = loud(module, kind)
+    dataset = dataset_of(learner)
+    indices = dataset.learned[:7]
+    batch = dataset.batch(indices)
+    expected: list[list[tuple[Any, Any, int]]] = [[] for _ in range(NUM_DEPTHS)]
+    for index in indices:
+        document = dataset.cache.documents[index]
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))
+        p = module(ids[None]).logits[0].softmax(1).detach()[:, TOKEN_IDS]
+        for chain in chains(module, learner, document):
+            for depth, (hidden, at) in enumerate(chain):
+                [column, *_] = [*np.flatnonzero(int(ids[at + 1]) == TOKEN_IDS), -1]
+                expected[depth].append((hidden, p[at], int(column)))
+    depths = learner.draft(batch)
+    assert len(depths) == sum(map(bool, expected))
+    for (found, rows), wanted in zip(depths, expected, strict=False):
+        hidden, p, written = zip(*wanted, strict=True)
+        torch.testing.assert_close(found, torch.stack(hidden), atol=2e-2, rtol=2e-2)
+        teacher = batch.teacher.at(rows)
+        said = torch.zeros(len(rows), len(TOKEN_IDS)).scatter_add_(1, teacher.columns, teacher.mass)
+        torch.testing.assert_close(said, torch.stack(p), atol=1e-3, rtol=1e-2)
+        assert batch.following[rows].tolist() == list(written)
+
+
+@pytest.mark.parametrize("kind", ["student", "medusa"])
+def test_what_is_measured_is_what_serving_would_find(
+    module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
+) -> None:
+    """Against the definition, with q as it goes on the wire; of chains whose first draft token is
+    an answer's."""
+    learner = loud(module, kind)
+    dataset = dataset_of(learner)
+    measured = measure(learner, dataset, dataset.held_out)
+    hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
+    overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
+    texts: list[list[list[float]]] = []
+    for index in dataset.held_out:
+        document = dataset.cache.documents[index]
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))
+        p = module(ids[None]).logits[0].detach().double().softmax(1).numpy()
+        ratios: list[list[float]] = [[] for _ in range(NUM_HEADS)]
+        for chain in chains(module, learner, document):
+            if chain[0][1] + 1 < document.answer_first:
+                continue
+            for depth, (hidden, at) in enumerate(chain):
+                logits = (hidden @ learner.head.t()).detach()
+                wire = quantise(logits.double().softmax(0), 64)
+                q = np.zeros(VOCAB)
+                q[TOKEN_IDS[list(wire.token_ids)]] = np.array(wire.counts) / COUNT_TOTAL
+                ratios[depth].append(min(1.0, q[ids[at + 1]] / p[at, ids[at + 1]]))
+                if depth == 0:
+                    likeliest = TOKEN_IDS[int(logits.argmax())] == p[at].argmax()
+                    hits[document.temperature or 0.0].append(bool(likeliest))
+                    overlaps[document.temperature or 0.0].append(np.minimum(p[at], q).sum())
+        if document.temperature == 1.0:
+            texts.append(ratios)
+    assert {rates.temperature: rates.num_tokens for rates in measured.by_temperature} == {
+        temperature: len(found) for temperature, found in hits.items()
+    }
+    assert measured.greedy == pytest.approx(np.mean(hits[0.0]), abs=0.02)
+    assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=5e-3)
+    expected = conditional_acceptance([firsts for firsts, *_ in texts])
+    if kind == "medusa":
+        windows = [[np.array(part) for part in parts] for parts in texts]
+        expected = acceptance_of_windows(windows, NUM_HEADS)
+    for ours, theirs in zip(measured.by_position, expected, strict=True):
+        assert ours == (None if theirs is None else pytest.approx(theirs, abs=2e-2))
+
+
+@pytest.mark.parametrize(("kind", "num_weights"), [("medusa", 2 * NUM_HEADS), ("eagle", 5)])
+def test_a_new_head_passes_on_what_it_is_given_and_depends_on_the_seed(
+    module: Any, dataset_of: Callable[[Learner], Dataset], kind: str, num_weights: int
+) -> None:
+    first, same, other = (new(module, kind, seed) for seed in (1, 1, 2))
+    dataset = dataset_of(first)
+    batch = dataset.batch(dataset.learned[:7])
+    for number, (hidden, rows) in enumerate(first.draft(batch), start=1):
+        given = batch.features[rows - number].float()
+        torch.testing.assert_close(hidden, given, atol=1e-1, rtol=0.0)
+    for name, weight in first.weights.items():
+        assert torch.equal(weight, same.weights[name])
+        assert not torch.equal(weight, other.weights[name])
+    assert len(first.weights) == num_weights  # Neither embeddings nor head.
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_a_new_exit_is_the_targets_own_norm_and_head(family: str) -> None:
+    """Whichever way the norm's weight is stored; but less sure."""
+    module = tiny_module(tiny_config(family, VOCAB))
+    norm = module.model.norm
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    exit_head = new(module, "early-exit")
+    hidden = torch.randn(5, module.config.hidden_size)
+    expected = module.lm_head(norm(hidden))[:, TOKEN_IDS]
+    found = 4 * exit_head.module.logits(hidden)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert sorted(exit_head.weights) == ["down.weight", "gate_up.weight", "mix.weight", "scale"]
+
+
+def test_a_new_student_is_the_target() -> None:
+    """With all its layers it computes the same; only the embeddings are shared, and they are not
+    trained. Nothing is made anew, in half precision either, in which rotations keep float32."""
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
+    random = torch.get_rng_state()
+    learner = new(module, "student", layers=2)
+    student = learner.module
+    assert torch.equal(torch.get_rng_state(), random)
+    ids = torch.randint(0, VOCAB, (2, 11))
+    use_plain_attention(module)
+    assert torch.equal(student(ids).logits, module(ids).logits[..., TOKEN_IDS])
+    assert student.get_input_embeddings().weight is module.get_input_embeddings().weight
+    kept = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert learner.weights.keys() == {name for name, _ in student.named_parameters()} - kept
+    assert not student.training
+    for name, values in student.named_buffers():
+        assert values.dtype == dict(module.named_buffers())[name].dtype
+    one = new(module, "student").module.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(one, module.model.layers[0].mlp.up_proj.weight)
+    assert one is not module.model.layers[0].mlp.up_proj.weight
+
+
+def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
+    assert kept_layers(4, 30) == [0, 1, 2, 29]
+    assert kept_layers(1, 30) == [0]
+    assert kept_layers(2, 2) == [0, 1]
+    assert kept_layers(3, 30, (16, 18)) == [0, 1, 29]
+    assert kept_layers(4, 30, (16, 18)) == [0, 16, 18, 29]
+    assert kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
+    with pytest.raises(SettingError, match="layers: 31 is more than the target's 30"):
+        kept_layers(31, 30)
+
+
+def test_layers_before_an_exit_are_a_fifth_or_as_many_as_asked_for() -> None:
+    config = tiny_config("llama", VOCAB)
+    config.num_hidden_layers = 9
+    module = tiny_module(config)
+    assert new(module, "early-exit", layers=None).num_layers == 2
+    assert new(module, "early-exit", layers=8).num_layers == 8
+    with pytest.raises(SettingError, match=r"layers: .* behind 9 of its 9 layers; 1 to 8 are"):
+        new(module, "early-exit", layers=9)
+
+
+def test_a_target_without_a_list_of_layers_is_refused() -> None:
+    module = tiny_module(tiny_config("gpt2", VOCAB))
+    with pytest.raises(SettingError, match="kind: a GPT2LMHeadModel has no"):
+        new(module, "early-exit", layers=None)
+    with pytest.raises(ConfigError, match="no list of layers"):
+        new(module, "student")
+
+
+def test_later_draft_tokens_count_less(
+    module: Any, dataset_of: Callable[[Learner], Dataset], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each 0.8 of the one before it, of a whole of 1."""
+    losses = iter([1.0, 10.0, 100.0])
+
+    def loss(hidden: torch.Tensor, *rest: object) -> torch.Tensor:
+        return hidden.sum() * 0 + next(losses)
+
+    monkeypatch.setattr(training, "overlap_loss", loss)
+    learner = new(module, "medusa")
+    trainer = Trainer(learner, dataset_of(learner), tmp_path, 0, 1, 0.0)
+    trainer.run(lambda part, point: None)
+    expected = (1.0 + 0.8 * 10.0 + 0.64 * 100.0) / (1 + 0.8 + 0.64)
+    assert trainer.points[-1].loss == pytest.approx(expected)
+
+
+def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
+    """As it is loaded to be served: its module, and the tokens of its logits."""
+    names: Any = {"name": "out", "target_directory": target.directory, "target_name": "tiny"}
+    if kind in ("student", "eagle"):
+        load: Any = load_drafter if kind == "student" else load_eagle
+        found, info = load(out, target.directory, name="out", target="tiny")
+        return getattr(found, "module", found), info.logit_token_ids
+    found = (load_heads if kind == "medusa" else load_exit)(out, target.load()[0], **names)
+    return found.module, found.token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_is_what_was_measured_and_learns_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Logit for logit, once it is loaded to be served, or to learn on: behind the layers and with
+    the tokens that it has."""
+    torch.set_num_threads(1)
+    directory = save_tiny_model(tmp_path / "target", eos_token_id=3)
+    target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
+    seen: list[tuple[Batch, list[torch.Tensor]]] = []
+
+    def logits(learner: Any, batch: Batch) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [depth.hidden @ learner.head.t() for depth in learner.draft(batch)]
+
+    def watched(learner: Any, dataset: Dataset, indices: Any) -> Measured:
+        batch = dataset.batch(indices)
+        seen.append((batch, logits(learner, batch)))
+        return measure(learner, dataset, indices)
+
+    monkeypatch.setattr(distilling, "measure", watched)
+    options = DistillOptions(
+        out=tmp_path / "out", kind=kind, draft_vocab=24, tokens=2500, steps=5, **WISHES[kind]
+    )
+    distill(options, target, tmp_path / "cache", lambda stage, part, point: None)
+    module, token_ids = loaded(kind, tmp_path / "out", target)
+    assert len(token_ids) == 24
+    [(batch, expected)] = seen
+    start = tmp_path / "out"
+    again = replace(options, start_from=start, layers=None, heads=None, draft_vocab=None)
+    learner: Any = LEARNERS[TrainedKind(kind)](again, target.load()[0])
+    learner.load(start, target)
+    for served in (False, True):
+        if served:
+            learner.module = module
+        for ours, theirs in zip(logits(learner, batch), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5 if kind == "student" else 0, rtol=0)
+    assert all(weight.requires_grad for weight in learner.weights.values())

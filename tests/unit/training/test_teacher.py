@@ -1,0 +1,150 @@
+"""What the target is asked, what is kept of its answers, and the batches that are made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_config, tiny_module
+
+from draft_service.training import teacher
+from draft_service.training.dataset import Dataset
+from draft_service.training.documents import Document
+from draft_service.training.teacher import Features, TeacherCache, check_head
+from outrider.errors import ConfigError
+
+VOCAB = 160
+LENGTHS = (9, 3, 14, 2, 7, 7, 21, 5)
+HELD_OUT = (2, 6)
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return tiny_module(tiny_config("llama", VOCAB))
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, VOCAB, length).astype(np.int32) for length in LENGTHS]
+    return [
+        Document(row, 1 + number % 2, 2, 1.0, number in HELD_OUT) for number, row in enumerate(ids)
+    ]
+
+
+def test_answers_are_the_targets_distribution(
+    module: Any, documents: list[Document], tmp_path: Path
+) -> None:
+    """Of every learned token, from the tokens before it alone: the likeliest in order, the token
+    that stands there, and what the head read; documents of other lengths beside it change
+    nothing."""
+    cache = TeacherCache(tmp_path, documents, module, Features())
+    cache.fill(1e9, lambda part: None)
+    assert cache.is_whole
+    assert sorted(map(id, cache.known)) == sorted(map(id, documents))
+    for index, document in enumerate(cache.documents):
+        found = cache.answers([index])
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))
+        logprobs = module(ids[None]).logits[0, document.first - 1 : -1].log_softmax(1)
+        top = logprobs.topk(64)
+        assert found["ids"].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(found["logprobs"], top.values.numpy(), atol=0.02)
+        written = logprobs.gather(1, ids[document.first :, None])[:, 0]
+        np.testing.assert_allclose(found["written"], written.numpy(), atol=0.02)
+        hidden = module.base_model(ids[None]).last_hidden_state[0, document.first - 1 : -1]
+        features = torch.tensor(found["features"]).float()
+        torch.testing.assert_close(features, hidden.detach(), atol=2e-3, rtol=2e-3)
+
+
+def test_a_layers_output_is_kept_for_an_exit_and_leaves_the_target_as_it_was(
+    module: Any, documents: list[Document], tmp_path: Path
+) -> None:
+    """Not taken for what the head reads."""
+    layers = list(module.model.layers)
+    caches = [TeacherCache(tmp_path, documents, module, Features(layer)) for layer in (None, 1)]
+    for cache in caches:
+        cache.fill(1e9, lambda part: None)
+    assert list(module.model.layers) == layers
+    first, other = (cache.answers([7])["features"] for cache in caches)
+    assert not np.allclose(first, other, atol=0.1)
+
+
+def test_a_kill_between_two_files_costs_one(
+    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is half written is asked again; time that is over ends the asking, but not before there
+    is something to learn from, and earlier runs' time counts."""
+    monkeypatch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 3)
+    whole = TeacherCache(tmp_path / "whole", documents, module)
+    whole.fill(1e9, lambda part: None)
+    parts: list[float] = []
+
+    def stop(part: float) -> None:
+        parts.append(part)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TeacherCache(tmp_path / "cut", documents, module).fill(1e9, stop)
+    [folder] = (tmp_path / "cut").iterdir()
+    (folder / ".000001.safetensors.partial").write_bytes(b"torn")
+    again = TeacherCache(tmp_path / "cut", documents, module)
+    assert (len(again.known), again.spent.seconds > 0) == (3, True)
+    again.fill(0.0, parts.append)
+    assert len(again.known) == 3
+    again.fill(1e9, parts.append)
+    assert parts == [3 / 8, 6 / 8, 1.0]
+    for name, rows in whole.answers(range(8)).items():
+        assert np.array_equal(rows, again.answers(range(8))[name])
+
+
+def test_the_head_is_for_the_tokens_with_most_of_the_mass(
+    module: Any, documents: list[Document], tmp_path: Path
+) -> None:
+    """Over what is learned; the part that they have is that of all probability, at the places of
+    the answers that are held out, of which a list of the likeliest says no more than it does."""
+    cache = TeacherCache(tmp_path, documents, module)
+    cache.fill(1e9, lambda part: None)
+    learned, expected = np.zeros(VOCAB), []
+    for index, document in enumerate(documents):
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))
+        p = module(ids[None]).logits[0].double().softmax(1)
+        listed = torch.zeros_like(p).scatter_(1, p.topk(64).indices, p.topk(64).values).numpy()
+        if index in HELD_OUT:
+            expected += list(listed[document.answer_first - 1 : -1])
+        else:
+            learned += listed[document.first - 1 : -1].sum(0)
+    chosen = cache.likeliest_tokens(30)
+    assert chosen.tolist() == sorted(np.argsort(-learned)[:30].tolist())
+    assert cache.covered_share(chosen) == pytest.approx(
+        np.array(expected)[:, chosen].sum(1).mean(), rel=1e-3
+    )
+
+
+def test_an_epoch_is_every_learned_document_once(module: Any, tmp_path: Path) -> None:
+    """In batches within their size, in an order that seed and number give; none held out."""
+    documents = [
+        Document(np.zeros(6 + i % 9, np.int32), 1, 1, None, i % 32 == 0) for i in range(96)
+    ]
+    cache = TeacherCache(tmp_path, documents, module)
+    cache.fill(1e9, lambda part: None)
+    dataset = Dataset(cache, np.arange(VOCAB))
+    batches = dataset.epoch(1, 0, 60)
+    indices = sorted(index for batch in batches for index in batch)
+    assert indices == [i for i, one in enumerate(cache.documents) if not one.is_held_out]
+    assert len(dataset.held_out) == 3
+    for batch in batches:
+        assert max(len(cache.documents[i].token_ids) for i in batch) * len(batch) <= 60
+    assert dataset.epoch(1, 0, 60) == batches
+    assert dataset.epoch(1, 1, 60) != batches
+    assert dataset.epoch(2, 0, 60) != batches
+
+
+def test_targets_whose_logits_are_more_than_the_heads_are_refused(module: Any) -> None:
+    check_head(module)
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
+        config = tiny_config("gemma2", VOCAB)
+        config.final_logit_softcapping = 0.5
+        check_head(tiny_module(config))
