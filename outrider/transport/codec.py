@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -72,10 +73,28 @@ _SESSION_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def copied(source: Any, kind: type[T], **others: Any) -> T:
-    """A dataclass of this kind: `others`, and for the rest of its fields what `source` has under
-    the same name. For messages that are not part of a round: it is slower than a constructor."""
-    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
-    return kind(**{name: getattr(source, name) for name in names}, **others)
+    """A dataclass or a message of this kind: `others`, and for the rest of its fields what `source`
+    has under the same name, as a tuple where a message has several. A field that is None is not set
+    in a message."""
+    values = {
+        name: tuple(getattr(source, name)) if is_repeated else getattr(source, name)
+        for name, is_repeated in _shared(type(source), kind)  # type: ignore[arg-type]
+        if name not in others
+    }
+    return kind(**values, **others)
+
+
+@cache
+def _shared(source: Any, kind: Any) -> tuple[tuple[str, bool], ...]:
+    """Names of the fields that both have, and whether the source, a message, has several there."""
+    names = _names(kind)
+    return tuple((name, repeats) for name, repeats in _names(source).items() if name in names)
+
+
+def _names(kind: Any) -> dict[str, bool]:
+    if is_dataclass(kind):
+        return {field.name: False for field in fields(kind) if field.init}
+    return {field.name: bool(field.is_repeated) for field in kind.DESCRIPTOR.fields}
 
 
 # Fields
@@ -103,30 +122,25 @@ def token_ids_from_wire(
     return token_ids
 
 
-def _at_most(value: int, bound: int, field: str) -> int:
-    if value > bound:
-        raise BadRequest(field, f"{value} is over {bound}")
-    return value
+def _check_bounds(message: Any, prefix: str = "", **bounds: int) -> None:
+    """Of numbers, by their fields' names."""
+    for name, bound in bounds.items():
+        value = getattr(message, name)
+        if value > bound:
+            raise BadRequest(prefix + name, f"{value} is over {bound}")
 
 
-def _milliseconds(value: float, field: str) -> float:
-    if not 0.0 <= value < math.inf:
-        raise BadRequest(field, f"{value!r} is no duration")
-    return value
+def _check_amounts(message: Any, prefix: str, *names: str) -> None:
+    """Of numbers that are finite, and 0 or more."""
+    for name in names:
+        value = getattr(message, name)
+        if not 0.0 <= value < math.inf:
+            raise BadRequest(prefix + name, f"{value!r} is not finite, or less than 0")
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Every field is set, defaults too."""
-    return types_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-    )
+    return copied(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
 
 
 def sampling_from_proto(
@@ -146,13 +160,12 @@ def sampling_from_proto(
     return params
 
 
-def _proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
+def _proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal | None:
     """`q` stays empty under rules that do not look at it, and `parents` for a chain."""
-    return types_pb2.Proposal(
-        token_ids=proposal.token_ids,
-        q=proposal.q,
-        parents=[parent + 1 for parent in proposal.parents],
-    )
+    if not proposal:
+        return None
+    parents = [parent + 1 for parent in proposal.parents]
+    return types_pb2.Proposal(token_ids=proposal.token_ids, q=proposal.q, parents=parents)
 
 
 def _proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
@@ -184,9 +197,7 @@ def constraint_from_proto(
 
 
 def _features_to_proto(features: Features | None) -> types_pb2.Features | None:
-    if features is None:
-        return None
-    return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
+    return None if features is None else copied(features, types_pb2.Features)
 
 
 def _features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
@@ -226,36 +237,22 @@ def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs
 
 def head_to_proto(head: RoundHead, hashed: bool = False) -> types_pb2.RoundHead:
     """With parameters and constraint in full, or with their hashes."""
-    message = types_pb2.RoundHead(
-        session_id=head.session_id,
-        tenant=head.tenant,
-        epoch=head.epoch,
-        round=head.round,
-        base_length=head.base_length,
-        prefix_digest=head.prefix_digest,
-        append=head.append,
-        prompt_length=head.prompt_length,
-        rule=RULE_NUMBERS[head.rule],
-        seed=head.seed,
-        deadline_ms=head.deadline_ms,
-        traceparent=head.traceparent,
-    )
+    own: dict[str, Any] = {"constraint": None, "constraint_hash": None, "sampling_hash": None}
     if hashed:
-        message.sampling_hash = head.sampling_hash
+        own["sampling_hash"] = head.sampling_hash
+        own["constraint_hash"] = head.constraint_hash or None
     elif head.sampling is None:
         raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
     else:
-        message.sampling_params.CopyFrom(sampling_to_proto(head.sampling))
-    if hashed and head.constraint_hash:
-        message.constraint_hash = head.constraint_hash
-    elif head.constraint is not None:
-        message.constraint.kind = head.constraint.kind
-        message.constraint.text = head.constraint.text
-    return message
+        own["sampling_params"] = sampling_to_proto(head.sampling)
+        if head.constraint is not None:
+            own["constraint"] = copied(head.constraint, types_pb2.Constraint)
+    return copied(head, types_pb2.RoundHead, rule=RULE_NUMBERS[head.rule], **own)
 
 
 def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
     """`sampling` and `constraint` are None where only a hash was sent."""
+    session_id_from_wire(message.session_id, "head.session_id")
     append = token_ids_from_wire(message.append, "head.append")
     committed_length = message.base_length + len(append)
     if committed_length > SESSION_TOKENS_MAX:
@@ -271,10 +268,10 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
     if message.epoch < 1:
         raise BadRequest("head.epoch", "epochs begin at 1")
-    if len(message.tenant) > TENANT_CHARS_MAX:
-        raise BadRequest("head.tenant", f"is longer than {TENANT_CHARS_MAX} characters")
-    if len(message.traceparent) > TRACEPARENT_CHARS_MAX:
-        raise BadRequest("head.traceparent", f"is longer than {TRACEPARENT_CHARS_MAX} characters")
+    for name, most in (("tenant", TENANT_CHARS_MAX), ("traceparent", TRACEPARENT_CHARS_MAX)):
+        if len(getattr(message, name)) > most:
+            raise BadRequest(f"head.{name}", f"is longer than {most} characters")
+    _check_bounds(message, "head.", deadline_ms=DEADLINE_MS_MAX)
     sampling, sampling_hash = None, message.sampling_hash
     given = message.WhichOneof("sampling")
     if given is None:
@@ -283,150 +280,98 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         sampling = sampling_from_proto(message.sampling_params, "head.sampling_params")
         sampling_hash = sampling.hash()
     constraint, constraint_hash = constraint_from_proto(message, "head.constraint")
-    return RoundHead(
-        session_id=session_id_from_wire(message.session_id, "head.session_id"),
-        tenant=message.tenant,
-        epoch=message.epoch,
-        round=message.round,
-        base_length=message.base_length,
-        prefix_digest=message.prefix_digest,
+    return copied(
+        message,
+        RoundHead,
         append=append,
-        prompt_length=message.prompt_length,
         rule=rule,
-        seed=message.seed,
         sampling=sampling,
         sampling_hash=sampling_hash,
-        deadline_ms=_at_most(message.deadline_ms, DEADLINE_MS_MAX, "head.deadline_ms"),
-        traceparent=message.traceparent,
         constraint=constraint,
         constraint_hash=constraint_hash,
     )
 
 
 def verify_item_to_proto(item: VerifyItem, hashed: bool = False) -> target_pb2.VerifyItem:
-    return target_pb2.VerifyItem(
-        head=head_to_proto(item.head, hashed),
-        proposal=_proposal_to_proto(item.proposal) if item.proposal else None,
-        run_ahead=item.run_ahead,
-        num_logprobs=item.num_logprobs,
-        num_next_draft_tokens=item.num_next_draft_tokens,
-        next_siblings=item.next_siblings,
-        wants_features=item.wants_features,
-        next_budget_us=item.next_budget_us,
-        audit=item.audit,
-    )
+    head, proposal = head_to_proto(item.head, hashed), _proposal_to_proto(item.proposal)
+    return copied(item, target_pb2.VerifyItem, head=head, proposal=proposal)
 
 
 def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
-    num_next, siblings = message.num_next_draft_tokens, tuple(message.next_siblings)
-    _check_tree(num_next, "num_next_draft_tokens", siblings, "next_siblings")
-    num_logprobs = None
-    if message.HasField("num_logprobs"):
-        num_logprobs = _at_most(message.num_logprobs, LOGPROBS_MAX, "num_logprobs")
-    return VerifyItem(
+    _check_tree(message, "num_next_draft_tokens", "next_siblings")
+    _check_bounds(
+        message,
+        run_ahead=RUN_AHEAD_ROUNDS_MAX,
+        num_logprobs=LOGPROBS_MAX,
+        next_budget_us=1000 * DRAFT_DEADLINE_MS_MAX,
+    )
+    return copied(
+        message,
+        VerifyItem,
         head=head_from_proto(message.head),
         proposal=_proposal_from_proto(message.proposal),
-        run_ahead=_at_most(message.run_ahead, RUN_AHEAD_ROUNDS_MAX, "run_ahead"),
-        num_logprobs=num_logprobs,
-        num_next_draft_tokens=num_next,
-        next_siblings=siblings,
-        wants_features=message.wants_features,
-        next_budget_us=_budget_from_wire(message.next_budget_us, "next_budget_us"),
-        audit=message.audit,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
     )
 
 
 def draft_item_to_proto(item: DraftItem, hashed: bool = False) -> draft_pb2.DraftItem:
-    return draft_pb2.DraftItem(
+    return copied(
+        item,
+        draft_pb2.DraftItem,
         head=head_to_proto(item.head, hashed),
-        num_draft_tokens=item.num_draft_tokens,
-        look_ahead=item.look_ahead,
         held=None if item.held is None else draft_pb2.HeldProposal(token_ids=item.held),
-        siblings=item.siblings,
         features=_features_to_proto(item.features),
-        budget_us=item.budget_us,
     )
 
 
 def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
-    siblings = tuple(message.siblings)
-    _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
-    held = None
-    if message.HasField("held"):
-        ids = message.held.token_ids
-        held = token_ids_from_wire(ids, "held.token_ids", NUM_DRAFT_TOKENS_MAX)
-    return DraftItem(
+    _check_tree(message, "num_draft_tokens", "siblings")
+    _check_bounds(message, look_ahead=LOOK_AHEAD_MAX, budget_us=1000 * DRAFT_DEADLINE_MS_MAX)
+    held = token_ids_from_wire(message.held.token_ids, "held.token_ids", NUM_DRAFT_TOKENS_MAX)
+    return copied(
+        message,
+        DraftItem,
         head=head_from_proto(message.head),
-        num_draft_tokens=message.num_draft_tokens,
-        look_ahead=_at_most(message.look_ahead, LOOK_AHEAD_MAX, "look_ahead"),
-        held=held,
-        siblings=siblings,
+        held=held if message.HasField("held") else None,
         features=_features_from_proto(message.features, "features"),
-        budget_us=_budget_from_wire(message.budget_us, "budget_us"),
     )
 
 
-def _budget_from_wire(budget_us: int, field: str) -> int:
-    if budget_us > DRAFT_DEADLINE_MS_MAX * 1000:
-        raise BadRequest(field, f"{budget_us} us is over {DRAFT_DEADLINE_MS_MAX} ms")
-    return budget_us
-
-
-def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field: str) -> None:
+def _check_tree(message: Any, number_field: str, field: str) -> None:
     """Of what is asked for: tokens in a chain, and siblings beside them."""
-    _at_most(number, NUM_DRAFT_TOKENS_MAX, number_field)
+    siblings = tuple(getattr(message, field))
+    _check_bounds(message, "", **{number_field: NUM_DRAFT_TOKENS_MAX})
     if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
         raise BadRequest(
             field,
             f"{siblings} are more than {SIBLINGS_MAX} beside each of {NUM_DRAFT_TOKENS_MAX} tokens",
         )
-    if sum(siblings) + number > TREE_TOKENS_MAX:
+    if sum(siblings) + getattr(message, number_field) > TREE_TOKENS_MAX:
         raise BadRequest(field, f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
 
 
 # Answers
 
 
-def verify_answer_to_proto(
-    answer: VerdictReply | Resync | Refused,
-) -> target_pb2.VerifyReplyItem:
-    key = answer.key
-    message = target_pb2.VerifyReplyItem(
-        session_id=key.session_id, epoch=key.epoch, round=key.round
-    )
+def verify_answer_to_proto(answer: VerifyAnswer) -> target_pb2.VerifyReplyItem:
     if not isinstance(answer, VerdictReply):
-        _other_answer_to_proto(answer, message)
-        return message
-    verdict = message.verdict
-    verdict.accept_probability.extend(answer.verdict.accept_probability)
-    verdict.correction.extend(answer.verdict.correction)
-    verdict.logprobs.extend(logprobs_to_proto(entry) for entry in answer.logprobs)
-    verdict.cached_length = answer.cached_length
-    verdict.queue_ms = answer.queue_ms
-    verdict.compute_ms = answer.compute_ms
-    if answer.next_proposal:
-        verdict.next_proposal.CopyFrom(_proposal_to_proto(answer.next_proposal))
-        verdict.next_base_length = answer.next_base_length
-    verdict.next_draft_ms = answer.next_draft_ms
-    verdict.next_work_ms = answer.next_work_ms
-    verdict.next_out_of_time = answer.next_out_of_time
-    if answer.features is not None:
-        verdict.features.first = answer.features.first
-        verdict.features.width = answer.features.width
-        verdict.features.rows = answer.features.rows
-    if answer.audit is not None:
-        verdict.audit.SetInParent()
-        for name, value in asdict(answer.audit).items():
-            setattr(verdict.audit, name, value)
-    return message
+        return _other_answer_to_proto(answer, target_pb2.VerifyReplyItem)
+    verdict = copied(
+        answer,
+        target_pb2.Verdict,
+        accept_probability=answer.verdict.accept_probability,
+        correction=answer.verdict.correction,
+        logprobs=[logprobs_to_proto(entry) for entry in answer.logprobs],
+        next_proposal=_proposal_to_proto(answer.next_proposal),
+        features=_features_to_proto(answer.features),
+        audit=None if answer.audit is None else copied(answer.audit, target_pb2.AuditSums),
+    )
+    return copied(answer.key, target_pb2.VerifyReplyItem, verdict=verdict)
 
 
-def verify_answer_from_proto(
-    message: target_pb2.VerifyReplyItem,
-) -> VerdictReply | Resync | Refused:
-    key = key_from_proto(message)
+def verify_answer_from_proto(message: target_pb2.VerifyReplyItem) -> VerifyAnswer:
     if message.WhichOneof("answer") != "verdict":
-        return _other_answer_from_proto(key, message)
+        return _other_answer_from_proto(message)
     verdict = message.verdict
     accept, correction = tuple(verdict.accept_probability), tuple(verdict.correction)
     if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
@@ -440,18 +385,14 @@ def verify_answer_from_proto(
         raise BadRequest(
             "verdict.logprobs", f"{len(verdict.logprobs)} entries, not {2 * len(accept) + 1}"
         )
-    return VerdictReply(
-        key=key,
+    _check_amounts(verdict, "verdict.", "queue_ms", "compute_ms", "next_draft_ms", "next_work_ms")
+    return copied(
+        verdict,
+        VerdictReply,
+        key=key_from_proto(message),
         verdict=Verdict(accept, token_ids_from_wire(correction, "verdict.correction")),
-        cached_length=verdict.cached_length,
         logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
-        queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
-        compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
         next_proposal=_proposal_from_proto(verdict.next_proposal),
-        next_base_length=verdict.next_base_length,
-        next_draft_ms=_milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
-        next_work_ms=_milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
-        next_out_of_time=verdict.next_out_of_time,
         features=_features_from_proto(verdict.features, "verdict.features"),
         audit=_audit_from_proto(verdict) if verdict.HasField("audit") else None,
     )
@@ -462,80 +403,50 @@ def _audit_from_proto(verdict: target_pb2.Verdict) -> AuditSums:
     parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
     if sums.num_tokens != len(verdict.accept_probability) or sum(parts) > sums.num_tokens:
         raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
-    for value in (sums.surprise, sums.entropy, sums.variance):
-        if not 0.0 <= value < math.inf:
-            raise BadRequest("verdict.audit", f"{value!r} is no sum of an audit")
+    _check_amounts(sums, "verdict.audit.", "surprise", "entropy", "variance")
     return sums
 
 
-def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2.DraftReplyItem:
-    key = answer.key
-    message = draft_pb2.DraftReplyItem(session_id=key.session_id, epoch=key.epoch, round=key.round)
+def draft_answer_to_proto(answer: DraftAnswer) -> draft_pb2.DraftReplyItem:
     if not isinstance(answer, ProposalReply):
-        _other_answer_to_proto(answer, message)
-        return message
-    message.proposal.CopyFrom(
-        draft_pb2.ProposalAnswer(
-            proposal=_proposal_to_proto(answer.proposal),
-            base_length=answer.base_length,
-            cached_length=answer.cached_length,
-            queue_ms=answer.queue_ms,
-            compute_ms=answer.compute_ms,
-            work_ms=answer.work_ms,
-            assumed=answer.assumed,
-            out_of_time=answer.out_of_time,
-        )
-    )
-    return message
+        return _other_answer_to_proto(answer, draft_pb2.DraftReplyItem)
+    proposal = _proposal_to_proto(answer.proposal)
+    told = copied(answer, draft_pb2.ProposalAnswer, proposal=proposal)
+    return copied(answer.key, draft_pb2.DraftReplyItem, proposal=told)
 
 
-def draft_answer_from_proto(
-    message: draft_pb2.DraftReplyItem,
-) -> ProposalReply | Resync | Refused:
-    key = key_from_proto(message)
+def draft_answer_from_proto(message: draft_pb2.DraftReplyItem) -> DraftAnswer:
     if message.WhichOneof("answer") != "proposal":
-        return _other_answer_from_proto(key, message)
+        return _other_answer_from_proto(message)
     answer = message.proposal
+    _check_amounts(answer, "proposal.", "queue_ms", "compute_ms", "work_ms")
     # An outcome is assumed: accepted draft tokens and one more.
     assumed = token_ids_from_wire(answer.assumed, "proposal.assumed", NUM_DRAFT_TOKENS_MAX + 1)
-    return ProposalReply(
-        key=key,
+    return copied(
+        answer,
+        ProposalReply,
+        key=key_from_proto(message),
         proposal=_proposal_from_proto(answer.proposal),
-        base_length=answer.base_length,
-        cached_length=answer.cached_length,
-        queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
-        compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
-        work_ms=_milliseconds(answer.work_ms, "proposal.work_ms"),
         assumed=assumed,
-        out_of_time=answer.out_of_time,
     )
 
 
-def key_from_proto(
-    message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem | types_pb2.RoundHead,
-) -> ReplyKey:
-    """The key of an answer, or the one that the answer to an item must carry."""
+def key_from_proto(message: Any) -> ReplyKey:
+    """The key of an answer, or the one that the answer to an item with this head must carry."""
     return ReplyKey(session_id_from_wire(message.session_id), message.epoch, message.round)
 
 
-def _other_answer_to_proto(
-    answer: Resync | Refused, message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem
-) -> None:
+def _other_answer_to_proto(answer: Resync | Refused, kind: type[T]) -> T:
     if isinstance(answer, Resync):
-        message.resync.cached_length = answer.cached_length
-        message.resync.prefix_digest = answer.prefix_digest
-        message.resync.SetInParent()
-    else:
-        message.refused.code = answer.code
-        message.refused.message = answer.message[:ERROR_MESSAGE_CHARS_MAX]
+        return copied(answer.key, kind, resync=copied(answer, types_pb2.Resync))
+    text = answer.message[:ERROR_MESSAGE_CHARS_MAX]
+    return copied(answer.key, kind, refused=types_pb2.Refused(code=answer.code, message=text))
 
 
-def _other_answer_from_proto(
-    key: ReplyKey, message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem
-) -> Resync | Refused:
-    kind = message.WhichOneof("answer")
+def _other_answer_from_proto(message: Any) -> Resync | Refused:
+    key, kind = key_from_proto(message), message.WhichOneof("answer")
     if kind == "resync":
-        return Resync(key, message.resync.cached_length, message.resync.prefix_digest)
+        return copied(message.resync, Resync, key=key)
     if kind == "refused":
         text = message.refused.message[:ERROR_MESSAGE_CHARS_MAX]
         return Refused(key, message.refused.code, text)
@@ -547,22 +458,19 @@ def _other_answer_from_proto(
 
 def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
     costs = description.step_costs
-    values = {field.name: getattr(description, field.name) for field in fields(description)}
-    values["step_costs"] = costs if costs is None else types_pb2.StepCosts(**asdict(costs))
-    return types_pb2.ReplicaDescription(**values)
+    told = None if costs is None else copied(costs, types_pb2.StepCosts)
+    return copied(description, types_pb2.ReplicaDescription, step_costs=told)
 
 
 def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
     costs = None
     if message.HasField("step_costs"):
-        found = message.step_costs
         try:
-            rows, seconds = tuple(found.rows), tuple(found.seconds)
-            costs = copied(found, StepCosts, rows=rows, seconds=seconds)
+            costs = copied(message.step_costs, StepCosts)
         except InvariantError as error:
             raise BadRequest("step_costs", error.message) from error
-    eos_token_ids = token_ids_from_wire(message.eos_token_ids, "eos_token_ids")
-    return copied(message, ReplicaDescription, eos_token_ids=eos_token_ids, step_costs=costs)
+    token_ids_from_wire(message.eos_token_ids, "eos_token_ids")
+    return copied(message, ReplicaDescription, step_costs=costs)
 
 
 # Streams
@@ -588,11 +496,10 @@ class Codec(Generic[Item, Answer]):
 
     service: ServiceDescriptor
     stream_method: str
-    request_frame: Callable[[Sequence[Any]], Any]
-    """Items to a frame."""
-    parse_reply: Callable[[bytes], Any]
-    """Bytes to a frame of answers; raises `DecodeError`."""
-    reply_frame: Callable[[Sequence[Any]], Any]
+    request: Any
+    """A frame of items: its message's class."""
+    reply: Any
+    """A frame of answers."""
     item_to_proto: Callable[[Item, bool], Any]
     """An item, with hashes in the place of parameters and constraint or not."""
     item_from_proto: Callable[[Any], Item]
@@ -605,27 +512,25 @@ class Codec(Generic[Item, Answer]):
 
 
 VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
-    service=target_pb2.DESCRIPTOR.services_by_name["Target"],
-    stream_method="Verify",
-    request_frame=lambda items: target_pb2.VerifyRequest(items=items),
-    parse_reply=target_pb2.VerifyReply.FromString,
-    reply_frame=lambda items: target_pb2.VerifyReply(items=items),
-    item_to_proto=verify_item_to_proto,
-    item_from_proto=verify_item_from_proto,
-    answer_to_proto=verify_answer_to_proto,
-    answer_from_proto=verify_answer_from_proto,
+    target_pb2.DESCRIPTOR.services_by_name["Target"],
+    "Verify",
+    target_pb2.VerifyRequest,
+    target_pb2.VerifyReply,
+    verify_item_to_proto,
+    verify_item_from_proto,
+    verify_answer_to_proto,
+    verify_answer_from_proto,
 )
 """The stream between a coordinator and a target."""
 
 DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
-    service=draft_pb2.DESCRIPTOR.services_by_name["Draft"],
-    stream_method="Propose",
-    request_frame=lambda items: draft_pb2.DraftRequest(items=items),
-    parse_reply=draft_pb2.DraftReply.FromString,
-    reply_frame=lambda items: draft_pb2.DraftReply(items=items),
-    item_to_proto=draft_item_to_proto,
-    item_from_proto=draft_item_from_proto,
-    answer_to_proto=draft_answer_to_proto,
-    answer_from_proto=draft_answer_from_proto,
+    draft_pb2.DESCRIPTOR.services_by_name["Draft"],
+    "Propose",
+    draft_pb2.DraftRequest,
+    draft_pb2.DraftReply,
+    draft_item_to_proto,
+    draft_item_from_proto,
+    draft_answer_to_proto,
+    draft_answer_from_proto,
 )
 """The stream between a coordinator and a draft."""

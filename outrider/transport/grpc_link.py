@@ -276,7 +276,7 @@ class _Stream(Generic[Item, Answer]):
             while True:
                 await self._outbox.wait()
                 while messages := self._outbox.gather():
-                    data = self._codec.request_frame(messages).SerializeToString()
+                    data = self._codec.request(items=messages).SerializeToString()
                     self._num_bytes.sent += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -290,7 +290,7 @@ class _Stream(Generic[Item, Answer]):
         try:
             while (data := await self._call.read()) is not _END:
                 self._num_bytes.received += len(data)
-                for message in self._codec.parse_reply(data).items:
+                for message in self._codec.reply.FromString(data).items:
                     if self._stopped:
                         break
                     self._on_answer(self._codec.answer_from_proto(message))

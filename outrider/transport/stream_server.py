@@ -61,7 +61,7 @@ class ReplicaServicer(Generic[Item, Answer]):
                 await stream.outbox.wait()
                 while messages := stream.outbox.gather():
                     stream.writing = True
-                    yield self._codec.reply_frame(messages)
+                    yield self._codec.reply(items=messages)
                     stream.writing = False
                 if stream.failure is not None:
                     raise stream.failure

@@ -56,7 +56,7 @@ class Served:
 
     async def _frames(self, items: Sequence[Any]) -> AsyncIterator[Any]:
         for item in items:
-            yield self._codec.request_frame([self._codec.item_to_proto(item)])
+            yield self._codec.request(items=[self._codec.item_to_proto(item)])
 
     async def _read(self) -> None:
         async for frame in self.replies:
