@@ -281,9 +281,7 @@ class CoordinatorService:
                     for event in told_again(record, self.model.name, replayed):
                         yield event
                     return
-                observer = self._observation.begin(
-                    parameters.as_request(), self.model.name, traceparent
-                )
+                observer = self._observation.begin(parameters, self.model.name, traceparent)
                 with _observing(observer):
                     run = await self._go_on(record, parameters, request, arrived, observer)
                     place.leave()
@@ -457,7 +455,7 @@ class CoordinatorService:
         headers = HeaderWriter(
             session, parameters.sampling, deadline, observer, parameters.constraint
         )
-        key = affinity(session.record.tenant, parameters.prompt_ids)
+        key = affinity(session.record.tenant, parameters.prompt)
         draft = self._drafts_of(headers, parameters, key)
         num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
         return Decoding(

@@ -245,7 +245,7 @@ class SessionCreator:
             seed=parameters.seed,
             rule=parameters.rule,
             parameters=parameters.to_json(),
-            prompt_ids=parameters.prompt_ids,
+            prompt_ids=parameters.prompt,
         )
         opening = asyncio.create_task(self._store.open(new))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, Protocol
 
 from coordinator.decoding.detokenizer import TextStream
@@ -20,32 +20,28 @@ from outrider.speculation.sampling_params import Rule, SamplingParams, check_sam
 _ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationParameters:
+_NOT_STORED: Final = ("prompt", "model", "default_max_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationParameters(GenerateRequest):
     """A checked request with every default filled in: all that is needed to run it, or to go on
     with it after a failure."""
 
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    prompt: tuple[int, ...]
     max_tokens: int
-    stop: tuple[str, ...]
-    ignore_eos: bool
     seed: int
     rule: Rule
     num_draft_tokens: int
     deadline_ms: int
-    logprobs: int | None
-    include_rounds: bool
-    draft_deadline_ms: int | None = None
-    """None = what the coordinator that runs it says."""
     weights: str = ""
     """Of the target that it is decoded by (`ReplicaDescription.weights`), wherever it goes on."""
-    constraint: Constraint | None = None
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
-        values = asdict(self)
-        del values["prompt_ids"]
+        values = asdict(replace(self, prompt=()))
+        for name in _NOT_STORED:
+            del values[name]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -53,38 +49,20 @@ class GenerationParameters:
         """What `to_json` wrote. Raises `DataLoss` for anything else."""
         try:
             values = json.loads(text)
-            sampling = values.pop("sampling")
+            sampling, constraint = values.pop("sampling"), values.pop("constraint", None)
             bias = tuple(
                 (int(token_id), float(add)) for token_id, add in sampling.pop("logit_bias")
             )
             return cls(
-                prompt_ids=prompt_ids,
+                prompt=prompt_ids,
                 sampling=SamplingParams(**sampling, logit_bias=bias),
                 stop=tuple(values.pop("stop")),
                 rule=Rule(values.pop("rule")),
-                constraint=_constraint_from(values.pop("constraint", None)),
+                constraint=None if constraint is None else Constraint.read(**constraint),
                 **values,
             )
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest) as error:
             raise DataLoss(f"the session's parameters cannot be read: {error}") from error
-
-    def as_request(self) -> GenerateRequest:
-        """The request, with nothing left open."""
-        return GenerateRequest(
-            prompt=self.prompt_ids,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            rule=self.rule,
-            num_draft_tokens=self.num_draft_tokens,
-            deadline_ms=self.deadline_ms,
-            logprobs=self.logprobs,
-            include_rounds=self.include_rounds,
-            draft_deadline_ms=self.draft_deadline_ms,
-            constraint=self.constraint,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +126,18 @@ def resolve(
             f"the prompt's {len(prompt_ids)} tokens and {max_tokens} more exceed the model's "
             f"length of {model.max_model_len}; at most {room} are left",
         )
-    return GenerationParameters(
-        prompt_ids=prompt_ids,
-        sampling=request.sampling,
-        max_tokens=max_tokens,
-        stop=request.stop,
-        ignore_eos=request.ignore_eos,
-        seed=_default(request.seed, random_seed),
-        rule=resolve_rule(
+    known = {field.name: getattr(request, field.name) for field in fields(request)}
+    known |= {"prompt": prompt_ids, "max_tokens": max_tokens, "model": ""}
+    known |= {
+        "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
+        "seed": _default(request.seed, random_seed),
+        "rule": resolve_rule(
             request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
         ),
-        num_draft_tokens=_default(request.num_draft_tokens, defaults.num_draft_tokens),
-        deadline_ms=_default(request.deadline_ms, defaults.deadline_ms),
-        logprobs=request.logprobs,
-        include_rounds=request.include_rounds,
-        draft_deadline_ms=request.draft_deadline_ms,
-        constraint=request.constraint,
-    )
+        "num_draft_tokens": _default(request.num_draft_tokens, defaults.num_draft_tokens),
+        "deadline_ms": _default(request.deadline_ms, defaults.deadline_ms),
+    }
+    return GenerationParameters(**known)
 
 
 def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel) -> None:
@@ -219,10 +192,6 @@ def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _constraint_from(values: dict[str, str] | None) -> Constraint | None:
-    return None if values is None else Constraint.read(values["kind"], values["text"])
-
-
 TOKENIZER_THREADS: Final = 2
 """Prompts that are tokenized at the same time; others wait their turn, up to their deadline."""
 
@@ -265,15 +234,28 @@ class PromptEncoder:
         tokenized once for all who wait for it. Raises `BadRequest`
         for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
         is not even looked at."""
-        if isinstance(prompt, str):
-            ids = await self._run("text", prompt, prompt, _size(prompt), tokens_max)
-            return "text", ids
-        if not (prompt and isinstance(prompt[0], ChatMessage)):  # There may be a million.
+        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], ChatMessage)):
             return "token_ids", prompt  # type: ignore[return-value]
-        turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        size = sum(_size(turn.content) for turn in turns)
-        return "chat", await self._run("chat", prompt, messages, size, tokens_max)
+        field, text = "text" if isinstance(prompt, str) else "chat", self._text
+        if text is None:
+            raise BadRequest(field, NO_TOKENIZER)
+        turns = [] if isinstance(prompt, str) else [asdict(turn) for turn in prompt]
+        contents = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in turns]
+        size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
+        bytes_max = tokens_max * text.token_bytes_max
+        if size > bytes_max:
+            raise BadRequest(
+                field,
+                f"has {size} bytes; {tokens_max} tokens, the model's length, hold at most "
+                f"{bytes_max}",
+            )
+
+        def tokenize() -> tuple[int, ...]:
+            if isinstance(prompt, str):
+                return tuple(text.encode(prompt))
+            return tuple(text.encode_chat(turns))
+
+        return field, await self._calls.result(id(prompt), tokenize)
 
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
@@ -294,33 +276,3 @@ class PromptEncoder:
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()
-
-    async def _run(
-        self,
-        field: str,
-        source: Prompt,
-        prompt: str | list[dict[str, str]],
-        size: int,
-        tokens_max: int,
-    ) -> tuple[int, ...]:
-        text = self._text
-        if text is None:
-            raise BadRequest(field, NO_TOKENIZER)
-        bytes_max = tokens_max * text.token_bytes_max
-        if size > bytes_max:
-            raise BadRequest(
-                field,
-                f"has {size} bytes; {tokens_max} tokens, the model's length, hold at most "
-                f"{bytes_max}",
-            )
-
-        def tokenize() -> tuple[int, ...]:
-            return tuple(
-                text.encode(prompt) if isinstance(prompt, str) else text.encode_chat(prompt)
-            )
-
-        return await self._calls.result(id(source), tokenize)
-
-
-def _size(text: str) -> int:
-    return len(text.encode(errors="surrogatepass"))

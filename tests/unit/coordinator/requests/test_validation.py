@@ -165,7 +165,7 @@ def test_a_constraint_is_stored_and_read_again() -> None:
         parameters = checked(constraint=constraint)
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
-        assert parameters.as_request().constraint == constraint
+        assert parameters.constraint == constraint
     values = json.loads(checked().to_json())
     del values["constraint"]  # as it was stored before there were any
     assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
@@ -175,7 +175,7 @@ def test_a_constraint_is_stored_and_read_again() -> None:
 
 
 def test_prompts() -> None:
-    assert checked((0, 99)).prompt_ids == (0, 99)
+    assert checked((0, 99)).prompt == (0, 99)
     refused("token_ids", prompt=())
     assert "0..99" in refused("token_ids[1]", prompt=(3, 100))
     refused("token_ids[0]", prompt=(-1, 3))
