@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.modules import activation
 from transformers.activations import ACT2CLS
 
+from outrider.engine.cpu.kernels import PaceKernels
 from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
 _PACKED_FOR_ROWS: Final = 16
@@ -19,44 +20,88 @@ _PACKED_FOR_ROWS: Final = 16
 1..256 rows; the one for 1 row costs float32 up to twice the time at more."""
 
 
-class PackedLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU: [..., in] -> [..., out], of the weight's dtype.
+class InferenceLinear(nn.Module):
+    """`nn.Linear` for inference: [..., in] -> [..., out], of the rows' dtype. It has no gradient and
+    takes no hooks: to call it is to call its `forward`."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Of `weight` [out, in] and `bias` [out]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Not parameters: those are looked up at each use, which costs as much as a small operator.
+        self.bias = None if bias is None else bias.detach().contiguous()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dense copy of the weight [out, in] that it multiplies by; for the few models that read
+        more of a layer than its result."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """For logs and messages."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class FusedLinear(InferenceLinear):
+    """The product of fused kernels, in their dtype."""
+
+    def __init__(
+        self, kernels: PaceKernels, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """Copies `weight` into the layout of the kernels; it must be one that they `can_fuse`."""
+        super().__init__(weight, bias)
+        self.kernels = kernels
+        self.packed = kernels.pack(weight.detach().contiguous())
+        """See `PaceKernels.pack`."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each row."""
+        if not rows.numel():  # kernels take no empty matrices
+            return rows.new_empty(*rows.shape[:-1], self.out_features)
+        flat = rows.reshape(1, -1, self.in_features).contiguous()
+        output = self.kernels.linear(flat, self.packed, self.bias)
+        return output.view(*rows.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.kernels.unpack(self.packed)
+
+
+def can_fuse(kernels: PaceKernels, weight: torch.Tensor) -> bool:
+    """Whether a weight [out, in] is of a dtype and shape that the kernels have a product for."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == kernels.dtype
+        and kernels.can_pack(*weight.shape)
+    )
+
+
+class PackedLinear(InferenceLinear):
+    """In oneDNN's layout, on a CPU.
 
     The first call with a new number of rows takes up to 0.7 ms longer, in which oneDNN prepares
     its kernel; it remembers 1,024 of them a process.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Copies `weight` [out, in] into the layout; it must be one that `can_pack`."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        # Not parameters: those are looked up at each use, which costs as much as a small operator.
+        """Copies `weight` into the layout; it must be one that `can_pack`."""
+        super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
         self._packed: torch.Tensor = operators._reorder_linear_weight(dense, _PACKED_FOR_ROWS)
-        self._bias = None if bias is None else bias.detach()
         self._product = operators._linear_pointwise.default
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
-        output: torch.Tensor = self._product(rows, self._packed, self._bias, "none", [], "")
+        """Of each row."""
+        output: torch.Tensor = self._product(rows, self._packed, self.bias, "none", [], "")
         return output
-
-    __call__ = forward
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy of the weight [out, in], bit for bit the one that was packed; for the few
-        models that read more of a layer than its result."""
         return self._packed.to_dense()
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias [out], if there is one."""
-        return self._bias
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -83,31 +128,26 @@ _BLOCK_WEIGHTS: Final = 2**20
 """Weights that are widened at once, as far as one output's are fewer."""
 
 
-class WidenedLinear(nn.Module):
-    """`nn.Linear` in bfloat16 for inference: [..., in] -> [..., out]."""
+class WidenedLinear(InferenceLinear):
+    """In bfloat16 on a CPU without products of it."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Shares `weight` [out, in], unless its rows are not one after another, and `bias` [out];
-        the weight must be one that `must_widen`."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        # Not parameters: those are looked up at each use, which costs as much as a small operator.
-        self.weight = weight.detach().contiguous()
-        self.bias = None if bias is None else bias.detach()
+        """Shares `weight`, unless its rows are not one after another."""
+        super().__init__(weight, bias)
+        self._dense = weight.detach().contiguous()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
+        """Of each row."""
         if rows.numel() < _ROWS_MIN * self.in_features:
-            return nn.functional.linear(rows, self.weight, self.bias)
+            return functional.linear(rows, self._dense, self.bias)
         wide = rows.float()
-        blocks = torch.split(self.weight, max(1, _BLOCK_WEIGHTS // self.in_features))
-        output = torch.cat([nn.functional.linear(wide, block.float()) for block in blocks], -1)
+        blocks = torch.split(self._dense, max(1, _BLOCK_WEIGHTS // self.in_features))
+        output = torch.cat([functional.linear(wide, block.float()) for block in blocks], -1)
         return (output if self.bias is None else output + self.bias).to(rows.dtype)
 
-    __call__ = forward
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._dense
 
 
 def must_widen(weight: torch.Tensor) -> bool:
@@ -129,42 +169,19 @@ _WIDE_ROWS: Final = 32
 """Rows from which widening a weight of 8 bits, and a plain product, is the quicker way."""
 
 
-class QuantizedLinear(nn.Module, ABC):
-    """`nn.Linear` for inference with a rounded weight: [..., in] -> [..., out], of the rows' dtype.
-
-    It has no gradient and takes no hooks: to call it is to call its `forward`."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self._bias = None if bias is None else bias.detach()
+class QuantizedLinear(InferenceLinear, ABC):
+    """With a rounded weight."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` [..., in] times the weight's transpose, plus the bias: [..., out]."""
+        """Of each row."""
         product = self._product(rows.reshape(-1, self.in_features))
-        if self._bias is not None:
-            product = product + self._bias
+        if self.bias is not None:
+            product = product + self.bias
         return product.view(*rows.shape[:-1], self.out_features)
-
-    __call__ = forward
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The rounded weight [out, in]."""
-        return self._widened()
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias [out], if there is one."""
-        return self._bias
 
     @abstractmethod
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """Of rows [N, in]: [N, out]."""
-
-    @abstractmethod
-    def _widened(self) -> torch.Tensor:
-        """The rounded weight [out, in]."""
 
 
 class Int8Linear(QuantizedLinear):
@@ -182,9 +199,10 @@ class Int8Linear(QuantizedLinear):
         if len(rows) < _WIDE_ROWS:
             narrow: torch.Tensor = self._kernel(rows, self._levels, self._scales)
             return narrow
-        return functional.linear(rows, self._widened())
+        return functional.linear(rows, self.weight)
 
-    def _widened(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
         return self._levels.to(self._scales.dtype) * self._scales[:, None]
 
 
@@ -212,7 +230,8 @@ class Int4Linear(QuantizedLinear):
         product: torch.Tensor = self._kernel(rows, self._packed, _GROUP, self._scales_and_offsets)
         return product
 
-    def _widened(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:
         identity = torch.eye(self.in_features, dtype=self._scales_and_offsets.dtype)
         return self._product(identity).t()
 
@@ -269,26 +288,17 @@ class BlockedLinear(nn.Module):
         self.linear = linear
         self._block_rows = block_rows
 
+    def __getattr__(self, name: str) -> Any:
+        """The layer's own weight and bias, for the few models that read more than its result."""
+        if name in ("weight", "bias"):
+            return getattr(self.linear, name)
+        return super().__getattr__(name)
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
-        if len(flat) <= self._block_rows:
-            output: torch.Tensor = self.linear(rows)
-            return output
         blocks = [self.linear(block) for block in torch.split(flat, self._block_rows)]
         return torch.cat(blocks).view(*rows.shape[:-1], -1)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The layer's own [out, in], for the few models that read more of it than its result."""
-        weight: torch.Tensor = self.linear.weight
-        return weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The layer's own [out], if there is one."""
-        bias: torch.Tensor | None = self.linear.bias
-        return bias
 
 
 def block_rows(module: nn.Module) -> None:
@@ -320,13 +330,10 @@ class AlignedActivation(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Of each element."""
-        flat = inputs.reshape(-1)
-        num = flat.numel()
-        if num % _LANES:
-            flat = functional.pad(flat, (0, -num % _LANES))
+        num = inputs.numel()
+        flat = functional.pad(inputs.reshape(-1), (0, -num % _LANES))
         pieces = [self.function(piece) for piece in torch.split(flat, _ACTIVATION_ELEMENTS)]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return whole[:num].view(inputs.shape)
+        return torch.cat(pieces)[:num].view(inputs.shape)
 
 
 def align_activations(module: nn.Module) -> None:

@@ -33,11 +33,13 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from outrider.engine.cpu.kernels import FusedLinear, PaceKernels, can_fuse
+from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import ConfigError, check
 from outrider.models.linear_layers import (
+    FusedLinear,
     PackedLinear,
     WidenedLinear,
+    can_fuse,
     can_pack,
     must_widen,
     quantized,

@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.engine.attention import AttentionLayer
-from outrider.engine.cpu.kernels import FusedLinear, LayerSizes, LayerWeights, PaceKernels
+from outrider.engine.cpu.kernels import LayerSizes, LayerWeights, PaceKernels
 from outrider.errors import OutriderError
 from outrider.models.early_exit import layers_of
+from outrider.models.linear_layers import FusedLinear
 from outrider.models.module_probes import PROBE_ERRORS, probe_rows
 from outrider.models.module_replacement import DirectLayer, FusedAttention, FusedMLP, NativeRMSNorm
 
