@@ -190,24 +190,14 @@ def plan_step(
     fixed_shapes: bool = False,
 ) -> StepPlan:
     """The plan of a step of at least one sequence, for layers with these windows."""
-    ids: list[_Ints] = []
-    positions: list[_Ints] = []
-    new_slots: list[_Ints] = []
-    logit_rows: list[_Ints] = []
+    arrays = list(rows_of(sequences, page_size))
     segments: list[_Segment] = []
     row = 0
     for held in sequences:
         num = len(held.step.token_ids)
         tree = tree_of(held.step.parents) if held.step.parents else None
-        offsets = np.arange(num) if tree is None else tree.depths
-        slots = slots_of(held, page_size)
-        ids.append(np.array(held.step.token_ids, dtype=np.int64))
-        positions.append(held.length + offsets)
-        new_slots.append(slots[held.length :])
-        logit_rows.append(np.arange(row + num - held.step.num_logits, row + num))
-        segments += _segments(held.length, num, slots, row, tree)
+        segments += _segments(held.length, num, slots_of(held, page_size), row, tree)
         row += num
-    arrays = [np.concatenate(parts) for parts in (ids, positions, new_slots, logit_rows)]
     if fixed_shapes:
         row = padded_rows(row)
         arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
@@ -222,6 +212,23 @@ def plan_step(
 def _padded(array: _Ints) -> _Ints:
     """With zeros behind it, for rows of padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
+
+
+def rows_of(sequences: Sequence[HeldSequence], page_size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
+    """Token ids, positions and slots [T] of a step's new tokens, and the rows [R] among them whose
+    logits are wanted."""
+    ids, positions, slots, wanted = [], [], [], []
+    row = 0
+    for held in sequences:
+        step, num = held.step, len(held.step.token_ids)
+        places = np.arange(held.length, held.length + num)
+        pages = np.array(held.pages, dtype=np.int64)
+        ids.append(np.array(step.token_ids, dtype=np.int64))
+        positions.append(held.length + tree_of(step.parents).depths if step.parents else places)
+        slots.append(pages[places // page_size] * page_size + places % page_size)
+        row += num
+        wanted.append(np.arange(row - step.num_logits, row))
+    return tuple(np.concatenate(parts) for parts in (ids, positions, slots, wanted))  # type: ignore[return-value]
 
 
 def slots_of(held: HeldSequence, page_size: int) -> _Ints:

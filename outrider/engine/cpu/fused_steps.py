@@ -18,17 +18,15 @@ from threading import Lock
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from outrider.engine.batch import HeldSequence, slots_of, tree_of
+from outrider.engine.batch import HeldSequence, rows_of
 from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.kernels import Attention, Copies
 from outrider.engine.gathered_attention import Steps
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 
-_Ints = npt.NDArray[np.int64]
 _ONE_STEP: Final = Lock()
 """Held during a step: attention of the kernels has one working memory for the whole process, and
 two engines may run in it."""
@@ -78,42 +76,34 @@ class FusedSteps(Steps):
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
         decoder = self._decoder
-        ids: list[int] = []
-        positions: list[_Ints] = []
-        slots: list[_Ints] = []
-        wanted: list[_Ints] = []
+        ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, self._page_size))
         chains, paths = _Spans(decoder, self._limits), _Spans(decoder, self._limits)
         copies = _Paths(paths, self._page_size)
+        row = 0
         for held in sequences:
-            step, row, num = held.step, len(ids), len(held.step.token_ids)
-            ids.extend(step.token_ids)
-            slots.append(slots_of(held, self._page_size)[held.length :])
-            wanted.append(np.arange(row + num - step.num_logits, row + num))
-            if step.parents:
-                positions.append(held.length + tree_of(step.parents).depths)
+            rows = range(row, row + len(held.step.token_ids))
+            if held.step.parents:
                 copies.add(held, row)
             else:
-                positions.append(np.arange(held.length, held.length + num))
-                chains.add(held.length, range(row, row + num), held.pages)
-        places = _joined(positions)
+                chains.add(held.length, rows, held.pages)
+            row = rows.stop
         cos, sin = (
-            [table.index_select(0, places)[None] for table in tables]
+            [table.index_select(0, positions)[None] for table in tables]
             for tables in zip(*decoder.rotations, strict=True)
         )
         has_trees = bool(copies.pages)
         # Without "optimized" the first steps of each shape need not wait for a compiler that gains
         # nothing here.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            rows, residual = self._layers(
-                decoder.embed(torch.tensor(ids)[None]), cos, sin, _joined(slots), self._keys,
-                self._values, chains.made(is_all=not has_trees), paths.made(),
+            found, residual = self._layers(
+                decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
+                chains.made(is_all=not has_trees), paths.made(),
                 copies.made() if has_trees else None,
             )  # fmt: skip
-            chosen = _joined(wanted)
-            rows, residual = rows.index_select(1, chosen), residual.index_select(1, chosen)
+            found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
             shallow = self._num_layers is not None
-            found: torch.Tensor = rows + residual if shallow else decoder.logits(rows, residual)
-            return found[0]
+            output: torch.Tensor = found + residual if shallow else decoder.logits(found, residual)
+            return output[0]
 
 
 class _Spans:
@@ -204,10 +194,6 @@ class _Paths:
 
     def made(self) -> Copies:
         return Copies(*(torch.tensor(ids) for ids in (self.pages, self._rows, self._slots)))
-
-
-def _joined(arrays: Sequence[_Ints]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
 
 
 _ROW_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)

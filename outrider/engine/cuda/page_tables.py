@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.batch import HeldSequence, tree_of
+from outrider.engine.batch import HeldSequence, rows_of, tree_of
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 
@@ -135,26 +135,16 @@ def table_words(
 ) -> _Ints:
     """The tables of a step but for its pages; `tables` says where each sequence's page table
     begins. Its rows must be as many as `size` says; its logits and its blocks may be fewer."""
-    ids: list[int] = []
-    positions, slots, logit_rows, blocks = [], [], [], []
+    ids, positions, slots, logit_rows = rows_of(sequences, page_size)
+    blocks = []
+    row = 0
     for held, table in zip(sequences, tables, strict=True):
-        step, row, num = held.step, len(ids), len(held.step.token_ids)
-        pages = np.array(held.pages, dtype=np.int64)
-        places = np.arange(held.length, held.length + num)
-        ids += step.token_ids
-        positions.append(held.length + tree_of(step.parents).depths if step.parents else places)
-        slots.append(pages[places // page_size] * page_size + places % page_size)
-        logit_rows.append(np.arange(row + num - step.num_logits, row + num))
         blocks.append(_blocks(held, row, table, size.block_tokens))
-    check(len(ids) == size.num_rows, f"a step of {len(ids)} rows in tables of {size.num_rows}")
-    whole = [
-        np.array(ids, dtype=np.int64),
-        *positions,
-        *slots,
-        _filled(logit_rows, size.num_logits),
-        _filled(blocks, size.num_blocks * BLOCK_WORDS),
-    ]
-    return np.concatenate(whole)
+        row += len(held.step.token_ids)
+    check(row == size.num_rows, f"a step of {row} rows in tables of {size.num_rows}")
+    logit_words = _filled(logit_rows, size.num_logits)
+    block_words = _filled(np.concatenate(blocks), size.num_blocks * BLOCK_WORDS)
+    return np.concatenate([ids, positions, slots, logit_words, block_words])
 
 
 def page_words(sequences: Sequence[HeldSequence]) -> tuple[_Ints, list[int]]:
@@ -196,9 +186,8 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> _Int
     return np.stack(words, axis=1).reshape(-1)
 
 
-def _filled(parts: Sequence[_Ints], size: int) -> _Ints:
-    """`parts` in a row, and zeros up to `size` behind them."""
-    row = np.concatenate(parts)
+def _filled(row: _Ints, size: int) -> _Ints:
+    """With zeros up to `size` behind it."""
     check(len(row) <= size, f"{len(row)} words in a table of {size}")
     return np.pad(row, (0, size - len(row)))
 

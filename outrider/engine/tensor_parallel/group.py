@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -97,10 +97,7 @@ class RankGroup(Ranks):
             return self._sockets.all_reduce(mine).to(tensor.device)
         if self._in_order:
             return added_up(self._gathered(mine.contiguous())).to(tensor.device)
-        try:
-            dist.all_reduce(mine)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        _together(dist.all_reduce, mine)
         return tensor.copy_(mine) if self._through_cpu else mine
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,10 +108,7 @@ class RankGroup(Ranks):
         leads = self.rank == LEADER
         parts = [torch.empty_like(mine) for _ in range(self.size)] if leads else None
         if mine.numel():
-            try:
-                dist.gather(mine, parts, dst=LEADER)
-            except RuntimeError as error:
-                raise _lost(error) from error
+            _together(dist.gather, mine, parts, LEADER)
         return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
 
     def close(self) -> None:
@@ -128,10 +122,7 @@ class RankGroup(Ranks):
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         if mine.numel():
-            try:
-                dist.all_gather(parts, mine)
-            except RuntimeError as error:
-                raise _lost(error) from error
+            _together(dist.all_gather, parts, mine)
         return parts
 
     def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,8 +211,11 @@ def _loopback_interface() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _lost(error: RuntimeError) -> Unavailable:
-    return Unavailable(f"a rank of the model is gone or does not answer: {error}")
+def _together(collective: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        raise Unavailable(f"a rank of the model is gone or does not answer: {error}") from error
 
 
 SUM_BYTES_MAX: Final = 64 * 2**10
@@ -261,31 +255,26 @@ class SocketAllReduce:
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
         views = [stored[i : i + tensor.nbytes] for i in range(0, len(stored), tensor.nbytes)]
-        for rank, connection in self._connections.items():
-            try:
+        rank = self._rank
+        try:
+            for rank, connection in self._connections.items():  # noqa: B007 (named below)
                 connection.sendall(views[self._rank])
-            except OSError as error:
-                raise _rank_lost(rank, error) from error
-        for rank, connection in self._connections.items():
-            _receive_into(connection, views[rank], rank)
+            for rank, connection in self._connections.items():
+                received = 0
+                while received < tensor.nbytes:
+                    num_bytes = connection.recv_into(views[rank][received:])
+                    if num_bytes == 0:
+                        raise ConnectionError("it has ended")
+                    received += num_bytes
+        except OSError as error:
+            reason = f"rank {rank} of the model is gone or does not answer: {error}"
+            raise Unavailable(reason) from error
         return added_up(parts.unbind())
 
     def close(self) -> None:
         """The others' sums fail from here on."""
         for connection in self._connections.values():
             connection.close()
-
-
-def _receive_into(connection: socket.socket, view: memoryview[int], rank: int) -> None:
-    received = 0
-    while received < len(view):
-        try:
-            num_bytes = connection.recv_into(view[received:])
-        except OSError as error:
-            raise _rank_lost(rank, error) from error
-        if num_bytes == 0:
-            raise _rank_lost(rank, "it has ended")
-        received += num_bytes
 
 
 def _tune(connection: socket.socket, timeout_s: float) -> None:
@@ -298,7 +287,3 @@ def _tune(connection: socket.socket, timeout_s: float) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, wait)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-
-
-def _rank_lost(rank: int, reason: object) -> Unavailable:
-    return Unavailable(f"rank {rank} of the model is gone or does not answer: {reason}")

@@ -34,67 +34,51 @@ COLWISE: Final = "colwise"
 ROWWISE: Final = "rowwise"
 COLWISE_GATHERED: Final = "colwise_gather_output"
 ROWWISE_SPLIT: Final = "rowwise_split_input"
-_WITHOUT_EFFECT: Final = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})
+_SHARED: Final = {COLWISE, ROWWISE, COLWISE_GATHERED, ROWWISE_SPLIT}
+_WITHOUT_EFFECT: Final = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 """What needs nothing here: gradients, and the embedding, which is shared out anyway."""
-_STYLES: Final = _WITHOUT_EFFECT | {COLWISE, ROWWISE, COLWISE_GATHERED, ROWWISE_SPLIT}
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION: Final = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
+_log = logging.getLogger(__name__)
 
 
-class Plan:
-    """The styles of a model's modules."""
-
-    def __init__(self, styles: Mapping[str, str]) -> None:
-        """`styles` by a module's path, with `*` for the numbers of layers."""
-        self._styles = styles
-
-    def style(self, path: str) -> str | None:
-        """The style of the module at `path`; None for one that every rank holds whole."""
-        found = self._styles.get(_LAYER_NUMBER.sub(".*", path))
-        return None if found in _WITHOUT_EFFECT else found
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether a rank runs only its share of the attention heads."""
-        return any(
-            style == COLWISE and _ATTENTION.search(path) for path, style in self._styles.items()
-        )
-
-
-def plan_of(module: Any, name: str, key: str) -> Plan:
-    """The plan that the library has for a model. Raises `SettingError` about the setting `key` for
-    a model without one, and for one whose plan has a style that is not known here."""
+def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
+    """The style of each linear layer that the library's plan shares out, by its path. Raises
+    `SettingError` about the setting `key` for a model without a plan, for a plan with a style that
+    is not known here, and, naming the sizes that do, unless `size` ranks get equal shares of
+    everything that it shares out."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
-    kind = type(module).__name__
-    if not any(style in (COLWISE, COLWISE_GATHERED) for style in styles.values()):
-        raise SettingError(key, f"model {name} ({kind}) has no plan to be shared out by; use 1")
-    unknown = sorted(set(styles.values()) - _STYLES)
+    what = f"model {name} ({type(module).__name__})"
+    if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
+        raise SettingError(key, f"{what} has no plan to be shared out by; use 1")
+    unknown = sorted(set(styles.values()) - _SHARED - _WITHOUT_EFFECT)
     if unknown:
         reason = f"its plan asks for {unknown[0]}, which is not known here"
-        raise SettingError(key, f"model {name} ({kind}) cannot be shared out: {reason}; use 1")
-    return Plan(styles)
-
-
-def check_size(module: Any, plan: Plan, size: int, name: str, key: str) -> None:
-    """Raises `SettingError` naming the sizes that do, unless `size` ranks get equal shares of
-    everything that the plan shares out."""
+        raise SettingError(key, f"{what} cannot be shared out: {reason}; use 1")
+    head = module.get_output_embeddings()
+    plan = {
+        path: style
+        for path, found in module.named_modules()
+        if isinstance(found, nn.Linear) and found is not head
+        if (style := styles.get(_LAYER_NUMBER.sub(".*", path), "")) in _SHARED
+    }
     widths = dict(_widths(module, plan))
     greatest = math.gcd(*widths.values())
-    if greatest % size == 0:
-        return
-    allowed = [n for n in range(1, greatest + 1) if greatest % n == 0]
-    wrong = next(f"{width} {what}" for what, width in widths.items() if width % size)
-    raise SettingError(
-        key,
-        f"{size} given; model {name} has {wrong}, which it does not divide; "
-        f"{', '.join(map(str, allowed))} {'does' if len(allowed) == 1 else 'do'}",
-    )
+    if greatest % size:
+        allowed = [n for n in range(1, greatest + 1) if greatest % n == 0]
+        wrong = next(f"{width} {what}" for what, width in widths.items() if width % size)
+        raise SettingError(
+            key,
+            f"{size} given; model {name} has {wrong}, which it does not divide; "
+            f"{', '.join(map(str, allowed))} {'does' if len(allowed) == 1 else 'do'}",
+        )
+    return plan
 
 
-def _widths(module: Any, plan: Plan) -> Iterator[tuple[str, int]]:
+def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """What is shared out in equal parts, each kind once, the heads first."""
     config = module.config.get_text_config()
-    if plan.splits_heads:
+    if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
             ("num_attention_heads", "attention heads"),
             ("num_key_value_heads", "key-value heads"),
@@ -103,20 +87,10 @@ def _widths(module: Any, plan: Plan) -> Iterator[tuple[str, int]]:
             # Some models have a number for each layer.
             for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
                 yield what, heads
-    for path, linear in sharded_linears(module, plan):
-        columns = plan.style(path) in (ROWWISE, ROWWISE_SPLIT)
+    for path, style in plan.items():
+        linear, columns = module.get_submodule(path), style in (ROWWISE, ROWWISE_SPLIT)
         width = linear.in_features if columns else linear.out_features
         yield f"{'inputs' if columns else 'outputs'} of {path.rpartition('.')[2]}", width
-
-
-def sharded_linears(module: Any, plan: Plan) -> list[tuple[str, torch.nn.Linear]]:
-    """Path and module of all that have a style, but for the head."""
-    head = module.get_output_embeddings()
-    return [
-        (path, found)
-        for path, found in module.named_modules()
-        if isinstance(found, torch.nn.Linear) and found is not head and plan.style(path) is not None
-    ]
 
 
 class Ranks(Protocol):
@@ -252,13 +226,13 @@ def least(ranks: Ranks, number: int, device: torch.device) -> int:
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
-def shard(module: Any, plan: Plan, ranks: Ranks) -> dict[str, Slot]:
+def shard(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Slot]:
     """Replaces what the plan shares out by this rank's share, still without values (on the meta
     device). Returns for every stored name of the whole model where it belongs; two names of one
     tensor (a tied head) lead to one."""
     slots = _whole(module)
-    for path, linear in sharded_linears(module, plan):
-        style = plan.style(path)
+    for path, style in plan.items():
+        linear = module.get_submodule(path)
         if style in (COLWISE, COLWISE_GATHERED):
             local = _colwise(path, linear, ranks, slots)
             replacement: nn.Module = local if style == COLWISE else GatheredLinear(local, ranks)
@@ -322,9 +296,6 @@ def _replace(module: nn.Module, path: str, replacement: nn.Module) -> None:
     setattr(module.get_submodule(parent), attribute, replacement)
 
 
-_log = logging.getLogger(__name__)
-
-
 def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
@@ -335,8 +306,7 @@ def load_shard(
     check_weights(path, name)
     where = use_device(**options)
     module = empty_model(path, **options)
-    plan = plan_of(module, name, key)
-    check_size(module, plan, ranks.size, name, key)
+    plan = plan_for(module, ranks.size, name, key)
     info = describe(module, path, **options)
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
     slots = shard(module, plan, ranks)
@@ -351,7 +321,7 @@ def check_shares(
     """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
     `path`. Reads its configuration alone."""
     module = empty_model(path, name=name, dtype="float32", trust_remote_code=trust_remote_code)
-    check_size(module, plan_of(module, name, key), size, name, key)
+    plan_for(module, size, name, key)
 
 
 def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None:
@@ -392,15 +362,7 @@ def _read(file: Any, stored: str, slot: Slot) -> nn.Parameter | None:
     if share is None:
         values: torch.Tensor = file.get_tensor(stored)
     else:
-        index = (slice(None),) * share.dim + (slice(share.start, share.stop),)
-        values = _padded(view[index], share)
+        part = view[(slice(None),) * share.dim + (slice(share.start, share.stop),)]
+        missing = share.size - part.shape[share.dim]
+        values = nn.functional.pad(part, [0, 0] * (part.dim() - 1 - share.dim) + [0, missing])
     return nn.Parameter(values.to(slot.tensor.dtype).contiguous(), requires_grad=False)
-
-
-def _padded(values: torch.Tensor, share: Share) -> torch.Tensor:
-    missing = share.size - values.shape[share.dim]
-    if missing == 0:
-        return values
-    shape = [*values.shape]
-    shape[share.dim] = missing
-    return torch.cat([values, values.new_zeros(shape)], dim=share.dim)

@@ -86,33 +86,6 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
         assert gap(torch.cat(own), rows) <= CLOSE
 
 
-def test_writes_what_generate_writes(device: str, make_engine: EngineMaker) -> None:
-    """16 prompts of different lengths, some that share their first pages, greedy: the tokens that
-    the library writes for each alone."""
-    module = tiny("llama", device)
-    library = twin(module)
-    engine = engine_on(device, make_engine, module)
-    prompts = {str(i): ids(33) + ids(3 + i, i) if i % 2 else ids(3 + 2 * i, i) for i in range(16)}
-    written: dict[str, list[int]] = {name: [] for name in prompts}
-    new = {}
-    for name, prompt in prompts.items():
-        held = engine.attach(name, prompt)
-        engine.forward([SequenceStep(name, prompt[held:-1], 0)] if held < len(prompt) - 1 else [])
-        new[name] = prompt[-1:]
-    assert engine.page_counts().prefix_hits == 7 * 32
-    for _ in range(8):
-        rows = engine.forward([SequenceStep(name, tokens, 1) for name, tokens in new.items()])
-        new = {name: (int(row.argmax()),) for name, row in zip(prompts, rows, strict=True)}
-        for name, tokens in new.items():
-            written[name] += tokens
-    for name, prompt in prompts.items():
-        tensor = torch.tensor([prompt], device=device)
-        expected = library.generate(
-            tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=8, do_sample=False
-        )
-        assert written[name] == expected[0, len(prompt) :].tolist()
-
-
 def test_a_tree_and_a_rollback(device: str, make_engine: EngineMaker) -> None:
     """Beside a chain: rows of its paths, and the path that is kept goes on."""
     module = tiny("mistral", device)
@@ -228,21 +201,6 @@ def test_what_cannot_be_recorded_is_run(
     assert not engine.records_steps
 
 
-def test_one_failure_among_recordings_is_its_own(make_engine: EngineMaker) -> None:
-    """What was recorded before is replayed, and other shapes are recorded."""
-    recorder = _Refusing()
-    engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
-    run(engine, "a", ids(4), 4)
-    recorder.reason = NOT_PERMITTED
-    assert gap(run(engine, "b", ids(6), 6), dense(library, ids(6))) <= CLOSE
-    recorder.reason = None
-    before = recorder.num_recorded
-    for num in (4, 6, 10):
-        rows = run(engine, f"of {num}", ids(num), num)
-        assert gap(rows, dense(library, ids(num))) <= CLOSE
-    assert recorder.num_recorded == before + 1
-
-
 def test_the_recording_that_is_out_of_use_is_dropped(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,27 +228,6 @@ def test_recordings_are_bounded_in_memory(
         rows = run(engine, f"of {num}", ids(num), num)
         assert gap(rows, dense(library, ids(num))) <= CLOSE
     assert recorder.num_recorded == before
-
-
-class _Costly(CountingRecorder):
-    """Whose recordings take all memory that they may."""
-
-    def num_bytes(self) -> int:
-        return RECORDED_BYTES_MAX * self.num_recorded
-
-
-def test_the_trial_takes_no_memory_of_recordings(make_engine: EngineMaker) -> None:
-    """What it recorded is dropped with its pages."""
-    made: list[_Costly] = []
-
-    def new_recorder() -> _Costly:
-        made.append(_Costly())
-        return made[-1]
-
-    backend = DeviceBackend(attend_by_tables, 8, new_recorder)
-    engine = make_engine(tiny("llama", "cpu"), backend=backend)
-    run(engine, "a", ids(2), 2)
-    assert [recorder.num_recorded for recorder in made] == [1, 1]
 
 
 def test_the_page_for_padding_is_part_of_the_memory(make_engine: EngineMaker) -> None:

@@ -124,18 +124,6 @@ def test_parts_neighbours_and_refused_tokens_change_nothing(
     assert torch.equal(run_in_parts(subject.engine, plan, seed), subject.expected)
 
 
-@pytest.mark.parametrize("start", [1, 60, 124])
-def test_verifying_any_number_of_tokens(subject: Subject, start: int) -> None:
-    """1 to 9 tokens in one pass, within a split and across its end."""
-    engine, name = subject.engine, f"v-{next(_NAMES)}"
-    run(engine, name, ids(LENGTH)[:start], 0)
-    for num in range(1, 10):
-        rows = run(engine, name, ids(LENGTH)[start : start + num], num)
-        assert torch.equal(rows, subject.expected[start : start + num]), num
-        engine.keep(name, start)
-    engine.release(name)
-
-
 def test_a_prefix_that_another_ran(subject: Subject) -> None:
     """What was run in one piece and beside others is as good as one's own."""
     engine, name = subject.engine, f"p-{next(_NAMES)}"
@@ -149,18 +137,6 @@ def test_a_prefix_that_another_ran(subject: Subject) -> None:
         engine.release(released)
 
 
-def test_a_batch_of_many(subject: Subject) -> None:
-    """16 sequences at different lengths decode together: each gets the rows it gets alone."""
-    engine = subject.engine
-    names = {f"m-{next(_NAMES)}": 3 + 9 * index for index in range(16)}
-    for name, length in names.items():
-        run(engine, name, ids(LENGTH)[:length], 0)
-    steps = [SequenceStep(name, (ids(LENGTH)[n],), 1) for name, n in names.items()]
-    for (name, length), rows in zip(names.items(), engine.forward(steps), strict=True):
-        assert torch.equal(rows[0], subject.expected[length]), length
-        engine.release(name)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_it_logits_depend_on_the_step(
     dtype: torch.dtype, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
@@ -171,13 +147,6 @@ def test_without_it_logits_depend_on_the_step(
     engine = make_engine(tiny("llama", dtype), max_model_len=MAX_MODEL_LEN)
     with pytest.raises(SettingError, match="how many others are in a step"):
         check_independent(engine, 16)
-
-
-def test_activations_of_an_odd_width(make_engine: EngineMaker) -> None:
-    """46 columns leave elements over at the end of a tensor, where other code rounds otherwise."""
-    for kind in ("llama", "generic gemma", "gpt_neox"):
-        module = tiny(kind, torch.float32, intermediate_size=46)
-        make_engine(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
 
 
 class _MeanOfTheStep(nn.Module):

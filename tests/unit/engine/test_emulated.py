@@ -40,17 +40,8 @@ def test_defaults_and_every_key() -> None:
         ("support=1.5", "support: '1.5' is not a whole number"),
         ("verify_ms=fast", "verify_ms: 'fast' is not a number"),
         ("verify_ms=nan", "verify_ms is out of range"),
-        ("exponent=inf", "exponent is out of range"),
-        ("vocab_size=1", "vocab_size is out of range"),
         ("vocab_size=8", "support is out of range"),
-        ("vocab_size=1048577", "vocab_size is out of range"),
-        ("deviation=-0.1", "deviation is out of range"),
-        ("order=0", "order is out of range"),
-        ("verify_tokens=0", "verify_tokens is out of range"),
         ("draft_ms=-1", "draft_ms is out of range"),
-        ("draft_branches=0", "draft_branches is out of range"),
-        ("seed=-1", "seed is out of range"),
-        ("max_model_len=0", "max_model_len is out of range"),
         ("eos=32000", "eos is out of range"),
         ("seed=1,seed=2", "seed is given twice"),
     ],
@@ -105,16 +96,6 @@ def test_steps_and_rollback_give_the_rows_of_one_pass() -> None:
     assert torch.equal(torch.cat(parts), whole[3:])
 
 
-def test_a_path_keeps_its_slots() -> None:
-    engine = EmulatedEngine(EmulatedSpec(vocab_size=50, support=6), "draft")
-    rows(engine, (0, 1, 2, 40, 41, 3), 0)
-    engine.keep("s", 2, (2, 5))
-    assert torch.equal(
-        rows(engine, (4,), 1),
-        rows(EmulatedEngine(EmulatedSpec(vocab_size=50, support=6), "draft"), (0, 1, 2, 3, 4), 1),
-    )
-
-
 def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
     """Means over 400 prefixes; the acceptance of one prefix has a standard deviation of about 0.1,
     so the mean is within 0.05 of its expectation but for a probability < 1e-20."""
@@ -125,13 +106,6 @@ def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
     acceptance = torch.minimum(p, q).sum(-1).mean().item()
     assert entropy == pytest.approx(2.0, abs=0.01)
     assert acceptance == pytest.approx(0.8, abs=0.05)
-
-
-def test_a_draft_without_deviation_is_the_target() -> None:
-    spec = EmulatedSpec(vocab_size=100, deviation=0.0)
-    pair = [EmulatedEngine(spec, role) for role in ("target", "draft")]
-    logits = [rows(engine, (1, 2, 3), 3) for engine in pair]
-    assert torch.equal(logits[0], logits[1])
 
 
 def test_stated_times() -> None:
@@ -169,24 +143,3 @@ def test_errors_are_those_of_a_real_engine() -> None:
     assert [engine.length(name) for name in "abc"] == [0, 1, 1]
     engine.release("b")
     assert engine.length("b") == 0
-
-
-def test_info() -> None:
-    info = EmulatedEngine(EmulatedSpec.parse("vocab_size=100,eos=7,max_model_len=9"), "draft").info
-    assert (info.vocab_size, info.eos_token_ids, info.max_model_len) == (100, (7,), 9)
-    other = EmulatedEngine(
-        EmulatedSpec.parse("vocab_size=100,eos=7,max_model_len=9"), "target"
-    ).info
-    assert info.weights_fingerprint != other.weights_fingerprint
-
-
-def test_nothing_is_left_of_a_step_before() -> None:
-    """Steps of more and of fewer rows write over each other; what is not in the support stays
-    impossible."""
-    spec = EmulatedSpec(vocab_size=50, support=6)
-    engine = EmulatedEngine(spec, "draft")
-    for count in (2, 5, 1, 3, 7):
-        tokens = tuple(range(count, 2 * count))
-        found = rows(engine, tokens, count, str(count))
-        assert torch.equal(found, rows(EmulatedEngine(spec, "draft"), tokens, count))
-        assert torch.isfinite(found).sum() == count * spec.support

@@ -153,19 +153,6 @@ def test_so_it_does_with_the_fused_operator(
         compare(sequences, page_size, window, None)
 
 
-def test_what_a_cpu_is_good_at_says_nothing_of_other_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
-    monkeypatch.setattr(gathered_attention, "_attend_fused", None)
-    device = torch.device("meta")
-    cache = KeysAndValues(LayerShape(2, 5, 3, torch.bfloat16, device), 64)
-    held = [HeldSequence(SequenceStep("a", (1, 2), 1), 20, [0, 1])]
-    plan = plan_step(held, (None,), 16, device, torch.bfloat16)
-    query = torch.zeros((1, 4, 2, 5), dtype=torch.bfloat16, device=device)
-    assert attend(query, LayerPages(cache, None, 0.7), plan.groups[None]).shape == (1, 2, 4, 3)
-
-
 @given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
 @settings(max_examples=150)
 def test_so_it_does_in_fixed_shapes(

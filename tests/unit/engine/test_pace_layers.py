@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
-from pace_operators import pace_kernels
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.fused_steps import FusedSteps
+from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues
 from outrider.models.module_replacement import speed_up
@@ -28,7 +28,11 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
     for name, value in (sizes | {"num_key_value_heads": 1, "head_dim": 64} | changes).items():
         setattr(config, name, value)
-    kernels, module = pace_kernels(), tiny_module(config, dtype=torch.bfloat16)
+    try:
+        kernels = load_pace()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    module = tiny_module(config, dtype=torch.bfloat16)
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
     caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES, PAGE) for layer in layers]

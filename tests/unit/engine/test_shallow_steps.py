@@ -12,8 +12,7 @@ from recorded_work import CountingRecorder, attend_by_tables
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import ConfigError, InvariantError, OutOfPages
-from outrider.models.module_replacement import speed_up
+from outrider.errors import ConfigError, InvariantError
 
 VOCAB = 32
 HEAD_IDS = (1, 4, 5, 9, 20)
@@ -156,29 +155,6 @@ def test_a_sequence_with_such_slots_cannot_be_forked() -> None:
     engine.forward([SequenceStep("branch", (8,), 1)])
 
 
-def test_without_pages_nothing_has_changed() -> None:
-    _, engine = built(kv_cache_memory_bytes=12 * _PAGE_BYTES)
-    engine.forward([SequenceStep("a", TEXT, 1), SequenceStep("b", (7,) * 9 * PAGE, 1)])
-    step = SequenceStep("a", (8, 2, 11), 1)
-    assert not engine.can_hold([step])
-    with pytest.raises(OutOfPages):
-        engine.forward_shallow([step])
-    assert engine.length("a") == len(TEXT)
-    engine.check_integrity()
-    [logits] = engine.forward([SequenceStep("a", (8,), 1)])
-    assert logits.isfinite().all()
-
-
-def test_a_module_that_is_made_faster_has_them_too() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    original, made = twin(module), tiny_exit(module, HEAD_IDS)
-    speed_up(module)
-    engine = PagedEngine(module, INFO, exit_head=made)
-    engine.forward([SequenceStep("a", TEXT[:4], 1)])
-    [rows] = engine.forward_shallow([SequenceStep("a", TEXT[4:], 6)])
-    assert (rows - hidden(original, TEXT, 1)[4:]).abs().max() < 1e-3
-
-
 def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> None:
     """On what stands in for a device: both put out what they must, beside each other."""
     module = tiny_module(tiny_config("llama", VOCAB))
@@ -228,13 +204,6 @@ def test_layers_that_put_out_something_else_alone_are_refused(
     monkeypatch.setattr("outrider.engine.paged_engine.first_layers", unlike)
     with pytest.raises(ConfigError, match="model tiny: run alone, its first layers"):
         PagedEngine(module, INFO, exit_head=made)
-
-
-def test_an_engine_without_an_exit_has_none() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
-    engine = PagedEngine(module, INFO)
-    with pytest.raises(InvariantError, match="runs no shallow steps"):
-        engine.forward_shallow([SequenceStep("a", (1,), 1)])
 
 
 _PAGE_BYTES = 3 * 2 * 2 * 8 * 8 * PAGE

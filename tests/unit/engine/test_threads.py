@@ -16,9 +16,7 @@ from outrider.engine.threads import (
     SLOW_STEPS,
     TRIAL_STEPS,
     ContendedThreads,
-    start_workers,
 )
-from outrider.replica.scheduler import ThreadExecutor
 
 
 @pytest.fixture(autouse=True)
@@ -98,40 +96,6 @@ def test_steps_are_held_against_their_kind() -> None:
     assert machine.run(len(TRIAL)) == TRIAL
 
 
-def test_a_kind_that_does_not_come_back_holds_up_no_trial() -> None:
-    machine = Machine(one=0.013, two=0.010)
-    machine.run(1, "shallow")
-    machine.run(10)
-    machine.times = {1: 0.02, 2: 0.2}
-    machine.run(SLOW_STEPS, "shallow")
-    machine.run(SLOW_STEPS)
-    assert machine.run(len(TRIAL)) == TRIAL
-
-
-def test_other_steps_have_all_threads() -> None:
-    machine = Machine(one=0.02, two=0.01)
-    machine.run(10)
-    machine.times[2] = 0.2
-    machine.run(SLOW_STEPS + len(TRIAL))
-    with machine.threads.step(None):
-        assert torch.get_num_threads() == 2
-    assert machine.run(1) == [1]
-
-
-def test_a_trial_judges_by_its_own_steps_alone() -> None:
-    """A step that outlasts the time of fewer threads belongs to no trial."""
-    machine = Machine(one=0.02, two=0.01)
-    machine.run(10)
-    machine.times[2] = 0.2
-    machine.run(SLOW_STEPS + len(TRIAL))
-    machine.now += RETREAT_S - 0.03
-    machine.run(2)
-    machine.times[1] = 0.19
-    machine.run(SLOW_STEPS)
-    assert machine.run(len(TRIAL)) == TRIAL
-    assert machine.run(1) == [2]
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 
 
@@ -158,20 +122,3 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     output, _ = await process.communicate()
     own = niceness(0)
     assert output.decode().split() == [str(own), str(own + NICENESS), str(own + NICENESS)]
-
-
-@linux
-def test_a_thread_without_helpers_starts_none() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert start_workers() == []
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_an_executor_is_ready_when_it_is_made() -> None:
-    prepared: list[str] = []
-    executor = ThreadExecutor("step", lambda: 0.0, lambda: prepared.append("yes"))
-    assert prepared == ["yes"]
-    executor.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engine.interface import SequenceStep
-from outrider.errors import InvariantError, OutOfPages
+from outrider.errors import InvariantError
 from outrider.kv_cache.block_pool import BlockPool, Copy
 
 SIZE = 4
@@ -84,56 +84,6 @@ def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_what_ran_behind_a_tree_is_no_prefix(pool: BlockPool) -> None:
-    """It attended to both siblings, so its ids do not tell what it holds."""
-    append(pool, [step("a", 1, 2, parents=(-1, -1))])
-    append(pool, [step("a", 3, 4, 5)])
-    pool.keep("a", 0, (0, 2, 3, 4))
-    pool.release("a")
-    assert pool.attach("b", (1, 3, 4, 5, 6)) == 0
-    assert pool.counts().num_free == 8
-
-
-def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: BlockPool) -> None:
-    """The others keep theirs."""
-    run(pool, "a", *PROMPT)
-    assert pool.attach("b", (*PROMPT, 1)) == 3 * SIZE
-    shared = pool.pages("b")[1]
-    pool.keep("b", SIZE + 1)
-    assert pool.counts().num_free == 5
-    assert append(pool, [step("b", 9)]) == [(shared, pool.pages("b")[1])]
-    assert pool.token_ids("a") == PROMPT
-    assert pool.token_ids("b") == (*PROMPT[: SIZE + 1], 9)
-    assert pool.attach("c", (*PROMPT, 1)) == 3 * SIZE
-    pool.check_integrity()
-
-
-def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
-    """A sequence that fills the pool can be cut by a token and run on."""
-    pool = BlockPool(3, SIZE)
-    run(pool, "a", *PROMPT)
-    pool.keep("a", len(PROMPT) - 1)
-    assert append(pool, [step("a", 1)]) == []
-    pool.release("a")
-    assert pool.attach("b", (*PROMPT, 1)) == 2 * SIZE
-    pool.check_integrity()
-
-
-def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
-    """Two that were cut into one page fit into two."""
-    pool = BlockPool(2, SIZE)
-    run(pool, "a", 1, 2, 3, 4)
-    pool.fork("a", "b")
-    pool.keep("a", 2)
-    pool.keep("b", 2)
-    steps = [step("a", 5), step("b", 6)]
-    pool.mark_idle("b")
-    assert pool.can_hold(steps)
-    assert len(append(pool, steps)) == 1
-    assert pool.token_ids("a") == (1, 2, 5)
-    assert pool.token_ids("b") == (1, 2, 6)
-
-
 def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
     """Of a prefix the last page goes first, and all that goes is only what must."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
@@ -160,25 +110,6 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> N
     pool.check_integrity()
 
 
-def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
-    """Two ran the same page at once; the one that is remembered is evicted with what continues
-    it, and the other takes its place."""
-    pool = BlockPool(6, SIZE)
-    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
-    run(pool, "a", 9)
-    run(pool, "b", 5, 6, 7, 8)
-    pool.release("a")
-    assert pool.attach("c", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
-    pool.release("c")
-    append(pool, [step("x", *range(4 * SIZE))])
-    assert pool.counts().num_free == pool.counts().num_evictable == 0
-    pool.release("x")
-    assert pool.attach("c", (1, 2, 3, 4, 5)) == 0
-    run(pool, "b", 1, 2, 3, 4)
-    assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
-    pool.check_integrity()
-
-
 def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     """The page that stands for a prefix is used whenever a twin of it is."""
     pool = BlockPool(5, SIZE)
@@ -191,23 +122,6 @@ def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     pool.release("b")
     append(pool, [step("x", *range(3 * SIZE))])
     assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
-
-
-def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
-    """Where every page is in use it raises and changes nothing."""
-    pool = BlockPool(2, SIZE)
-    run(pool, "gone", 1, 2, 3, 4)
-    pool.release("gone")
-    run(pool, "a", 5)
-    pool.mark_idle("a")
-    assert len(pool.fork("a", "b")) == 1
-    assert (pool.token_ids("a"), pool.token_ids("b")) == ((5,), (5,))
-    assert pool.counts().num_evictable == 1
-    run(pool, "a", 6)
-    with pytest.raises(OutOfPages):
-        pool.fork("b", "c")
-    assert [pool.length(name) for name in "abc"] == [2, 1, 0]
-    pool.check_integrity()
 
 
 def test_misuse_is_our_bug(pool: BlockPool) -> None:

@@ -95,19 +95,6 @@ def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
     assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
 
 
-def test_views_that_parted_inside_the_confirmed_prefix_start_again(replica: Replica) -> None:
-    replica.answer(head([1, 2, 3, 4], 0))
-    assert replica.answer(head([1, 9, 3, 4], 3)) == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
-    assert replica.answer(head([1, 9, 3, 4], 0)) == 4
-
-
-def test_resync_cuts_nothing(replica: Replica) -> None:
-    """A message that was wrong or late leaves the right one answerable."""
-    replica.answer(head([1, 2, 3], 0), (4, 5))
-    assert isinstance(replica.answer(head([1, 9, 9, 9], 3)), Resync)
-    assert replica.answer(head([1, 2, 3, 4, 5, 6], 5)) == 6
-
-
 def test_nothing_to_append_runs_the_last_token_again(replica: Replica) -> None:
     replica.answer(head([1, 2, 3], 0))
     aligned = replica.table.align(head([1, 2, 3], 3))
@@ -166,14 +153,6 @@ def test_recording_what_was_not_run_is_an_invariant_error() -> None:
         replica.table.record("t", (3,))
 
 
-def test_release_frees_the_slots(replica: Replica) -> None:
-    replica.answer(head([1, 2], 0))
-    replica.table.release("s")
-    replica.table.release("s")
-    assert "s" not in replica.table
-    assert replica.engine is None or replica.engine.length("s") == 0
-
-
 PROMPT = list(range(10)) * 4
 """40 tokens, of which a page holds 16."""
 
@@ -200,26 +179,6 @@ def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
     short = head(PROMPT[:32], 0, session_id="d")
     replica.table.align(short)
     assert len(replica.table.begin(short).sequence) == 16
-    replica.table.check_integrity()
-
-
-def test_a_session_that_lost_its_slots_begins_on_what_is_left_of_them() -> None:
-    replica = Replica()
-    replica.answer(head(PROMPT, 0))
-    replica.table.free("s")
-    assert isinstance(replica.answer(head([*PROMPT, 1], 40)), Resync)
-    again = head([*PROMPT, 1], 0)
-    replica.table.align(again)
-    assert len(replica.table.begin(again).sequence) == 32
-
-
-def test_a_repeated_prefix_is_not_run_again(replica: Replica) -> None:
-    """A coordinator that forgot what is held sends it all: what agrees stays, the rest is cut."""
-    replica.answer(head([1, 2, 3, 4, 5], 0), (6, 7))
-    aligned = replica.table.align(head([1, 2, 3, 4, 9, 6, 7], 0))
-    assert isinstance(aligned, Aligned)
-    assert list(aligned.sequence.ids) == [1, 2, 3, 4]
-    assert aligned.new_tokens == (9, 6, 7)
     replica.table.check_integrity()
 
 

@@ -39,33 +39,11 @@ def test_one_layer_without_keys_and_values() -> None:
     refused(module, "linear_attention")
 
 
-def test_an_encoder_and_a_decoder() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    module.config.is_encoder_decoder = True
-    refused(module, "encoder-decoder")
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "reason"),
     [
         ("GPTJ", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "cannot be replaced"),
-        (
-            "GPTNeo",
-            {
-                "hidden_size": 16,
-                "num_layers": 1,
-                "num_heads": 2,
-                "attention_types": [[["global"], 1]],
-            },
-            "cannot be replaced",
-        ),
-        (
-            "Falcon",
-            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "cannot be replaced",
-        ),
         ("Bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "the positions of its tokens"),
-        ("Mpt", {"d_model": 16, "n_layers": 1, "n_heads": 2}, "the positions of its tokens"),
     ],
 )  # fmt: skip
 def test_attention_that_is_the_models_own(name: str, sizes: dict[str, Any], reason: str) -> None:
@@ -121,12 +99,6 @@ def test_a_scale_of_positions_that_depends_on_the_batch() -> None:
         assert gap(run(make_engine(module, max_model_len=32), "s", ids(32), 32), expected) < 1e-5
 
 
-def test_layers_that_share_keys() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    module.config.num_kv_shared_layers = 1
-    refused(module, "keys and values of others")
-
-
 def test_a_layer_that_runs_twice() -> None:
     """Its second keys would overwrite its first."""
     module = tiny_module(tiny_config("llama", VOCAB))
@@ -151,12 +123,3 @@ def test_a_model_that_reads_its_neighbours() -> None:
     module = tiny_module(tiny_config("llama", VOCAB))
     module.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out.cumsum(1))
     refused(module, "differ from its own by")
-
-
-@pytest.mark.parametrize("max_model_len", [1, 2, 7])
-def test_a_model_of_few_tokens_is_tried_too(max_model_len: int) -> None:
-    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
-    with checked_engines() as make_engine:
-        engine = make_engine(module, max_model_len=max_model_len, num_bytes=2**16)
-        assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
-        assert engine.page_counts().num_free < engine.page_counts().num_pages

@@ -14,7 +14,6 @@ from outrider.models.linear_layers import (
     Int8Linear,
     PackedLinear,
     WidenedLinear,
-    can_pack,
     must_widen,
     quantized,
 )
@@ -66,17 +65,6 @@ def test_any_number_of_rows(dtype: torch.dtype, bias: bool, out_features: int) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_shape_of_rows(dtype: torch.dtype) -> None:
-    """One row alone, plain matrices, batches, and rows that do not lie side by side in memory."""
-    layer = random_layer(dtype, bias=True)
-    packed = PackedLinear(layer.weight, layer.bias)
-    for shape in ((192,), (5, 192), (2, 3, 192), (2, 1, 3, 192), (2, 0, 192)):
-        assert_right(layer, packed, random_rows(*shape, dtype=dtype))
-    assert_right(layer, packed, random_rows(192, 6, dtype=dtype).t())
-    assert_right(layer, packed, random_rows(1, 4, 384, dtype=dtype)[..., ::2])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_weight_can_be_had_back_and_is_a_copy(dtype: torch.dtype) -> None:
     """Bit for bit, though the layout pads and reorders it; and what the caller does to the dense
     weight afterwards changes nothing."""
@@ -90,16 +78,6 @@ def test_the_weight_can_be_had_back_and_is_a_copy(dtype: torch.dtype) -> None:
     assert (packed.in_features, packed.out_features) == (192, 97)
     assert list(packed.parameters()) == []
     assert str(packed) == "PackedLinear(192, 97, bias=True)"
-
-
-def test_what_cannot_be_packed() -> None:
-    assert can_pack(torch.empty(3, 4))
-    assert can_pack(torch.empty(3, 4, dtype=torch.bfloat16)) is HAS_BFLOAT16
-    for dtype in (torch.float64, torch.float16, torch.int8):
-        assert not can_pack(torch.empty(3, 4, dtype=dtype))
-    assert not can_pack(torch.empty(3, 4, device="meta"))
-    assert not can_pack(torch.empty(0, 4))
-    assert not can_pack(torch.empty(3, 4, 5))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -178,15 +156,6 @@ def test_it_multiplies_by_its_rounded_weight(dtype: torch.dtype, bits: int, num_
     error = (layer.weight.double() - wide).abs()
     assert (error <= 0.5 * steps + 2 * eps * wide.abs().amax(1, keepdim=True)).all()
     assert error.max() > 0
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_of_zeros_stays_one(bits: int) -> None:
-    weight = weight_of(16, 32, torch.bfloat16)
-    weight[3] = 0
-    layer = quantized(weight, None, bits)
-    assert layer is not None
-    assert (layer(torch.ones(1, 32, dtype=torch.bfloat16))[0, 3] == 0).all()
 
 
 def test_a_shape_that_a_kernel_does_not_take_is_left_alone() -> None:

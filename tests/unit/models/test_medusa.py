@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError
-from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
+from outrider.models.drafter_checkpoint import WEIGHTS_FILE
 from outrider.models.loading import load_model
 from outrider.models.medusa import LoadedHeads, load_heads
 from outrider.models.module_replacement import speed_up
@@ -64,12 +63,6 @@ def test_what_is_saved_is_loaded(target: Path, saved: Path) -> None:
     [
         (lambda t: t.pop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
         (lambda t: t.update({"heads.0.down.weight": torch.zeros(4)}), "hold no heads"),
-        (
-            lambda t: t.update({"heads.1.down.weight": torch.zeros(4, 4)}),
-            "heads.1.down.weight does",
-        ),
-        (lambda t: t["heads.1.down.weight.scale"].fill_(torch.nan), "heads.1.down.weight does"),
-        (lambda t: t.update({"draft_token_ids": torch.tensor([1, 4, 5, 9, 40])}), "do not ascend"),
     ],
 )
 def test_broken_files_are_refused(
@@ -79,13 +72,6 @@ def test_broken_files_are_refused(
     change(tensors)
     save_file(tensors, saved / WEIGHTS_FILE)
     with pytest.raises(ConfigError, match=message):
-        load(saved, target)
-
-
-def test_heads_for_another_vocabulary_are_refused(target: Path, saved: Path) -> None:
-    path = saved / DESCRIPTION_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 99}))
-    with pytest.raises(ConfigError, match="vocab_size 99, its target 32"):
         load(saved, target)
 
 

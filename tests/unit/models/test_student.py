@@ -132,20 +132,6 @@ def test_a_quantised_configuration_is_refused_for_what_it_is(target: Path, draft
         load(drafter, target)
 
 
-def test_a_description_that_is_no_json_is_refused(target: Path, drafter: Path) -> None:
-    (drafter / DESCRIPTION_FILE).write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(drafter, target)
-
-
-def test_missing_and_misplaced_weights_are_refused(target: Path, drafter: Path) -> None:
-    tensors = load_file(drafter / WEIGHTS_FILE)
-    without = {name: values for name, values in tensors.items() if "o_proj" not in name}
-    save_file(without, drafter / WEIGHTS_FILE)
-    with pytest.raises(ConfigError, match=r"lack the weights .*o_proj"):
-        load(drafter, target)
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
