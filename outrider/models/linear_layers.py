@@ -21,8 +21,8 @@ _PACKED_FOR_ROWS: Final = 16
 
 
 class InferenceLinear(nn.Module):
-    """`nn.Linear` for inference: [..., in] -> [..., out], of the rows' dtype. It has no gradient and
-    takes no hooks: to call it is to call its `forward`."""
+    """`nn.Linear` for inference: [..., in] -> [..., out], of the rows' dtype, without a gradient.
+    It takes no hooks: to call it is to call its `forward`."""
 
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
