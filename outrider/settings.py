@@ -1,23 +1,21 @@
 """Settings: typed values with a name, a unit, bounds, and four places they may come from.
 
 A configuration is a pydantic dataclass (`CHECKED`). Its fields are settings, unless they are
-`Internal`. Layers are merged by `merge`: defaults < YAML file < `OUTRIDER_*` environment <
-flag. Each layer is checked by itself, so that an error names what set the bad value.
+`Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
+so that an error names what set the bad value.
 """
 
 from __future__ import annotations
 
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from outrider.errors import ConfigError, SettingError, did_you_mean
 
@@ -31,7 +29,7 @@ CHECKED: Final = ConfigDict(
 )  # fmt: skip
 """Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
 Internal = Annotated[T, Field(exclude=True)]
-"""A field that is no setting: whoever starts the service fills it in."""
+"""A field that is no setting: the code that starts the service fills it in."""
 
 ENVIRONMENT_PREFIX: Final = "OUTRIDER_"
 NOT_SETTINGS: Final = (
@@ -43,12 +41,8 @@ those who call one have."""
 CONFIG_FILE_BYTES_MAX: Final = 2**20
 
 _KIND_NAMES: Final = {
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
-
+    str: "a string", int: "a whole number", float: "a number", bool: "true or false",
+}  # fmt: skip
 _BOOLEANS: Final = ("true", "1", "yes", "on", "false", "0", "no", "off")
 
 
@@ -58,10 +52,25 @@ class Setting:
 
     key: str
     """Its name in a YAML file; the flag and the variable are made from it."""
-    field: FieldInfo
     doc: str
     group: str
     """Name of the class that declares it."""
+    kind: type
+    """`str`, `int`, `float` or `bool`."""
+    default: Value
+    choices: tuple[str, ...]
+    """The only values, where there are few."""
+    minimum: float | None
+    maximum: float | None
+    secret: bool
+    """Whether its value is never shown, in errors neither."""
+    annotation: Any
+    """Its type, with its bounds."""
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[Value]:
+        """Checks its values, and describes them as a JSON schema."""
+        return TypeAdapter(self.annotation)
 
     @property
     def flag(self) -> str:
@@ -74,73 +83,26 @@ class Setting:
         return ENVIRONMENT_PREFIX + self.key.upper()
 
     @property
-    def default(self) -> Value:
-        """Its value where nothing sets it."""
-        default: Value = self.field.default
-        return default
-
-    @property
-    def secret(self) -> bool:
-        """Whether its value is shown to nobody, in errors neither."""
-        return not self.field.repr
-
-    @property
-    def optional(self) -> bool:
-        """Whether None (in YAML: null) is a value."""
-        return isinstance(self.field.annotation, types.UnionType)
-
-    @property
-    def kind(self) -> type:
-        """`str`, `int`, `float` or `bool`."""
-        if self.choices:
-            return str
-        one: Any = self.field.annotation
-        found: type = typing.get_args(one)[0] if self.optional else one
-        return found
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The only values, where there are few."""
-        found = self.field.annotation
-        return typing.get_args(found) if typing.get_origin(found) is Literal else ()
-
-    @property
-    def minimum(self) -> float | None:
-        """The least value."""
-        return self._bound("ge")
-
-    @property
-    def maximum(self) -> float | None:
-        """The greatest value."""
-        return self._bound("le")
-
-    def _bound(self, name: str) -> float | None:
-        found = (getattr(one, name, None) for one in self.field.metadata)
-        return next((one for one in found if one is not None), None)
-
-    @property
     def allowed(self) -> str:
         """What its values may be, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = _KIND_NAMES[self.kind]
-        if self.minimum is not None and self.maximum is not None:
+        if self.maximum is not None:
             words += f" from {self.minimum} to {self.maximum}"
         elif self.minimum is not None:
             words += f", at least {self.minimum}"
         return words
 
-    @cached_property
-    def adapter(self) -> TypeAdapter[Value]:
-        """Checks its values, and describes them as a JSON schema."""
-        checked: Any = Annotated[self.field.annotation, Field(), *self.field.metadata]
-        return TypeAdapter(checked)
-
     def parse(self, raw: object, source: str) -> Value:
         """The value that `raw` (text, or what YAML made of it) stands for. Raises `ConfigError`
         naming `source` where it is not one or lies outside the bounds."""
         try:
-            if isinstance(raw, str) and not self._reads(raw):
+            # pydantic also takes `y` and `5.0`.
+            if isinstance(raw, str) and (
+                (self.kind is bool and raw.strip().lower() not in _BOOLEANS)
+                or (self.kind is int and "." in raw)
+            ):
                 raise ValueError(raw)
             return self.adapter.validate_python(raw, strict=not isinstance(raw, str))
         except ValueError:  # pydantic's errors, too.
@@ -150,27 +112,33 @@ class Setting:
                 f"{source}: {shown} is wrong; it must be {self.allowed}{hint}"
             ) from None
 
-    def _reads(self, text: str) -> bool:
-        """Whether the text has the form of its kind: pydantic also takes `y` and `5.0`."""
-        if self.kind is bool:
-            return text.strip().lower() in _BOOLEANS
-        return self.kind is not int or "." not in text
 
-
-def settings_of(config: Any) -> Mapping[str, Setting]:
+def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     """The settings of a configuration by field name."""
     docs: dict[str, str] = {}
     groups: dict[str, str] = {}
-    for kind in reversed(type.mro(config)):
-        for name, one in getattr(kind, "__pydantic_fields__", {}).items():
+    for base in reversed(type.mro(config)):
+        for name, one in getattr(base, "__pydantic_fields__", {}).items():
             docs[name] = one.description or docs.get(name, "")
-            groups.setdefault(name, kind.__name__)
-    fields: Mapping[str, FieldInfo] = config.__pydantic_fields__
-    return {
-        name: Setting(one.alias or name, one, " ".join(docs[name].split()), groups[name])
-        for name, one in fields.items()
-        if not one.exclude
-    }
+            groups.setdefault(name, base.__name__)
+    found = {}
+    for name, one in config.__pydantic_fields__.items():
+        if one.exclude:
+            continue
+        kind = one.annotation
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if isinstance(kind, types.UnionType):  # With None.
+            kind = get_args(kind)[0]
+        bounds: dict[str, float] = {}
+        for bound in one.metadata:
+            bounds |= {end: getattr(bound, end) for end in ("ge", "le") if hasattr(bound, end)}
+        found[name] = Setting(
+            key=one.alias or name, doc=" ".join(docs[name].split()), group=groups[name],
+            kind=str if choices else kind, default=one.default, choices=choices,
+            minimum=bounds.get("ge"), maximum=bounds.get("le"), secret=not one.repr,
+            annotation=Annotated[one.annotation, Field(), *one.metadata],
+        )  # fmt: skip
+    return found
 
 
 @contextmanager
@@ -224,37 +192,15 @@ def build(config: type[Config], values: Mapping[str, Value], **internal: Any) ->
     return config(**named, **internal)
 
 
-def merge(
-    settings: Mapping[str, Setting],
-    file: Path | None,
-    environment: Mapping[str, str],
-    flags: Mapping[str, object],
-) -> dict[str, Value]:
-    """Values by key of all settings that a YAML file, the environment or a flag sets, the last one
-    winning. Raises `ConfigError` for an unknown key and for a bad value, also where another layer
-    overrides it."""
-    given = _given(settings, file, environment, flags)
-    return {found.key: found.parse(raw, source) for found, raw, source in given}
-
-
-def sources(
-    settings: Mapping[str, Setting],
-    file: Path | None,
-    environment: Mapping[str, str],
-    flags: Mapping[str, object],
-) -> dict[str, str]:
-    """By key, what errors call each setting that is set: its flag, its variable, or file and key,
-    whichever wins. Raises `ConfigError` for an unknown key."""
-    return {found.key: source for found, _, source in _given(settings, file, environment, flags)}
-
-
-def _given(
+def layers(
     settings: Mapping[str, Setting],
     file: Path | None,
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """What each layer sets: the setting, what was written, and what set it. The last one wins."""
+    """What a YAML file, the environment and flags set, in this order: the setting, what was
+    written, and what errors call the place. Of the same setting the last one wins. Raises
+    `ConfigError` for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from deploy.fleet.local_state import DeploymentRecord
 from outrider import limits
-from outrider.config import DeploymentConfig, configuration, deployment_settings
+from outrider.config import DeploymentConfig, configuration, deployment_settings, merge
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,
@@ -20,7 +20,7 @@ from outrider.errors import (
     SettingError,
     Unauthenticated,
 )
-from outrider.settings import Setting, Value, merge, sources
+from outrider.settings import Setting, Value, layers
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .command import Arguments, Option, grouped, option
@@ -144,7 +144,7 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
     """By key, the settings that file, environment or an option sets. Raises `ConfigError`."""
-    return merge(deployment_settings(), arguments.config, os.environ, arguments.settings)
+    return merge(arguments.settings, os.environ, arguments.config)
 
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
@@ -215,11 +215,11 @@ def _setting_name(key: str, arguments: Arguments) -> str:
         return _flag(key)
     if key == "model" and getattr(arguments, "target", None):
         return "TARGET"
+    given = layers(deployment_settings(), arguments.config, os.environ, arguments.settings)
     try:
-        found = sources(deployment_settings(), arguments.config, os.environ, arguments.settings)
+        return {found.key: source for found, _, source in given}.get(key, key)
     except ConfigError:  # Another setting is wrong, too; this error comes first.
         return key
-    return found.get(key, key)
 
 
 def _field_name(field: str, arguments: Arguments) -> str:

@@ -17,6 +17,7 @@ from outrider.config.deployments import (
     configuration,
     deployment_settings,
     load_config,
+    merge,
     parse_bounds,
 )
 from outrider.config.models import (
@@ -60,6 +61,7 @@ __all__ = [
     "deployment_settings",
     "is_loopback",
     "load_config",
+    "merge",
     "parse_bounds",
     "unlocked",
 ]

@@ -20,7 +20,7 @@ from outrider.drafters.names import AUTO, LookupKind
 from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import Role
-from outrider.settings import CHECKED, Internal, Setting, Value, build, merge, settings_of
+from outrider.settings import CHECKED, Internal, Setting, Value, build, layers, settings_of
 
 WAIT_S_MAX: Final = 86_400
 _NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
@@ -205,15 +205,21 @@ def deployment_settings() -> dict[str, Setting]:
     return found
 
 
+def merge(
+    flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
+) -> dict[str, Value]:
+    """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
+    values) set, by key; the last one wins. Raises `ConfigError` naming what set a bad value, also
+    where another layer overrides it."""
+    given = layers(deployment_settings(), file, environment, flags)
+    return {found.key: found.parse(raw, source) for found, raw, source in given}
+
+
 def load_config(
-    flags: Mapping[str, object],
-    environment: Mapping[str, str],
-    file: Path | None = None,
+    flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> DeploymentConfig:
-    """The deployment that defaults < `file` (YAML) < `environment` (`OUTRIDER_*`) < `flags` (by
-    key; text or values) describe. Raises `ConfigError` naming what set the bad value, and
-    `SettingError` for values that do not go together."""
-    return configuration(merge(deployment_settings(), file, environment, flags))
+    """The deployment that these layers describe (see `merge`). Raises `ConfigError`."""
+    return configuration(merge(flags, environment, file))
 
 
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
