@@ -6,7 +6,7 @@ Every message is idempotent: repeated, late or reordered ones change nothing but
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.step_costs import StepCosts
@@ -125,15 +125,9 @@ class VerifyItem:
         """Tokens that it has for a step, if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
 
-    @property
-    def awaits_answer(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def gives_way(self) -> bool:
-        """Never: every verdict is waited for."""
-        return False
+    awaits_answer: ClassVar[bool] = True
+    gives_way: ClassVar[bool] = False
+    """Every verdict is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,32 +250,7 @@ class Refused:
     message: str
 
 
-class RoundItem(Protocol):
-    """What is common to `VerifyItem` and `DraftItem`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def head(self) -> RoundHead:
-        """Session, round, prefix."""
-        ...
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether it asks for anything but guesses of later rounds."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens that it has for a step, if the replica holds the stated prefix; at least 1."""
-        ...
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether it need not be finished before a newer item of its session is begun."""
-        ...
-
-
+RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused
 
