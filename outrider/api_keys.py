@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from outrider.errors import ConfigError
-from outrider.files import locked
+from outrider.files import locked, write_whole
 from outrider.limits import (
     API_KEY_CHARS_MAX,
     API_KEY_CHARS_MIN,
@@ -207,6 +205,9 @@ def read_entries(text: str) -> list[KeyEntry]:
     return entries
 
 
+_OPTION: Final = re.compile(r"(tenant|requests_per_minute|concurrency)=(.*)|(admin)")
+
+
 def _entry(words: Sequence[str]) -> KeyEntry:
     if len(words) < 2:
         raise ValueError("a key has a NAME and a HASH at least")
@@ -217,38 +218,31 @@ def _entry(words: Sequence[str]) -> KeyEntry:
         raise ValueError(f"HASH {error}") from None
     options: dict[str, str] = {}
     for word in words[2:]:
-        option, equals, value = word.partition("=")
+        match = _OPTION.fullmatch(word)
+        if match is None:
+            raise ValueError(
+                f"{word[:32]!r} is wrong; it must be tenant=TENANT, requests_per_minute=N, "
+                "concurrency=N or admin"
+            )
+        option = match[1] or match[3]
         if option in options:
-            raise ValueError(f"{option[:32]!r} is there twice")
-        if bool(equals) != (option != "admin"):
-            raise ValueError(f"{option[:32]!r} is wrong; it must be OPTION=VALUE or admin")
-        options[option] = value
-    caller = Caller(
-        name=name,
-        tenant=_tenant(options.pop("tenant", name)),
-        requests_per_minute=_count(options, "requests_per_minute", REQUESTS_PER_MINUTE_MAX),
-        concurrency=_count(options, "concurrency", KEY_CONCURRENCY_MAX),
-        admin=options.pop("admin", None) is not None,
-    )
-    if options:
-        raise ValueError(
-            f"there is no option {next(iter(options))[:32]!r}; there are tenant, "
-            "requests_per_minute, concurrency and admin"
-        )
-    return KeyEntry(found, caller)
+            raise ValueError(f"{option!r} is there twice")
+        options[option] = match[2] or ""
+    try:
+        tenant = check_key_name(options.get("tenant", name))
+    except ValueError as error:
+        raise ValueError(f"tenant: {error}") from None
+    return KeyEntry(found, Caller(
+        name, tenant, _count(options, "requests_per_minute", REQUESTS_PER_MINUTE_MAX),
+        _count(options, "concurrency", KEY_CONCURRENCY_MAX), admin="admin" in options,
+    ))  # fmt: skip
 
 
-def _tenant(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise ValueError(f"tenant: {text[:64]!r} is wrong; it must be {NAME_WORDS}")
-    return text
-
-
-def _count(options: dict[str, str], option: str, most: int) -> int:
+def _count(options: Mapping[str, str], option: str, most: int) -> int:
     """0 where it is not there; unlimited is said by leaving it out."""
-    text = options.pop(option, None)
-    if text is None:
+    if option not in options:
         return 0
+    text = options[option]
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
     if not 1 <= number <= most:
         raise ValueError(f"{option}: {text[:32]!r} is wrong; it must be from 1 to {most}")
@@ -300,7 +294,7 @@ def add_key(path: Path, caller: Caller) -> str:
         text = path.read_text("utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):
             text += "\n"
-        _write(path, f"{text}{entry_line(found, caller)}\n")
+        write_whole(path, f"{text}{entry_line(found, caller)}\n")
     return key
 
 
@@ -313,25 +307,9 @@ def remove_key(path: Path, name: str) -> None:
             raise ConfigError(f"{path}: there is no key {name!r}")
         lines = path.read_text("utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.partition("#")[0].split()[:1] != [name]]
-        _write(path, "".join(kept))
+        write_whole(path, "".join(kept))
 
 
 def _changing(path: Path) -> AbstractContextManager[None]:
     """Within, no other command changes the file."""
     return locked(path.with_name(f"{path.name}.lock"))
-
-
-def _write(path: Path, text: str) -> None:
-    """In one step; a new file is for its owner only, another one keeps its mode."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -1,9 +1,11 @@
-"""File locks, which end with their process, and files that are read again when they change."""
+"""Files: locks, which end with their process, writes in one step, and reads after changes."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,22 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """In one step; a new file is for its owner only, another one keeps its mode."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 class FileWatch:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import ConfigError
+from outrider.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.settings import Value
@@ -150,17 +150,7 @@ def logged_error(directory: Path) -> str | None:
 
 def publish(directory: Path, record: DeploymentRecord) -> None:
     """Writes the record, in one step, for its owner only."""
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=FILE_NAME)  # mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(directory / FILE_NAME)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def publish_key(directory: Path, key: str) -> None:
