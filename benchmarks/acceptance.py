@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from outrider.limits import (
 from outrider.models.eagle import LoadedEagle
 from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
-from outrider.speculation.accept_reject import Outcome, decide
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import RANKS_MAX, OutcomeModel, guess_outcomes
@@ -47,15 +47,11 @@ from outrider.speculation.verification import verdict_from_logits
 
 from .measurement import Progress
 from .options import AcceptanceOptions
-from .report import table
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from .prompts import BenchPrompt
+from .report import Report, table
 
 GREEDY: Final = SamplingParams(temperature=0.0)
 SAMPLED: Final = SamplingParams(temperature=1.0)
-FAN_OUTS: Final = (1, 2, 3, 5)
-"""Guesses of each correction."""
 OUTCOMES: Final = (4, 8, 12, 16, 24)
 """Of a whole round, the likeliest first."""
 WAYS: Final = (
@@ -86,59 +82,17 @@ class PromptAcceptance:
     where the chain's beginning makes no difference."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceReport:
-    """The result of one `bench acceptance`."""
-
-    model: str
-    draft_model: str
-    num_prompts: int
-    max_tokens: int
-    greedy: float
-    """Share of the tokens at temperature 0 that are the draft's likeliest too."""
-    sampled: float
-    """Mean over the places at temperature 1 of sum min(p, q): a drawn draft token's chance."""
-    by_position: tuple[float | None, ...]
-    """At temperature 1, the chance that draft token i is accepted given that those before it were;
-    None where no window came so far."""
-    num_positions: int
-    """Places at temperature 1."""
-    num_positions_greedy: int
-    by_category: Mapping[str, Mapping[str, float]]
-    hits: Sequence[Mapping[str, Any]] | None = None
-    """By rule and temperature, see `way_figures`; None = no rounds were played."""
-
-    def values(self) -> dict[str, object]:
-        """By names in JSON."""
-        return asdict(self)
-
-    def render(self) -> Group:
-        """For people."""
-        from rich.console import Group
-
-        rows = [
-            (name, f"{rates['greedy']:.3f}", f"{rates['sampled']:.3f}")
-            for name, rates in self.by_category.items()
-        ]
-        shown = table(
-            f"{self.draft_model} reads {self.model}: {self.num_positions} places",
-            ("prompts", "greedy", "sampled"),
-            [*rows, ("all", f"{self.greedy:.3f}", f"{self.sampled:.3f}")],
-        )
-        chances = ["-" if chance is None else f"{chance:.3f}" for chance in self.by_position]
-        line = "sampled, by place in the proposal: " + " ".join(chances)
-        return Group(shown, line, *([] if self.hits is None else [_hits_table(self.hits)]))
-
-
 def summarise(
     options: AcceptanceOptions,
     found: Sequence[PromptAcceptance],
-    hits: Sequence[Mapping[str, Any]] | None = None,
-    *,
     model: str,
     draft_model: str,
-) -> AcceptanceReport:
-    """The report on all prompts; places count alike, whichever prompt they are of."""
+    hits: Sequence[Mapping[str, Any]] | None = None,
+) -> Report:
+    """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
+    temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
+    temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
+    accepted given that those before it were, or None where no window came so far."""
     check(bool(found), "nothing was measured")
     by_category: dict[str, list[PromptAcceptance]] = {}
     for entry in found:
@@ -149,18 +103,29 @@ def summarise(
         if len(depths) == 1:
             depths = [depths[0][depth:] for depth in range(NUM_DEPTHS)]
         windows.append(depths)
-    return AcceptanceReport(
-        model=model,
-        draft_model=draft_model,
-        num_prompts=len(found),
-        max_tokens=options.max_tokens,
+    values: dict[str, Any] = {
+        "model": model,
+        "draft_model": draft_model,
+        "num_prompts": len(found),
+        "max_tokens": options.max_tokens,
         **_rates(found),
-        by_position=acceptance_of_windows(windows, NUM_DEPTHS),
-        num_positions=sum(len(entry.overlaps) for entry in found),
-        num_positions_greedy=sum(len(entry.hits) for entry in found),
-        by_category={name: _rates(entries) for name, entries in by_category.items()},
-        hits=hits,
+        "by_position": acceptance_of_windows(windows, NUM_DEPTHS),
+        "num_positions": sum(len(entry.overlaps) for entry in found),
+        "num_positions_greedy": sum(len(entry.hits) for entry in found),
+        "by_category": {name: _rates(entries) for name, entries in by_category.items()},
+        "hits": hits,
+    }
+    shown = table(
+        f"{draft_model} reads {model}: {values['num_positions']} places",
+        ("prompts", "greedy", "sampled"),
+        [
+            (name, f"{rates['greedy']:.3f}", f"{rates['sampled']:.3f}")
+            for name, rates in [*values["by_category"].items(), ("all", values)]
+        ],
     )
+    chances = ["-" if chance is None else f"{chance:.3f}" for chance in values["by_position"]]
+    line = "sampled, by place in the proposal: " + " ".join(chances)
+    return Report(values, [shown, line, *([] if hits is None else [_hits_table(hits)])])
 
 
 def _rates(found: Sequence[PromptAcceptance]) -> dict[str, float]:
@@ -187,118 +152,98 @@ class Reader(Protocol):
         ...
 
     def distributions(
-        self, token_ids: Sequence[int], first: int
-    ) -> list[list[DraftDistribution | None]]:
-        """q as it goes on the wire, at temperature 1; None = it would propose nothing. [n] of draft
-        token 1 of the chains that begin at each place; [n - 1] of draft token 2 of these, were
-        token 1 the text's; and so on, as far as it drafts. [n] alone where q depends on nothing
-        but the tokens before it, wherever the chain begins."""
+        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
+    ) -> Sequence[Sequence[DraftDistribution | None]]:
+        """q as it goes on the wire; None = it would propose nothing. [n] of draft token 1 of the
+        chains that begin at each place; [n - 1] of draft token 2 of these, were token 1 the
+        text's; and so on, as far as it drafts. [n] alone where q depends on nothing but the tokens
+        before it, wherever the chain begins."""
         ...
 
 
-class ModelReader:
-    """A draft model: one prefill reads everything."""
+class LogitsReader(ABC):
+    """A `Reader` by logits."""
 
-    def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
-        self._engine = engine
+    def __init__(self, token_ids: Sequence[int], entries_max: int) -> None:
+        """`token_ids` are those of the logits; empty = all."""
+        self._vocabulary = DraftVocabulary.of(token_ids)
         self._entries_max = entries_max
-        self._vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
+
+    @abstractmethod
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        """[n, N], [n - 1, N], ..: what `distributions` draws from."""
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """See `Reader.likeliest`."""
-        columns = self._logits(token_ids, first).argmax(dim=1).cpu().numpy()
+        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
         known = self._vocabulary
         return list((columns if known is None else known.token_ids[columns]).tolist())
+
+    def distributions(
+        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
+    ) -> list[list[DraftDistribution]]:
+        """See `Reader.distributions`."""
+        return [
+            [
+                quantise(row, self._entries_max, self._vocabulary)
+                for row in target_probabilities(logits, params)
+            ]
+            for logits in self._logits(token_ids, first)
+        ]
+
+
+class ModelReader(LogitsReader):
+    """A draft model: one prefill reads everything."""
+
+    def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
+        super().__init__(engine.info.logit_token_ids, entries_max)
+        self._engine = engine
 
     def ranks(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """[n]: how many tokens the draft finds likelier than each of `token_ids[first:]`; None for
         one that it has no logit of."""
-        logits = self._logits(token_ids, first)
-        columns = self._columns(token_ids[first:], logits.shape[1])
+        logits = next(self._logits(token_ids, first))
+        known = range(logits.shape[1]) if self._vocabulary is None else self._vocabulary.token_ids
+        columns = {int(token_id): column for column, token_id in enumerate(known)}
+        places = [columns.get(token_id) for token_id in token_ids[first:]]
         return [
-            None if column is None else int((row > row[column]).sum())
-            for row, column in zip(logits, columns, strict=True)
+            None if place is None else int((row > row[place]).sum())
+            for row, place in zip(logits, places, strict=True)
         ]
 
-    def distributions(
-        self, token_ids: Sequence[int], first: int
-    ) -> list[list[DraftDistribution | None]]:
-        """See `Reader.distributions`."""
-        return [list(self.drawn_from(token_ids, first))]
-
-    def drawn_from(
-        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> list[DraftDistribution]:
-        """[n]: q in place of each of `token_ids[first:]` under these parameters."""
-        rows = target_probabilities(self._logits(token_ids, first), params)
-        return [quantise(row, self._entries_max, self._vocabulary) for row in rows]
-
-    def _columns(self, token_ids: Sequence[int], width: int) -> list[int | None]:
-        if self._vocabulary is None:
-            return [token_id if token_id < width else None for token_id in token_ids]
-        places = {token_id: i for i, token_id in enumerate(self._vocabulary.token_ids.tolist())}
-        return [places.get(token_id) for token_id in token_ids]
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)
-        try:
-            [logits] = self._engine.forward([step])
-        finally:
-            self._engine.release(_SEQUENCE)
-        return logits
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        yield _read(self._engine, token_ids, len(token_ids) - first)
 
 
-class ExitReader(ModelReader):
+def _read(engine: Engine, token_ids: Sequence[int], num_logits: int) -> torch.Tensor:
+    """[num_logits, N] before the last so many tokens."""
+    try:
+        [found] = engine.forward([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits)])
+    finally:
+        engine.release(_SEQUENCE)
+    return found
+
+
+class ExitReader(LogitsReader):
     """The target's first layers, and a head behind them: one shallow pass reads everything."""
 
     def __init__(
         self, target: ShallowEngine, exit_head: LoadedExit, entries_max: int = DRAFT_SUPPORT_ENTRIES
     ) -> None:
-        super().__init__(target, entries_max)
-        self._vocabulary = DraftVocabulary.of(exit_head.token_ids)
+        super().__init__(exit_head.token_ids, entries_max)
         self._target = target
         self._head = exit_head.module
 
-    def _logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)
         try:
             [hidden] = self._target.forward_shallow([step])
         finally:
             self._target.release(_SEQUENCE)
-        return self._head.logits(hidden)
+        yield self._head.logits(hidden)
 
 
-class _ChainReader(ABC):
-    """A `Reader` whose q depends on where a chain began."""
-
-    def __init__(self, token_ids: Sequence[int], entries_max: int) -> None:
-        self._vocabulary = DraftVocabulary(np.array(token_ids, dtype=np.int64))
-        self._entries_max = entries_max
-
-    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """See `Reader.likeliest`."""
-        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
-        return list(self._vocabulary.token_ids[columns].tolist())
-
-    def distributions(
-        self, token_ids: Sequence[int], first: int
-    ) -> list[list[DraftDistribution | None]]:
-        """See `Reader.distributions`."""
-        return [
-            [
-                quantise(row, self._entries_max, self._vocabulary)
-                for row in target_probabilities(logits, SAMPLED)
-            ]
-            for logits in self._logits(token_ids, first)
-        ]
-
-    @abstractmethod
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """[n, N] of the tokens that the chains from each place on begin with; [n - 1, N] of their
-        second ones; .."""
-
-
-class HeadsReader(_ChainReader):
+class HeadsReader(LogitsReader):
     """Heads on the target, whose features of the text they read: a chain begins with those of the
     token before the newest one."""
 
@@ -320,7 +265,7 @@ class HeadsReader(_ChainReader):
             yield self._heads.logits(features)
 
 
-class EagleReader(_ChainReader):
+class EagleReader(LogitsReader):
     """A head that reads the target's features of the text: those from the place before the newest
     token of the prompt on, as when an answer begins. Chains have `NUM_DEPTHS` tokens at most."""
 
@@ -368,10 +313,10 @@ class LookupReader:
         return list(self._proposed(token_ids, first, GREEDY, Rule.GREEDY))
 
     def distributions(
-        self, token_ids: Sequence[int], first: int
+        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[list[DraftDistribution | None]]:
         """See `Reader.distributions`."""
-        proposed = self._proposed(token_ids, first, SAMPLED, Rule.TOKEN)
+        proposed = self._proposed(token_ids, first, params, Rule.TOKEN)
         return [
             [None if t is None else DraftDistribution((t,), (COUNT_TOTAL,)) for t in proposed]
         ]  # fmt: skip
@@ -401,20 +346,24 @@ class LookupReader:
             self._drafter.release(session_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What drafts for the target."""
+
+    reader: Reader
+    name: str
+    model: Engine | None = None
+    """The model behind it, if it is one."""
+
+
 def measure(
-    options: AcceptanceOptions,
-    target: Engine,
-    reader: Reader,
-    encode: Encode,
-    *,
-    draft: Engine | None = None,
-    draft_model: str,
-    max_model_len: int,
-    progress: Progress,
-) -> AcceptanceReport:
-    """Lets `target` write and `reader` read; with `--hits` plays rounds with the model `draft`.
-    `max_model_len` is what both take. Raises `SettingError` for prompts that are wrong or too
-    long."""
+    options: AcceptanceOptions, target: Engine, draft: Drafting, encode: Encode, progress: Progress
+) -> Report:
+    """Lets `target` write and the draft read; with `--hits` plays rounds with its model. Raises
+    `SettingError` for prompts that are wrong or too long."""
+    max_model_len = target.info.max_model_len
+    if draft.model is not None:
+        max_model_len = min(max_model_len, draft.model.info.max_model_len)
     prompts = options.load_prompts()
     asked = []
     for index, prompt in enumerate(prompts):
@@ -434,40 +383,38 @@ def measure(
         last = start + len(group)
         kinds = dict.fromkeys(prompt.category for prompt in prompts[start:last])
         progress(f"prompts {start + 1} to {last} of {len(prompts)}: {', '.join(kinds)}")
-        readings = _read_group(target, reader, group)
-        for prompt, (hits, depths) in zip(prompts[start:], readings, strict=False):
-            overlaps = tuple(overlap for overlap, _ in depths[0])
-            ratios = tuple(tuple(ratio for _, ratio in pairs) for pairs in depths)
-            found.append(PromptAcceptance(prompt.category, hits, overlaps, ratios))
+        found += _read_group(target, draft.reader, prompts[start:last], group)
     played = None
     if options.hits:
-        if draft is None:
+        if draft.model is None:
             raise SettingError(
-                "draft_model", f"{draft_model} does not guess outcomes; name a model for --hits"
+                "draft_model", f"{draft.name} does not guess outcomes; name a model for --hits"
             )
-        played = play_rounds(target, draft, asked, options.num_draft_tokens, progress)
-    return summarise(options, found, played, model=target.info.name, draft_model=draft_model)
+        played = play_rounds(target, draft.model, asked, options.num_draft_tokens, progress)
+    return summarise(options, found, target.info.name, draft.name, played)
 
 
 def _read_group(
-    target: Engine, reader: Reader, group: Sequence[Asked]
-) -> Iterator[tuple[tuple[bool, ...], list[list[tuple[float, float]]]]]:
-    """Of each prompt: whether the draft's likeliest is what was written at temperature 0, and what
-    `_compare` says at temperature 1 of each depth that the draft tells apart."""
+    target: Engine, reader: Reader, prompts: Sequence[BenchPrompt], group: Sequence[Asked]
+) -> Iterator[PromptAcceptance]:
     with torch.inference_mode():
         likely = [tokens for tokens, _ in write(target, group, GREEDY, Rule.GREEDY)]
         drawn = write(target, group, SAMPLED, Rule.TOKEN)
-    for asked, written, (tokens, rows) in zip(group, likely, drawn, strict=True):
+    for prompt, asked, written, (tokens, rows) in zip(prompts, group, likely, drawn, strict=True):
         first = len(asked.prompt_ids)
         with torch.inference_mode():
             likeliest = reader.likeliest((*asked.prompt_ids, *written), first)
             depths = reader.distributions((*asked.prompt_ids, *tokens), first)
-        hits = tuple(ours == theirs for ours, theirs in zip(likeliest, written, strict=True))
         compared = [
             [_compare(*at) for at in zip(rows[depth:], tokens[depth:], supports, strict=True)]
             for depth, supports in enumerate(depths)
         ]
-        yield hits, compared
+        yield PromptAcceptance(
+            prompt.category,
+            tuple(ours == theirs for ours, theirs in zip(likeliest, written, strict=True)),
+            tuple(overlap for overlap, _ in compared[0]),
+            tuple(tuple(ratio for _, ratio in pairs) for pairs in compared),
+        )
 
 
 def write(
@@ -519,67 +466,48 @@ def _compare(p: torch.Tensor, token_id: int, q: DraftDistribution | None) -> tup
     return overlap, min(1.0, drafted / float(p[token_id]))
 
 
-@dataclass(frozen=True, slots=True)
-class GuessedRound:
-    """A round, and where what came of it stood among the guesses; None = nowhere."""
-
-    num_accepted: int
-    by_noise: int | None
-    """The correction's place in the order of log q + g, from 0 ..."""
-    by_q: int | None
-    """... and of q."""
-    planned: int | None
-    """The whole outcome's place among those that a draft would work out."""
-
-
 def play_rounds(
     target: Engine, draft: Engine, asked: Sequence[Asked], num_draft_tokens: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Decodes every prompt in every way."""
+    """Decodes every prompt in every way; the share of rounds that came to one of so many outcomes
+    which the draft would have worked out before."""
     figures = []
     for rule, temperature in WAYS:
         fan_out = OutcomeModel()
-        rounds: list[GuessedRound] = []
+        rounds: list[tuple[int, int | None]] = []
         for index, prompt in enumerate(asked):
             progress(f"{rule.value} at {temperature:g}, prompt {index + 1} of {len(asked)}")
-            session = _Session(target, draft, prompt, rule, temperature, num_draft_tokens)
+            session = _Session(target, draft, prompt, rule, temperature)
             with torch.inference_mode():
-                rounds += session.rounds(fan_out)
+                rounds += session.rounds(fan_out, num_draft_tokens)
         figures.append(way_figures(rule, temperature, rounds))
     return figures
 
 
-def way_figures(rule: Rule, temperature: float, rounds: Sequence[GuessedRound]) -> dict[str, Any]:
-    """The share of rounds whose correction was among the first so many guesses, in the order of log
-    q + g and of q; and of those whose whole outcome was among so many planned ones."""
+def way_figures(
+    rule: Rule, temperature: float, rounds: Sequence[tuple[int, int | None]]
+) -> dict[str, Any]:
+    """Of rounds: how many draft tokens were accepted, and the outcome's place among those that the
+    draft plans for, the likeliest first; None = nowhere."""
     check(bool(rounds), "nothing was decoded")
-
-    def shares(name: str, counts: Sequence[int]) -> dict[int, float]:
-        places = [getattr(entry, name) for entry in rounds]
-        return {n: sum(p is not None and p < n for p in places) / len(places) for n in counts}
-
+    places = [place for _, place in rounds if place is not None]
     return {
         "rule": rule.value,
         "temperature": temperature,
         "num_rounds": len(rounds),
-        "tokens_per_round": sum(entry.num_accepted + 1 for entry in rounds) / len(rounds),
-        "by_noise": shares("by_noise", FAN_OUTS),
-        "by_q": shares("by_q", FAN_OUTS),
-        "planned": shares("planned", OUTCOMES),
+        "tokens_per_round": sum(accepted + 1 for accepted, _ in rounds) / len(rounds),
+        "planned": {n: sum(place < n for place in places) / len(rounds) for n in OUTCOMES},
     }
 
 
 def _hits_table(ways: Sequence[Mapping[str, Any]]) -> Any:
-    columns = {"log q + g": "by_noise", "q": "by_q", "outcomes": "planned"}
-    counted = [f"{n}: {', '.join(map(str, ways[0][key]))}" for n, key in columns.items()]
     return table(
-        "what a round comes to, among the first guesses",
-        ("rule", "temperature", "rounds", "tokens a round", *counted),
+        "rounds whose outcome is among the first that the draft plans for",
+        ("rule", "temperature", "rounds", "tokens a round", *map(str, OUTCOMES)),
         [
             (
                 way["rule"], f"{way['temperature']:g}", str(way["num_rounds"]),
-                f"{way['tokens_per_round']:.2f}",
-                *(" ".join(f"{s:.2f}" for s in way[key].values()) for key in columns.values()),
+                f"{way['tokens_per_round']:.2f}", *(f"{s:.2f}" for s in way["planned"].values()),
             )
             for way in ways
         ],
@@ -590,13 +518,7 @@ class _Session:
     """One prompt's completion in one way: draft and target in this process."""
 
     def __init__(
-        self,
-        target: Engine,
-        draft: Engine,
-        asked: Asked,
-        rule: Rule,
-        temperature: float,
-        num_draft_tokens: int,
+        self, target: Engine, draft: Engine, asked: Asked, rule: Rule, temperature: float
     ) -> None:
         self._target = target
         self._draft = draft
@@ -605,10 +527,11 @@ class _Session:
         self._asked = asked
         self._committed = asked.prompt_ids
         self._rule = rule
-        self._num_draft_tokens = num_draft_tokens
         self._sampling = SamplingParams(temperature=temperature)
 
-    def rounds(self, fan_out: OutcomeModel) -> Iterator[GuessedRound]:
+    def rounds(
+        self, fan_out: OutcomeModel, num_draft_tokens: int
+    ) -> Iterator[tuple[int, int | None]]:
         """Decodes to the end; each round is guessed by what `fan_out` has learned so far, and then
         teaches it."""
         eos = frozenset(self._target.info.eos_token_ids)
@@ -616,24 +539,21 @@ class _Session:
         try:
             while len(self._committed) < len(asked.prompt_ids) + asked.max_tokens:
                 noise = RoundNoise(asked.seed, self._rule, len(self._committed))
-                proposal = self._propose(noise)
-                rows = self._run(self._draft, proposal)
+                proposal = self._propose(noise, num_draft_tokens)
                 guesses = guess_outcomes(
-                    rows, self._sampling, noise, proposal.token_ids, RANKS_MAX, self._vocabulary
-                )
-                outcome = self._outcome(proposal, noise)
-                accepted, correction = outcome.num_accepted, outcome.token_ids[-1]
-                by_noise = guesses.rank(accepted, correction)
+                    self._run(self._draft, proposal), self._sampling, noise, proposal.token_ids,
+                    RANKS_MAX, self._vocabulary,
+                )  # fmt: skip
+                logits = self._run(self._target, proposal)
+                verdict = verdict_from_logits(logits, self._sampling, NO_HISTORY, proposal, noise)
+                uniforms = noise.accept_uniforms(len(proposal))
+                outcome = decide(verdict, proposal.token_ids, self._rule, uniforms)
+                accepted = outcome.num_accepted
+                rank = guesses.rank(accepted, outcome.token_ids[-1])
                 plan = [(o.num_accepted, o.rank) for o in fan_out.plan(guesses, LOOK_AHEAD_MAX)]
-                place = (accepted, by_noise)
-                fan_out.note(guesses, accepted, by_noise)
-                refused = proposal.token_ids[accepted : accepted + 1]
-                yield GuessedRound(
-                    num_accepted=accepted,
-                    by_noise=by_noise,
-                    by_q=self._rank_by_q(rows[accepted], correction, refused),
-                    planned=plan.index(place) if place in plan else None,
-                )
+                place = (accepted, rank)
+                fan_out.note(guesses, accepted, rank)
+                yield accepted, plan.index(place) if place in plan else None
                 self._committed = (*self._committed, *outcome.token_ids)
                 if eos.intersection(outcome.token_ids):
                     return
@@ -641,14 +561,14 @@ class _Session:
             for engine in (self._target, self._draft):
                 engine.release(_SEQUENCE)
 
-    def _propose(self, noise: RoundNoise) -> Proposal:
+    def _propose(self, noise: RoundNoise, num_draft_tokens: int) -> Proposal:
         self._draft.keep(_SEQUENCE, min(self._draft.length(_SEQUENCE), len(self._committed) - 1))
         request = DraftRequest(
             session_id=_SEQUENCE,
             tenant="",
             token_ids=self._committed,
             prompt_length=len(self._asked.prompt_ids),
-            num_draft_tokens=self._num_draft_tokens,
+            num_draft_tokens=num_draft_tokens,
             sampling=self._sampling,
             rule=self._rule,
             noise=noise,
@@ -666,23 +586,3 @@ class _Session:
         tokens = (*self._committed[engine.length(_SEQUENCE) :], *proposal.token_ids)
         [logits] = engine.forward([SequenceStep(_SEQUENCE, tokens, len(proposal) + 1)])
         return logits
-
-    def _outcome(self, proposal: Proposal, noise: RoundNoise) -> Outcome:
-        logits = self._run(self._target, proposal)
-        verdict = verdict_from_logits(logits, self._sampling, NO_HISTORY, proposal, noise)
-        uniforms = noise.accept_uniforms(len(proposal))
-        return decide(verdict, proposal.token_ids, self._rule, uniforms)
-
-    def _rank_by_q(self, row: torch.Tensor, correction: int, refused: Sequence[int]) -> int | None:
-        """The place of a token among those with the largest logits [N], without a refused one."""
-
-        def columns(token_ids: Sequence[int]) -> list[int]:
-            if self._vocabulary is None:
-                return list(token_ids)
-            return list(self._vocabulary.columns(token_ids)[1].tolist())
-
-        own = columns([correction])
-        if not own or own[0] >= len(row):
-            return None
-        larger = row > row[own[0]]
-        return int(larger.count_nonzero()) - sum(int(larger[c]) for c in columns(refused))

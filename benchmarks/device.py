@@ -1,16 +1,29 @@
 """`outrider bench device`, or `python -m benchmarks.device` where neither Ray nor gRPC is: how near
-a step at batch 1 comes to what the device's memory allows, and what recorded steps are worth."""
+a step at batch 1 comes to what the device's memory allows, and what CUDA graphs are worth.
+
+| figure | ms, medians |
+| --- | --- |
+| `weight_bytes` | that a step reads: all but an embedding that is not the head as well |
+| `copy_gb_per_s` | bytes read and written by a copy of a large tensor, 10^9 a second |
+| `ideal_step_ms` | `weight_bytes` at that speed |
+| `decode_step_ms` | one token of one session, until its likeliest successor is known |
+| `decode_over_ideal` | that over `ideal_step_ms` (goal 1.25) |
+| `verify_step_ms` | K + 1 tokens of one session |
+| `draft_steps_ms` | K draft tokens at temperature 1, a step and a draw each |
+| `draft_replay_ms` | the same in one replay; null where that is not done |
+
+The last five are of `graphs_on`, null where no step is recorded, and of `graphs_off`.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TextIO, cast
+from typing import Any, Final, cast
 
+import click
 import torch
 
 from draft_service.model_drafter import ModelDrafter
@@ -27,10 +40,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .measurement import Progress, medians_ms
 from .options import RANDOM_MODEL, DeviceOptions
-from .report import figures_table, to_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from .report import Report, to_json
 
 COPIES: Final = 10
 COPY_BYTES_MAX: Final = 2**30
@@ -38,71 +48,7 @@ _KV_CACHE_BYTES: Final = 2**32
 _NAME: Final = "bench"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFigures:
-    """Times of one way to run steps, ms."""
-
-    decode_step_ms: float
-    """One token of one session, until its likeliest successor is known."""
-    decode_over_ideal: float
-    """That over `ideal_step_ms` (goal 1.25)."""
-    verify_step_ms: float
-    """K + 1 tokens of one session."""
-    draft_steps_ms: float
-    """K draft tokens at temperature 1, a step and a draw each."""
-    draft_replay_ms: float | None
-    """The same in one replay; null where that is not done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceReport:
-    """The result of one `bench device`; medians over `repetitions`."""
-
-    model: str
-    device: str
-    dtype: str
-    torch_version: str
-    context_tokens: int
-    num_draft_tokens: int
-    repetitions: int
-    weight_bytes: int
-    """That a step reads: all but an embedding that is not the head as well."""
-    copy_gb_per_s: float
-    """Bytes read and written by a copy of a large tensor, 10^9 a second."""
-    ideal_step_ms: float
-    """`weight_bytes` at that speed."""
-    graphs_on: StepFigures | None
-    """Null where no step is recorded."""
-    graphs_off: StepFigures
-
-    def values(self) -> dict[str, object]:
-        """By names in JSON."""
-        return asdict(self)
-
-    def render(self) -> Table:
-        """For people."""
-        rows = [
-            ("weights", f"{self.weight_bytes / 1e9:.2f} GB"),
-            ("copy", f"{self.copy_gb_per_s:.0f} GB/s"),
-            ("a step at that speed", f"{self.ideal_step_ms:.3f} ms"),
-        ]
-        for name, side in (("graphs", self.graphs_on), ("no graphs", self.graphs_off)):
-            if side is None:
-                rows.append((name, "not available"))
-                continue
-            decode = f"{side.decode_step_ms:.3f} ms ({side.decode_over_ideal:.2f} of the ideal)"
-            rows += [
-                (f"{name}: decode", decode),
-                (f"{name}: verify", f"{side.verify_step_ms:.3f} ms"),
-                (f"{name}: draft, by steps", f"{side.draft_steps_ms:.3f} ms"),
-            ]
-            if side.draft_replay_ms is not None:
-                rows.append((f"{name}: draft, one replay", f"{side.draft_replay_ms:.3f} ms"))
-        title = f"{self.model}, {self.dtype}, {self.device}; K = {self.num_draft_tokens}"
-        return figures_table(title, rows)
-
-
-def run(options: DeviceOptions, progress: Progress) -> DeviceReport:
+def run(options: DeviceOptions, progress: Progress) -> Report:
     """Loads or makes the model, and measures. Raises `ConfigError`."""
     device = resolve_device(options.device)
     progress(f"loading {options.model} on {device}")
@@ -119,7 +65,7 @@ def measure(
     options: DeviceOptions,
     backend: DeviceBackend | None,
     progress: Progress,
-) -> DeviceReport:
+) -> Report:
     """Measures a model, which belongs to the bench from now on."""
     weight = next(module.parameters())
     weight_bytes = _weight_bytes(module)
@@ -131,25 +77,26 @@ def measure(
     if backend is not None and backend.new_recorder is not None:
         progress("steps that are recorded")
         graphs_on = _figures(module, info, options, backend, ideal_ms)
-        if graphs_on.draft_replay_ms is None:
+        if graphs_on["draft_replay_ms"] is None:
             progress("this model's steps cannot be recorded")
             graphs_on = None
         backend = replace(backend, new_recorder=None)
     progress("steps that are not")
-    return DeviceReport(
-        model=info.name,
-        device=_device_name(weight.device),
-        dtype=info.dtype,
-        torch_version=torch.__version__,
-        context_tokens=options.context_tokens,
-        num_draft_tokens=options.num_draft_tokens,
-        repetitions=options.repetitions,
-        weight_bytes=weight_bytes,
-        copy_gb_per_s=bytes_per_s / 1e9,
-        ideal_step_ms=ideal_ms,
-        graphs_on=graphs_on,
-        graphs_off=_figures(module, info, options, backend, ideal_ms),
-    )
+    values = {
+        "model": info.name,
+        "device": _device_name(weight.device),
+        "dtype": info.dtype,
+        "torch_version": torch.__version__,
+        "context_tokens": options.context_tokens,
+        "num_draft_tokens": options.num_draft_tokens,
+        "repetitions": options.repetitions,
+        "weight_bytes": weight_bytes,
+        "copy_gb_per_s": bytes_per_s / 1e9,
+        "ideal_step_ms": ideal_ms,
+        "graphs_on": graphs_on,
+        "graphs_off": _figures(module, info, options, backend, ideal_ms),
+    }
+    return Report.of(f"steps of {info.name}", values)
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
@@ -210,7 +157,7 @@ def _figures(
     options: DeviceOptions,
     backend: DeviceBackend | None,
     ideal_ms: float,
-) -> StepFigures:
+) -> dict[str, float | None]:
     engine = PagedEngine(
         module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES,
         backend=backend,
@@ -226,13 +173,13 @@ def _figures(
     replay = None
     if engine.records_steps:
         replay = _median_ms(lambda: ModelDrafter(engine).propose([request]), engine, options)
-    return StepFigures(
-        decode_step_ms=decode,
-        decode_over_ideal=decode / ideal_ms,
-        verify_step_ms=verify,
-        draft_steps_ms=by_steps,
-        draft_replay_ms=replay if engine.records_steps else None,
-    )
+    return {
+        "decode_step_ms": decode,
+        "decode_over_ideal": decode / ideal_ms,
+        "verify_step_ms": verify,
+        "draft_steps_ms": by_steps,
+        "draft_replay_ms": replay if engine.records_steps else None,
+    }
 
 
 class _OneStep:
@@ -284,24 +231,19 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
-    DeviceOptions.add_arguments(parser)
+def _main(**values: Any) -> None:
+    del values["json"]
     try:
-        options = DeviceOptions.from_arguments(parser.parse_args(argv))
-        report = run(options, lambda line: _say(sys.stderr, line))
+        report = run(DeviceOptions(**values), partial(click.echo, err=True))
     except ConfigError as error:
-        _say(sys.stderr, str(error))
-        return 2
-    _say(sys.stdout, to_json(report.values()))
-    return 0
+        raise click.UsageError(str(error)) from error
+    click.echo(to_json(report.values))
 
 
-def _say(stream: TextIO, line: str) -> None:
-    stream.write(f"{line}\n")
-    stream.flush()
-
+main: Final = click.Command(
+    "python -m benchmarks.device", help=__doc__, callback=_main,
+    params=[*DeviceOptions.params(click.Option), click.Option(["--json"], is_flag=True)],
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

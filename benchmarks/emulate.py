@@ -3,20 +3,23 @@
 The engines are emulated (`outrider.engine.emulated`); services, wire and Redis are real, each in a
 process of its own. Every mode decodes one session, at the K that short sessions found best, and
 under each rule; then the faster rule once more with a longer way between coordinator and draft.
-"""
+
+| figure of a mode | |
+| --- | --- |
+| `fraction_of_ideal` | tokens a second over the tokens that a round is expected to commit in a step of the target alone |
+| `look_ahead_hit_rate` | of rounds whose proposal was there when they began; null where nothing is drafted ahead |
+| `overhead_ms_p50` | median of a round's time beside the target's step and, where nothing is drafted ahead, the K steps of the draft |
+"""  # noqa: E501 (a table)
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 from statistics import mean, median
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Final
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
@@ -29,12 +32,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .measurement import Progress
 from .options import Options, option
 from .processes import running_pair
-from .report import table
+from .report import Report, table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-RULES: Final = (Rule.TOKEN, Rule.COUPLED)
 PROMPT_TOKENS: Final = 64
 TOKENS_MAX: Final = 8_000
 """With the prompt they must fit the emulated models' length."""
@@ -44,15 +43,47 @@ DROPPED_MAX: Final = 200
 DROPPED_SHARE: Final = 0.25
 SWEEP_SHARE: Final = 0.05
 """Of the tokens: a session that helps to choose K has so many."""
+SWEEP_DROPPED: Final = 4
+"""Tokens of it that do not count: the first round has no draft, and the next waits for its
+prompt."""
 COARSE_STEP: Final = 2
 """Between the K that are tried first."""
-NUM_PREFIXES: Final = 8_192
-"""A prefix's overlap has a standard deviation of 0.1 about 0.8, so its mean has one of 0.001."""
-DEVIATION_MAX: Final = 8.0
-DEVIATION_DIGITS: Final = 4
-"""Decimals of a solved deviation: it is to be printed as it is used."""
 
-Laws = npt.NDArray[np.float64]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A pair of models. `steps` and `law` are parameters of `EmulatedSpec`."""
+
+    steps: Mapping[str, float]
+    law: Mapping[str, float]
+    acceptance: Mapping[Rule, float]
+    """Of each draft token whose predecessors were accepted, by rule: what follows from `law`."""
+    num_draft_tokens_max: int
+    round_trip_ms: float
+    """Added between coordinator and draft in the second part."""
+
+    @property
+    def engine(self) -> str:
+        """The `engine` setting of both replicas."""
+        values = {**self.law, **self.steps}
+        return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
+
+    def expected_tokens(self, rule: Rule, num_draft_tokens: int) -> float:
+        """That a round of K draft tokens commits, K = 0 included."""
+        return sum(self.acceptance[rule] ** depth for depth in range(num_draft_tokens + 1))
+
+
+SCENARIOS: Final = {
+    "70b-1b": Scenario(
+        steps={"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64},
+        law={
+            "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
+        },
+        acceptance={Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627},
+        num_draft_tokens_max=14,
+        round_trip_ms=5.0,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,59 +91,22 @@ class Mode:
     """A way to decode."""
 
     name: str
-    drafts: bool
-    """Whether K is above 0; else the target runs ahead of the coordinator's answers."""
+    rules: tuple[Rule, ...]
+    """To try. The first alone: nothing is drafted, and the target runs ahead instead."""
     looks_ahead: bool = False
     """Whether the draft works on likely outcomes while the target verifies."""
 
+    @property
+    def drafts(self) -> bool:
+        """Whether K is above 0."""
+        return len(self.rules) > 1
+
 
 MODES: Final = (
-    Mode("plain", drafts=False),
-    Mode("synchronous", drafts=True),
-    Mode("look_ahead", drafts=True, looks_ahead=True),
+    Mode("plain", (Rule.TOKEN,)),
+    Mode("synchronous", (Rule.TOKEN, Rule.COUPLED)),
+    Mode("look_ahead", (Rule.TOKEN, Rule.COUPLED), looks_ahead=True),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """The steps of a pair; names and meaning are those of `EmulatedSpec`."""
-
-    verify_ms: float
-    verify_tokens: int
-    draft_ms: float
-    draft_branches: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A pair of models; all but what is said here means what it does in `EmulatedSpec`."""
-
-    name: str
-    vocab_size: int
-    support: int
-    exponent: float
-    order: int
-    acceptance: float
-    """E[sum min(p, q)], for which the deviation of the draft is solved."""
-    steps: Steps
-    num_draft_tokens_max: int
-    round_trip_ms: float
-    """Added between coordinator and draft in the second part."""
-
-
-SCENARIOS: Final = {
-    "70b-1b": Scenario(
-        name="70b-1b",
-        vocab_size=32_000,
-        support=64,
-        exponent=1.706,
-        order=3,
-        acceptance=0.80,
-        steps=Steps(verify_ms=18.3, verify_tokens=16, draft_ms=1.3, draft_branches=64),
-        num_draft_tokens_max=14,
-        round_trip_ms=5.0,
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,345 +134,169 @@ class EmulateOptions(Options):
         """Tokens at a session's beginning that do not count."""
         return self.dropped or min(DROPPED_MAX, int(self.tokens * DROPPED_SHARE))
 
-    @property
-    def sweep(self) -> tuple[int, int]:
-        """Tokens of a session that helps to choose K, and those that do not count: the first round
-        has no draft, and the next waits for its prompt."""
-        return max(24, round(self.tokens * SWEEP_SHARE)), 4
-
-
-class PairLaw:
-    """What a toy pair (`outrider.engine.emulated`) accepts, for any deviation of its draft, told
-    from its law without running it.
-
-    After every prefix p is the same Zipf law on other ids, and log q - log p is fresh Gaussian
-    noise. So acceptance is the same at every position of a draft and independent of the positions
-    before. What has no closed form is a mean over `NUM_PREFIXES` prefixes, always the same ones.
-    """
-
-    def __init__(self, support: int, exponent: float) -> None:
-        self._log_p = -exponent * np.log(np.arange(1, support + 1, dtype=np.float64))
-        self._log_p -= np.log(np.exp(self._log_p).sum())
-        self._gaussians = np.random.default_rng(0).standard_normal((NUM_PREFIXES, support))
-
-    def acceptance(self, deviation: float, rule: Rule) -> float:
-        """The chance that a draft token is accepted whose predecessors were, under token or
-        coupled: that argmax(log q + g) = argmax(log p + g) for Gumbel noise g, the sum over tokens
-        i of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
-        if rule is Rule.TOKEN:
-            return self._overlap(deviation)
-        p, q = np.exp(self._log_p), self._draft(deviation)
-        matched = np.zeros(NUM_PREFIXES)
-        for index, own in enumerate(p):
-            matched += 1.0 / np.maximum(p / own, q / q[:, index : index + 1]).sum(axis=1)
-        return float(matched.mean())
-
-    def solve_deviation(self, acceptance: float) -> float:
-        """The deviation at which E[sum min(p, q)] is `acceptance`, which falls as it grows."""
-        low, high = 0.0, DEVIATION_MAX
-        check(
-            self._overlap(high) < acceptance <= 1.0,
-            f"no deviation of 0..{high:g} gives an acceptance of {acceptance:g}",
-        )
-        while high - low > 10**-DEVIATION_DIGITS / 100:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._overlap(middle) < acceptance else (middle, high)
-        return round((low + high) / 2, DEVIATION_DIGITS)
-
-    def _draft(self, deviation: float) -> Laws:
-        """q after each prefix, [NUM_PREFIXES, support]."""
-        weights = np.exp(self._log_p + deviation * self._gaussians)
-        weights /= weights.sum(axis=1, keepdims=True)
-        return weights
-
-    def _overlap(self, deviation: float) -> float:
-        return float(np.minimum(np.exp(self._log_p), self._draft(deviation)).sum(axis=1).mean())
-
-
-def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Tokens that a round of K draft tokens commits, K = 0 included, where each is accepted with
-    this chance if those before it were."""
-    return sum(acceptance**depth for depth in range(num_draft_tokens + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two emulated models of a scenario."""
-
-    scenario: Scenario
-    deviation: float
-    """Of log q - log p."""
-    acceptance: dict[Rule, float]
-    """Of each draft token whose predecessors were accepted."""
-
-    @classmethod
-    def of(cls, scenario: Scenario) -> Pair:
-        """Solves the deviation."""
-        law = PairLaw(scenario.support, scenario.exponent)
-        deviation = law.solve_deviation(scenario.acceptance)
-        return cls(scenario, deviation, {rule: law.acceptance(deviation, rule) for rule in RULES})
-
-    @property
-    def engine(self) -> str:
-        """The `engine` setting of both replicas."""
-        names = ("vocab_size", "support", "exponent", "order")
-        values = {name: getattr(self.scenario, name) for name in names}
-        values |= {"deviation": self.deviation, **asdict(self.scenario.steps)}
-        return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
-
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """One round as its client saw it."""
 
     num_draft_tokens: int
-    num_accepted: int
     num_tokens: int
     """Committed."""
     look_ahead_hit: bool
     """Whether its proposal was there before it began."""
     arrived_s: float
     """When its tokens came to the client."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimedRounds:
-    """Rounds that follow each other, and how long each took, from the arrival of the one before."""
-
-    rounds: tuple[Round, ...]
-    milliseconds: tuple[float, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Committed by all of them."""
-        return sum(entry.num_tokens for entry in self.rounds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """From the first round's beginning to the last one's end."""
-        return self.num_tokens / sum(self.milliseconds) * 1e3
-
-    def hits(self, num_draft_tokens: int) -> dict[str, object]:
-        """The share of rounds whose proposal was there before they began, by the outcome of the
-        round before, which is what had to be guessed; None where there was no such outcome."""
-        by_outcome: list[list[bool]] = [[] for _ in range(num_draft_tokens + 1)]
-        for before, after in pairwise(self.rounds):
-            if before.num_draft_tokens == num_draft_tokens:
-                by_outcome[before.num_accepted].append(after.look_ahead_hit)
-        *rejected, accepted = (mean(found) if found else None for found in by_outcome)
-        return {"all_accepted": accepted, "rejected_at": rejected}
-
-    def expected_rate(self, acceptance: float) -> float:
-        """Tokens a second with the number of tokens that each round is expected to commit in place
-        of the one that it did: of a few rounds this says more, as their times vary little."""
-        expected = sum(expected_tokens(acceptance, entry.num_draft_tokens) for entry in self.rounds)
-        return expected / sum(self.milliseconds) * 1e3
-
-    def overhead_ms(self, verify_ms: float, draft_ms: float) -> float:
-        """The median of what a round took beside a step of the target and, for each token that it
-        drafted, `draft_ms`."""
-        return median(
-            took - verify_ms - entry.num_draft_tokens * draft_ms
-            for entry, took in zip(self.rounds, self.milliseconds, strict=True)
-        )
+    ms: float = 0.0
+    """From the arrival of the one before."""
 
 
 async def read_rounds(events: AsyncIterator[Event], clock: Callable[[], float]) -> list[Round]:
     """The rounds of a generation with `include_rounds`, to its end; `clock` gives seconds."""
     rounds: list[Round] = []
     report: RoundReport | None = None
+    last = 0.0
     async for event in events:
         if isinstance(event, RoundReport):
             report = event
         elif isinstance(event, Tokens) and report is not None:
-            drafted, committed = len(report.proposed_token_ids), len(event.token_ids)
-            hit = report.look_ahead_hit
-            rounds.append(Round(drafted, report.num_accepted, committed, hit, clock()))
+            drafted, now = len(report.proposed_token_ids), clock()
+            hit, ms = report.look_ahead_hit, (now - last) * 1e3
+            rounds.append(Round(drafted, len(event.token_ids), hit, now, ms))
+            last = now
     return rounds
 
 
-def timed(rounds: Sequence[Round], num_tokens: int, num_dropped: int) -> TimedRounds:
+def counted(rounds: Sequence[Round], num_tokens: int, num_dropped: int) -> list[Round]:
     """The rounds after the one with the last dropped token, to that with the last of `num_tokens`.
     Raises `Unavailable` where the session was shorter."""
     check(0 < num_dropped < num_tokens, "a window begins before it ends")
     totals = list(accumulate(entry.num_tokens for entry in rounds))
-    ends = [index for index, total in enumerate(totals) if total >= num_tokens]
-    if not ends:
+    if not totals or totals[-1] < num_tokens:
         raise Unavailable(f"a session ended before its {num_tokens} tokens had come")
-    before = next(index for index, total in enumerate(totals) if total >= num_dropped)
-    chosen = rounds[before : ends[0] + 1]
-    check(len(chosen) > 1, "the window lies within one round")
-    took = [(after.arrived_s - entry.arrived_s) * 1e3 for entry, after in pairwise(chosen)]
-    return TimedRounds(tuple(chosen[1:]), tuple(took))
+    first, last = (
+        next(index for index, total in enumerate(totals) if total >= number)
+        for number in (num_dropped, num_tokens)
+    )
+    check(first < last, "the window lies within one round")
+    return list(rounds[first + 1 : last + 1])
+
+
+def tokens_per_second(rounds: Sequence[Round]) -> float:
+    """From the first round's beginning to the last one's end."""
+    return sum(entry.num_tokens for entry in rounds) / sum(entry.ms for entry in rounds) * 1e3
 
 
 async def best_num_draft_tokens(rate: Callable[[int], Awaitable[float]], most: int) -> int:
     """The K of 1..`most` with the highest rate, which rises to it and falls after it: `most` and
     each second K below it are tried, and then the neighbours of the best of these."""
-    rates: dict[int, float] = {}
-
-    async def try_all(counts: Sequence[int]) -> int:
-        for num_draft_tokens in counts:
-            rates[num_draft_tokens] = await rate(num_draft_tokens)
-        return max(rates, key=rates.__getitem__)
-
-    best = await try_all(range(most, 0, -COARSE_STEP))
-    return await try_all([count for count in (best - 1, best + 1) if 1 <= count <= most])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModeFigures:
-    """One mode at one K and rule."""
-
-    tokens_per_second: float
-    num_draft_tokens: int
-    rule: str
-    tokens_per_round: float
-    fraction_of_ideal: float
-    """Of the tokens that a round is expected to commit over the target's step alone."""
-    look_ahead_hit_rate: float | None
-    """Null where nothing is drafted ahead, as `hits`."""
-    overhead_ms_p50: float
-    """Of a round's time beside the target's step and, where nothing is drafted ahead, the K steps
-    of the draft."""
-    hits: dict[str, object] | None
+    rates = {count: await rate(count) for count in range(most, 0, -COARSE_STEP)}
+    best = max(rates, key=rates.__getitem__)
+    for count in (best - 1, best + 1):
+        if 1 <= count <= most:
+            rates[count] = await rate(count)
+    return max(rates, key=rates.__getitem__)
 
 
 def figures(
-    pair: Pair, mode: Mode, rule: Rule, num_draft_tokens: int, found: TimedRounds
-) -> ModeFigures:
-    """Those of a mode's rounds."""
-    steps = pair.scenario.steps
-    expected = expected_tokens(pair.acceptance[rule], num_draft_tokens)
-    ahead = mode.looks_ahead
-    return ModeFigures(
-        tokens_per_second=found.tokens_per_second,
-        num_draft_tokens=num_draft_tokens,
-        rule=rule.value,
-        tokens_per_round=found.num_tokens / len(found.rounds),
-        fraction_of_ideal=found.tokens_per_second / (expected / steps.verify_ms * 1e3),
-        look_ahead_hit_rate=mean(e.look_ahead_hit for e in found.rounds) if ahead else None,
-        overhead_ms_p50=found.overhead_ms(steps.verify_ms, 0.0 if ahead else steps.draft_ms),
-        hits=found.hits(num_draft_tokens) if ahead else None,
-    )
+    scenario: Scenario, mode: Mode, rule: Rule, num_draft_tokens: int, rounds: Sequence[Round]
+) -> dict[str, Any]:
+    """Of a mode's rounds, by names in JSON."""
+    verify_ms, draft_ms = scenario.steps["verify_ms"], scenario.steps["draft_ms"]
+    ahead, rate = mode.looks_ahead, tokens_per_second(rounds)
+    each_ms = 0.0 if ahead else draft_ms
+    ideal = scenario.expected_tokens(rule, num_draft_tokens) / verify_ms * 1e3
+    return {
+        "tokens_per_second": rate,
+        "num_draft_tokens": num_draft_tokens,
+        "rule": rule.value,
+        "tokens_per_round": mean(entry.num_tokens for entry in rounds),
+        "fraction_of_ideal": rate / ideal,
+        "look_ahead_hit_rate": mean(entry.look_ahead_hit for entry in rounds) if ahead else None,
+        "overhead_ms_p50": median(
+            entry.ms - verify_ms - entry.num_draft_tokens * each_ms for entry in rounds
+        ),
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulateReport:
-    """The result of one `bench emulate`."""
-
-    scenario: str
-    seed: int
-    tokens: int
-    """Of each mode's session ..."""
-    dropped: int
-    """... and those at its beginning that do not count."""
-    look_ahead_outcomes: int
-    """Of a round that the draft was to work out ahead, where it does so."""
-    deviation: float
-    """Of log q - log p before both are normalised."""
-    acceptance: Mapping[str, float]
-    """By rule: of each draft token whose predecessors were accepted."""
-    modes: Mapping[str, ModeFigures]
-    """By mode, each at its faster rule."""
-    by_rule: Mapping[str, Mapping[str, ModeFigures]]
-    """Rule -> mode -> figures."""
-    round_trip_ms: float
-    with_round_trip: Mapping[str, ModeFigures]
-    """By mode, with so much more between coordinator and draft."""
-
-    def values(self) -> dict[str, object]:
-        """By names in JSON; a mode's name is one of them."""
-        values = asdict(self)
-        modes = values.pop("modes")
-        delayed = {"ms": values.pop("round_trip_ms"), **values.pop("with_round_trip")}
-        found: dict[str, object] = values | modes | {"with_round_trip": delayed}
-        return found
-
-    def render(self) -> Table:
-        """For people: each mode, then under the other rule, then with the round trip."""
-        accepted = ", ".join(f"{rule} {share:.3f}" for rule, share in self.acceptance.items())
-        plain = self.modes[MODES[0].name].tokens_per_second
-        found = table(
-            f"{self.scenario}, deviation {self.deviation}, acceptance {accepted};\n"
-            f"tokens {self.dropped + 1} to {self.tokens} of each mode",
-            ("mode", "rule, K", "tokens/s", "over plain", "per round", "of ideal", "hits",
-             "ms over"),
-            [_row(name, figures, plain) for name, figures in self._rows()],
-        )  # fmt: skip
-        found.caption = (
-            "of ideal: rounds of one verification each are 1; hits: rounds whose proposal was\n"
-            "there when they began; ms over: the median of what a round took beside the models"
-        )
-        return found
-
-    def _rows(self) -> Iterator[tuple[str, ModeFigures]]:
-        for name, best in self.modes.items():
-            yield name, best
-            for by_mode in self.by_rule.values():
-                if name in by_mode and by_mode[name].rule != best.rule:
-                    yield name, by_mode[name]
-            if name in self.with_round_trip:
-                yield f"  + {self.round_trip_ms:g} ms", self.with_round_trip[name]
-
-
-def _row(name: str, found: ModeFigures, plain: float) -> tuple[str, ...]:
-    return (
-        name,
-        f"{found.rule} {found.num_draft_tokens}" if found.num_draft_tokens else "-",
-        f"{found.tokens_per_second:.1f}",
-        f"{found.tokens_per_second / plain:.2f}x",
-        f"{found.tokens_per_round:.2f}",
-        f"{found.fraction_of_ideal:.2f}",
-        "-" if found.look_ahead_hit_rate is None else f"{found.look_ahead_hit_rate:.2f}",
-        f"{found.overhead_ms_p50:.2f}",
-    )
-
-
-async def run(options: EmulateOptions, progress: Progress) -> EmulateReport:
+async def run(options: EmulateOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
     scenario = SCENARIOS[options.scenario]
-    pair = Pair.of(scenario)
-    accepted = {rule.value: share for rule, share in pair.acceptance.items()}
-    shares = ", ".join(f"{share:.4f} under {rule}" for rule, share in accepted.items())
-    progress(f"deviation {pair.deviation}: acceptance {shares}")
-    by_rule: dict[str, dict[str, ModeFigures]] = {rule.value: {} for rule in RULES}
-    modes: dict[str, ModeFigures] = {}
-    delayed: dict[str, ModeFigures] = {}
+    by_rule: dict[str, dict[str, Any]] = {rule.value: {} for rule in scenario.acceptance}
+    modes: dict[str, Any] = {}
+    delayed: dict[str, Any] = {}
     progress("starting the services")
     model = EMULATED.removesuffix(":")
-    target = TargetConfig(engine=pair.engine, model=model, num_threads=1)
-    draft = DraftConfig(engine=pair.engine, model=model, num_threads=1)
+    target = TargetConfig(engine=scenario.engine, model=model, num_threads=1)
+    draft = DraftConfig(engine=scenario.engine, model=model, num_threads=1)
     async with running_pair(target, draft, CoordinatorConfig()) as replicas:
         for mode in MODES:
-            rules = RULES if mode.drafts else RULES[:1]
             look_ahead = options.look_ahead if mode.looks_ahead else 0
             async with replicas.coordinator(look_ahead) as client:
-                bench = _Bench(options, pair, mode, client, progress)
-                found = {rule: await bench.measure(rule) for rule in rules}
-            faster = max(rules, key=lambda rule: found[rule].tokens_per_second)
+                bench = _Bench(options, scenario, mode, client, progress)
+                found = {rule: await bench.measure(rule) for rule in mode.rules}
+            faster = max(found, key=lambda rule: found[rule]["tokens_per_second"])
             modes[mode.name] = found[faster]
             if not mode.drafts:
                 continue
-            for rule in rules:
+            for rule in mode.rules:
                 by_rule[rule.value][mode.name] = found[rule]
             progress(f"{mode.name}: {scenario.round_trip_ms:g} ms more to the draft and back")
             async with replicas.coordinator(look_ahead, scenario.round_trip_ms / 2) as client:
-                bench = _Bench(options, pair, mode, client, progress)
+                bench = _Bench(options, scenario, mode, client, progress)
                 delayed[mode.name] = await bench.measure(faster)
-    return EmulateReport(
-        scenario=scenario.name,
-        seed=options.seed,
-        tokens=options.tokens,
-        dropped=options.num_dropped,
-        look_ahead_outcomes=options.look_ahead,
-        deviation=pair.deviation,
-        acceptance=accepted,
-        modes=modes,
-        by_rule=by_rule,
-        round_trip_ms=scenario.round_trip_ms,
-        with_round_trip=delayed,
+    values = {
+        "scenario": options.scenario,
+        "seed": options.seed,
+        "tokens": options.tokens,
+        "dropped": options.num_dropped,
+        "look_ahead_outcomes": options.look_ahead,
+        "deviation": scenario.law["deviation"],
+        "acceptance": {rule.value: share for rule, share in scenario.acceptance.items()},
+        **modes,
+        "by_rule": by_rule,
+        "with_round_trip": {"ms": scenario.round_trip_ms, **delayed},
+    }
+    return Report(values, [_table(values, modes)])
+
+
+def _table(values: Mapping[str, Any], modes: Mapping[str, Any]) -> Any:
+    """Each mode, then under the other rule, then with the round trip."""
+
+    def named() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        delayed = values["with_round_trip"]
+        for name, best in modes.items():
+            yield name, best
+            for by_mode in values["by_rule"].values():
+                if name in by_mode and by_mode[name]["rule"] != best["rule"]:
+                    yield name, by_mode[name]
+            if name in delayed:
+                yield f"  + {delayed['ms']:g} ms", delayed[name]
+
+    plain = modes[MODES[0].name]["tokens_per_second"]
+    accepted = ", ".join(f"{rule} {share:.3f}" for rule, share in values["acceptance"].items())
+    found = table(
+        f"{values['scenario']}, deviation {values['deviation']}, acceptance {accepted};\n"
+        f"tokens {values['dropped'] + 1} to {values['tokens']} of each mode",
+        ("mode", "rule, K", "tokens/s", "over plain", "per round", "of ideal", "hits", "ms over"),
+        [
+            (
+                name,
+                f"{one['rule']} {one['num_draft_tokens']}" if one["num_draft_tokens"] else "-",
+                f"{one['tokens_per_second']:.1f}",
+                f"{one['tokens_per_second'] / plain:.2f}x",
+                f"{one['tokens_per_round']:.2f}",
+                f"{one['fraction_of_ideal']:.2f}",
+                "-" if one["look_ahead_hit_rate"] is None else f"{one['look_ahead_hit_rate']:.2f}",
+                f"{one['overhead_ms_p50']:.2f}",
+            )
+            for name, one in named()
+        ],
     )
+    found.caption = (
+        "of ideal: rounds of one verification each are 1; hits: rounds whose proposal was\n"
+        "there when they began; ms over: the median of what a round took beside the models"
+    )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,33 +304,37 @@ class _Bench:
     """One mode through one coordinator."""
 
     options: EmulateOptions
-    pair: Pair
+    scenario: Scenario
     mode: Mode
     client: Client
     progress: Progress
 
-    async def measure(self, rule: Rule) -> ModeFigures:
+    async def measure(self, rule: Rule) -> dict[str, Any]:
         """The figures at the best K."""
+        options, scenario = self.options, self.scenario
 
         async def rate(num_draft_tokens: int) -> float:
-            tried = await self._decode(rule, num_draft_tokens, *self.options.sweep)
-            return tried.expected_rate(self.pair.acceptance[rule])
+            """With the number of tokens that each round is expected to commit in place of the one
+            that it did: of a few rounds this says more, as their times vary little."""
+            num_tokens = max(24, round(options.tokens * SWEEP_SHARE))
+            tried = await self._decode(rule, num_draft_tokens, num_tokens, SWEEP_DROPPED)
+            expected = sum(scenario.expected_tokens(rule, one.num_draft_tokens) for one in tried)
+            return expected / sum(one.ms for one in tried)
 
-        name = f"{self.mode.name}, {rule.value}" if self.mode.drafts else self.mode.name
-        num_draft_tokens, tokens = 0, self.options.tokens
+        name, num_draft_tokens = self.mode.name, 0
         if self.mode.drafts:
+            name += f", {rule.value}"
             self.progress(f"{name}: choosing K")
-            most = self.pair.scenario.num_draft_tokens_max
-            num_draft_tokens = await best_num_draft_tokens(rate, most)
-        self.progress(f"{name}: {tokens} tokens at K = {num_draft_tokens}")
-        rounds = await self._decode(rule, num_draft_tokens, tokens, self.options.num_dropped)
-        found = figures(self.pair, self.mode, rule, num_draft_tokens, rounds)
-        self.progress(f"{name}: {found.tokens_per_second:.1f} tokens/s")
+            num_draft_tokens = await best_num_draft_tokens(rate, scenario.num_draft_tokens_max)
+        self.progress(f"{name}: {options.tokens} tokens at K = {num_draft_tokens}")
+        rounds = await self._decode(rule, num_draft_tokens, options.tokens, options.num_dropped)
+        found = figures(scenario, self.mode, rule, num_draft_tokens, rounds)
+        self.progress(f"{name}: {found['tokens_per_second']:.1f} tokens/s")
         return found
 
     async def _decode(
         self, rule: Rule, num_draft_tokens: int, num_tokens: int, num_dropped: int
-    ) -> TimedRounds:
+    ) -> list[Round]:
         """One session."""
         request = GenerateRequest(
             prompt=tuple(range(1, PROMPT_TOKENS + 1)),
@@ -527,4 +349,4 @@ class _Bench:
         )
         async with aclosing(self.client.generate(request)) as events:
             rounds = await read_rounds(events, asyncio.get_running_loop().time)
-        return timed(rounds, num_tokens, num_dropped)
+        return counted(rounds, num_tokens, num_dropped)

@@ -9,20 +9,20 @@ demo-drafter`, so that a model drafts K tokens in each round.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Any, Final
+
+import click
 
 from outrider.client import Client
 from outrider.errors import OutriderError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.speculation.sampling_params import Rule
 
-from .measurement import BenchClient, Completion, Contestant, Decoding, decode_all
+from .measurement import BenchClient, Completion, Decoding
 from .options import PromptOptions, option, whole_numbers, words
 from .prompts import BenchPrompt
 from .speedup import ServiceClient
@@ -90,16 +90,15 @@ async def compare(client: BenchClient, options: IdentityOptions) -> list[WayRepo
                     sum(answer.num_accepted_draft_tokens for answer in got), different,
                 )  # fmt: skip
                 found.append(report)
-                sys.stderr.write(json.dumps(asdict(report)) + "\n")
+                click.echo(json.dumps(asdict(report)), err=True)
     return found
 
 
 async def _answers(
     client: BenchClient, prompts: Sequence[BenchPrompt], decoding: Decoding, at_once: int
 ) -> list[Completion]:
-    contestant = Contestant("identity", client, decoding, at_once)
-    done = await decode_all(contestant, prompts, range(len(prompts)))
-    return [done[index] for index in range(len(prompts))]
+    jobs = [(prompt, decoding.for_prompt(index)) for index, prompt in enumerate(prompts)]
+    return await client.generate_all(jobs, at_once)
 
 
 def passes(reports: Sequence[WayReport]) -> bool:
@@ -107,23 +106,27 @@ def passes(reports: Sequence[WayReport]) -> bool:
     return all(not report.different and report.num_accepted_draft_tokens > 0 for report in reports)
 
 
-async def _run(options: IdentityOptions) -> list[WayReport]:
-    async with Client(options.server) as client:
-        return await compare(ServiceClient(client, raw=options.raw), options)
+def _main(**values: Any) -> None:
+    """Prints one JSON array, or in one line what is wrong."""
 
+    async def run(options: IdentityOptions) -> list[WayReport]:
+        async with Client(options.server) as client:
+            return await compare(ServiceClient(client, raw=options.raw), options)
 
-def main() -> int:
-    """Prints one JSON array, or in one line what is wrong. Returns the exit code."""
-    parser = argparse.ArgumentParser("python -m benchmarks.identity", description=__doc__)
-    IdentityOptions.add_arguments(parser)
     try:
-        reports = asyncio.run(_run(IdentityOptions.from_arguments(parser.parse_args())))
+        reports = asyncio.run(run(IdentityOptions(**values)))
     except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
-    return 0 if passes(reports) else 1
+        raise click.UsageError(str(error)) from error
+    click.echo(json.dumps([asdict(report) for report in reports]))
+    raise SystemExit(0 if passes(reports) else 1)
 
+
+main: Final = click.Command(
+    "python -m benchmarks.identity",
+    help=__doc__,
+    callback=_main,
+    params=[*IdentityOptions.params(click.Option)],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

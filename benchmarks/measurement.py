@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from outrider.errors import OutriderError, check
 from outrider.limits import SEED_MAX
@@ -54,6 +55,10 @@ class Decoding:
     num_draft_tokens: int
     """Bound on draft tokens a round; 0 = plain decoding."""
 
+    def for_prompt(self, index: int) -> Decoding:
+        """That of a later prompt, or of one before the first: each has a seed of its own."""
+        return replace(self, seed=(self.seed + index) & SEED_MAX)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -85,23 +90,31 @@ class Completion:
         return self.num_tokens / self.seconds
 
 
-class BenchClient(Protocol):
-    """What the measurement needs of a side."""
+Job = tuple[BenchPrompt, Decoding]
 
+
+class BenchClient(ABC):
+    """One side, as the measurement calls it."""
+
+    @abstractmethod
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt to its end. Raises an `OutriderError` where that fails."""
-        ...
 
+    async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
+        """Decodes prompts to their ends, `concurrency` at a time. Raises what `generate` does, once
+        the other requests are cancelled."""
+        places = asyncio.Semaphore(concurrency)
 
-@runtime_checkable
-class BatchClient(BenchClient, Protocol):
-    """A side that schedules many requests itself."""
+        async def one(job: Job) -> Completion:
+            async with places:
+                return await self.generate(*job)
 
-    async def generate_all(
-        self, prompts: Sequence[BenchPrompt], decoding: Decoding, concurrency: int
-    ) -> list[Completion]:
-        """Decodes prompts to their ends, `concurrency` at a time; fails as `generate` does."""
-        ...
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(job)) for job in jobs]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +125,24 @@ class Contestant:
     """Its name: a `Side`, or another one."""
     client: BenchClient
     decoding: Decoding
-    """The seed is that of the first prompt; the prompt with index i has the i-th after it."""
+    """Of the first prompt."""
     concurrency: int
     """Requests at a time."""
+
+    async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
+        """What came of the prompts whose indices are in the block."""
+        jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
+        found = await self.client.generate_all(jobs, self.concurrency)
+        for one in found:
+            check(
+                one.num_tokens > 0 and one.seconds > 0,
+                f"{self.side} decoded {one.num_tokens} tokens in {one.seconds} s",
+            )
+        seconds = sum(one.seconds for one in found)
+        if self.concurrency > 1:
+            end = max(one.started_s + one.seconds for one in found)
+            seconds = end - min(one.started_s for one in found)
+        return SideResult(tuple(found), seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,32 +176,35 @@ async def measure(
     otherwise raises the error, and cancels the requests that still run."""
     check(bool(prompts) and bool(contestants), "nothing to measure")
     completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
+    seconds = dict.fromkeys(completions, 0.0)
+
+    async def turn(contestant: Contestant, block: Sequence[int]) -> None:
+        side = contestant.side
+        if side not in completions:
+            return
+        try:
+            if not block:
+                await _warm_up(contestant)
+                return
+            await asyncio.sleep(rest_s)
+            found = await contestant.decode(prompts, block)
+        except OutriderError as error:
+            if not drops(side, error):
+                raise
+            del completions[side]
+            return
+        completions[side] |= zip(block, found.completions, strict=True)
+        seconds[side] += found.seconds
+
     for contestant in contestants:
         progress(f"warming up: {contestant.side}")
-        try:
-            await _warm_up(contestant)
-        except OutriderError as error:
-            if not drops(contestant.side, error):
-                raise
-            del completions[contestant.side]
-    seconds = dict.fromkeys(completions, 0.0)
+        await turn(contestant, ())
     num_done = 0
-    for turn, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
+    for number, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
         num_done += len(block)
         progress(f"prompt {num_done} of {len(prompts)}: {prompts[block[-1]].category}")
-        for contestant in contestants if turn % 2 == 0 else reversed(contestants):
-            if contestant.side not in completions:
-                continue
-            await asyncio.sleep(rest_s)
-            try:
-                done = await decode_all(contestant, prompts, block)
-            except OutriderError as error:
-                if not drops(contestant.side, error):
-                    raise
-                del completions[contestant.side]
-                continue
-            completions[contestant.side] |= done
-            seconds[contestant.side] += _wall_seconds([*done.values()], contestant.concurrency)
+        for contestant in contestants if number % 2 == 0 else reversed(contestants):
+            await turn(contestant, block)
     return {
         side: SideResult(tuple(found[i] for i in range(len(prompts))), seconds[side])
         for side, found in completions.items()
@@ -181,11 +212,10 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
+    """With seeds that no prompt has: the second session of a seed may be drafted otherwise."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
-        # Seeds that no prompt has: the second session of a seed may be drafted otherwise.
-        seed = (contestant.decoding.seed - index) & SEED_MAX
-        decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
+        decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
         await contestant.client.generate(prompt, decoding)
 
 
@@ -197,59 +227,6 @@ def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
-
-
-def _wall_seconds(completions: Sequence[Completion], concurrency: int) -> float:
-    if concurrency == 1:
-        return sum(completion.seconds for completion in completions)
-    end = max(completion.started_s + completion.seconds for completion in completions)
-    return end - min(completion.started_s for completion in completions)
-
-
-async def decode_all(
-    contestant: Contestant, prompts: Sequence[BenchPrompt], block: Sequence[int]
-) -> dict[int, Completion]:
-    """The completions of those of `prompts` that are in the block, by their index, `concurrency`
-    at a time. Raises what the side does, once the others are cancelled."""
-    client, completions = contestant.client, dict[int, Completion]()
-    if contestant.concurrency > 1 and isinstance(client, BatchClient):
-        chosen = [prompts[index] for index in block]
-        found = await client.generate_all(chosen, contestant.decoding, contestant.concurrency)
-        return {i: _checked(c, contestant.side) for i, c in zip(block, found, strict=True)}
-    waiting = iter(block)
-    workers = [
-        asyncio.create_task(_work(contestant, prompts, waiting, completions))
-        for _ in range(min(contestant.concurrency, len(block)))
-    ]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return completions
-
-
-async def _work(
-    contestant: Contestant,
-    prompts: Sequence[BenchPrompt],
-    waiting: Iterator[int],
-    completions: dict[int, Completion],
-) -> None:
-    """Decodes one prompt after the other until none waits; workers share `waiting`."""
-    for index in waiting:
-        seed = (contestant.decoding.seed + index) & SEED_MAX
-        decoding = replace(contestant.decoding, seed=seed)
-        completion = await contestant.client.generate(prompts[index], decoding)
-        completions[index] = _checked(completion, contestant.side)
-
-
-def _checked(completion: Completion, side: str) -> Completion:
-    check(
-        completion.num_tokens > 0 and completion.seconds > 0,
-        f"{side} decoded {completion.num_tokens} tokens in {completion.seconds} s",
-    )
-    return completion
 
 
 def medians_ms(

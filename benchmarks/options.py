@@ -1,14 +1,15 @@
-"""Options of a benchmark: a frozen dataclass, whose fields are the flags of its command."""
+"""Options of a benchmark: a frozen dataclass, whose fields are the options of its command."""
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
+
+import click
 
 from outrider.errors import SettingError
 from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, SEED_MAX
@@ -18,114 +19,93 @@ from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_r
 from .measurement import Decoding
 from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
 
+Kind = TypeVar("Kind", bound=click.Option)
 RANDOM_MODEL: Final = "random-7b"
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
-_OPTION: Final = "option"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How a field is given on the command line."""
-
-    help: str
-    low: float | None
-    high: float
-    choices: tuple[str, ...]
-    metavar: str | None
-    parse: Callable[[str], Any]
-    several: bool
 
 
 def option(
     default: object,
-    help: str,  # noqa: A002 (as argparse calls it)
+    help: str,  # noqa: A002 (as click calls it)
     *,
     low: float | None = None,
     high: float = math.inf,
     choices: tuple[str, ...] = (),
-    metavar: str | None = "N",
+    metavar: str = "N",
     parse: Callable[[str], Any] = int,
     several: bool = False,
 ) -> Any:
-    """A field with a flag. A boolean is a switch; the entries of a tuple have the bounds or
-    choices. `several` = the flag takes words, instead of one with commas."""
-    metavar = None if choices and not isinstance(default, tuple) else metavar
-    found = Option(help, low, high, choices, metavar, parse, several)
-    return field(default=default, metadata={_OPTION: found})
+    """A field with an option. A boolean is a switch; the entries of a tuple have the bounds or
+    choices. `several` = it takes words, instead of one with commas. `parse` raises `ValueError`."""
+    flag = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
+    return field(default=default, metadata=flag | {"parse": parse, "several": several})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The base of all. Wrong values raise `SettingError`. A subclass may give a field another
-    default and keeps its flag."""
+    default and keeps its option."""
 
     def __post_init__(self) -> None:
-        for name, found in self.flags().items():
+        for name, flag in self.flags().items():
             value = getattr(self, name)
             for one in value if isinstance(value, tuple) else (value,):
-                if found.low is not None:
-                    check_range(name, one, found.low, found.high)
-                if found.choices and one not in found.choices:
-                    allowed = ", ".join(found.choices)
+                if flag["low"] is not None:
+                    check_range(name, one, flag["low"], flag["high"])
+                if flag["choices"] and one not in flag["choices"]:
+                    allowed = ", ".join(flag["choices"])
                     raise SettingError(name, f"{one!r} is wrong; it must be one of {allowed}")
 
     @classmethod
-    def flags(cls) -> dict[str, Option]:
-        """By name of the field."""
-        found = {}
-        for entry in fields(cls):
-            for base in cls.__mro__:
-                declared = vars(base).get("__dataclass_fields__", {}).get(entry.name)
-                if declared is not None and _OPTION in declared.metadata:
-                    found[entry.name] = declared.metadata[_OPTION]
-                    break
+    def flags(cls) -> dict[str, Mapping[str, Any]]:
+        """What `option` was told, by name of the field."""
+        return {
+            name: entry.metadata
+            for base in reversed(cls.__mro__)
+            for name, entry in vars(base).get("__dataclass_fields__", {}).items()
+            if entry.metadata
+        }
+
+    @classmethod
+    def params(cls, kind: type[Kind]) -> list[Kind]:
+        """An option of a command for each."""
+        defaults = {entry.name: entry.default for entry in fields(cls)}
+        found = []
+        for name, flag in cls.flags().items():
+            more: dict[str, Any] = {"is_flag": True}
+            if not isinstance(defaults[name], bool):
+                metavar = flag["metavar"]
+                if flag["choices"] and not isinstance(defaults[name], tuple):
+                    metavar = "|".join(flag["choices"])
+                more = {"default": defaults[name], "metavar": metavar, "type": _type(flag["parse"])}
+            if flag["several"]:
+                more["several"] = True
+            found.append(kind([f"--{name.replace('_', '-')}"], help=flag["help"], **more))
         return found
 
     @classmethod
-    def add_arguments(cls, parser: Any, *, json: bool = True) -> None:
-        """Adds a flag for each option, and that of the JSON report, to a parser or a group."""
-        defaults = {entry.name: entry.default for entry in fields(cls)}
-        for name, found in cls.flags().items():
-            add = partial(parser.add_argument, f"--{name.replace('_', '-')}")
-            default = defaults[name]
-            if isinstance(default, bool):
-                add(action="store_true", help=found.help)
-                continue
-            text = "" if default in (None, ()) else f" [{_shown(default)}]".replace("%", "%%")
-            more: dict[str, Any] = {"nargs": "+"} if found.several else {}
-            if found.choices and not isinstance(default, tuple):
-                more["choices"] = list(found.choices)
-            add(
-                type=found.parse, default=default, metavar=found.metavar,
-                help=found.help.replace("%", "%%") + text, **more,
-            )  # fmt: skip
-        if json:
-            parser.add_argument(
-                "--json", action="store_true", help="print one JSON object on standard output"
-            )
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace, **others: object) -> Self:
-        """From what a parser with `add_arguments` returned."""
-        values = {name: getattr(arguments, name) for name in cls.flags()}
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | others
-        )
+    def from_arguments(cls, arguments: Any, **others: object) -> Self:
+        """From what a command with these options was given, an attribute each."""
+        return cls(**{name: getattr(arguments, name) for name in cls.flags()} | others)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _type(parse: Callable[[str], Any]) -> Any:
+    """What click converts a text by; a default, which is no text, stays as it is."""
+
+    def convert(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return parse if parse in (int, float) else convert
 
 
 def _separated(kind: Callable[[str], Any], what: str, text: str) -> tuple[Any, ...]:
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is wrong; it must be {what} with commas between"
-        ) from None
+        raise ValueError(f"{text!r} is wrong; it must be {what} with commas between") from None
 
 
 whole_numbers: Final = partial(_separated, int, "whole numbers")

@@ -3,14 +3,14 @@ and threads: plain and speculative, at each temperature and number of requests a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
@@ -25,18 +25,16 @@ from .peers_libraries import (
     LibraryModel,
     LibraryProcess,
     Peer,
+    PeerInputs,
     ServerProcess,
-    Sweep,
     bfloat16_gguf,
+    fastest_settings,
     sweep_prompts,
 )
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
 from .references import PROMPT_LOOKUP_TOKENS, ReferenceProcess, encoder
-from .report import table
+from .report import Report, table
 from .speedup import Subject
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 TRANSFORMERS: Final = "transformers"
 NAMES: Final = (*(peer.name for peer in PEERS), TRANSFORMERS)
@@ -84,9 +82,11 @@ class PeersOptions(DecodingOptions):
     )
 
 
-async def run(
-    options: PeersOptions, start_subjects: StartSubjects, progress: Progress
-) -> PeersReport:
+Level = Mapping[str, Any]
+"""The figures at one temperature and number of requests at a time, by names in JSON."""
+
+
+async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
     """Measures Outrider and its peers. Raises `SettingError` for options that are wrong, and what
     Outrider refuses a request with.
 
@@ -97,10 +97,15 @@ async def run(
     async with AsyncExitStack() as stack:
         for temperature in options.temperature:
             for concurrency in options.concurrency:
-                async with (
-                    start_subjects() as (plain, speculative),
-                    _our_clients(options, plain, speculative) as ours,
-                ):
+                async with AsyncExitStack() as level:
+                    subjects = await level.enter_async_context(start_subjects())
+                    ours = [subject.client for subject in subjects]
+                    if options.servers:
+                        ours = [
+                            await level.enter_async_context(_http_side(options, subject, plain))
+                            for subject, plain in zip(subjects, (True, False), strict=True)
+                        ]
+                    speculative = subjects[1]
                     drafted = options.drafted(speculative.num_draft_tokens, temperature)
                     undrafted = replace(drafted, num_draft_tokens=0)
                     if peers is None:
@@ -119,25 +124,13 @@ async def run(
                     levels.append(level_of(drafted, concurrency, results))
     if peers is None:
         raise SettingError("temperature", "there must be one, and a number of requests at a time")
-    return PeersReport(setup, peers.settings, peers.missing, levels)
+    return report(setup, levels, peers.settings, peers.missing)
 
 
-@asynccontextmanager
-async def _our_clients(
-    options: PeersOptions, plain: Subject, speculative: Subject
-) -> AsyncIterator[tuple[BenchClient, BenchClient]]:
-    """How Outrider is asked for plain and for speculative decoding."""
-    if not options.servers:
-        yield plain.client, speculative.client
-        return
-    if not (plain.http_url and speculative.http_url):
+def _http_side(options: PeersOptions, subject: Subject, plain: bool) -> HttpSide:
+    if not subject.http_url:
         raise SettingError("servers", "the deployment that runs has no HTTP interface")
-    undrafted = {"speculation": {"num_draft_tokens": 0}}
-    async with (
-        HttpSide(plain.http_url, raw=options.raw, api_key=plain.api_key, extra_body=undrafted) as p,
-        HttpSide(speculative.http_url, raw=options.raw, api_key=speculative.api_key) as s,
-    ):
-        yield p, s
+    return HttpSide(subject.http_url, raw=options.raw, api_key=subject.api_key, plain=plain)
 
 
 class _Peers:
@@ -197,39 +190,34 @@ class _Peers:
 
     async def start(self) -> None:
         """Starts those that are wanted and installed."""
+        servers = self._options.servers
         for peer in PEERS:
             if peer.name not in self._options.peers:
                 continue
             if not peer.is_installed(self._options.environments):
                 self.missing[peer.name] = NOT_INSTALLED
-            elif self._options.servers and not peer.server:
+            elif servers and not peer.server:
                 self.missing[peer.name] = "it has no server"
-            elif peer.needs_gguf and not self._model.gguf:
+            elif peer.needs_gguf and not self._inputs.model.gguf:
                 self.missing[peer.name] = "the target does not come from a GGUF file"
             else:
                 await self._start_library(peer)
-        if TRANSFORMERS in self._options.peers and not self._options.servers:
+        if TRANSFORMERS in self._options.peers and not servers:
             await self._start_transformers()
 
     async def _start_library(self, peer: Peer) -> None:
         """Both modes, with the fastest settings."""
-        environments = self._options.environments
-        sweep = Sweep(self._model, self._token_ids, environments, self._progress)
+        inputs, again = self._inputs, self._options.sweep
         try:
-            found = await sweep.settings(peer, again=self._options.sweep)
+            found = await fastest_settings(peer, inputs, self._progress, again=again)
         except (ConfigError, Unavailable) as error:
             self.missing[peer.name] = error.message
             return
+        kind = ServerProcess if self._options.servers else LibraryProcess
         for mode, setting in found.items():
-            process: LibraryProcess | ServerProcess
-            if self._options.servers:
-                process = ServerProcess(
-                    peer, setting, self._model, environments, raw=self._options.raw
-                )
-            else:
-                process = LibraryProcess(peer, setting, self._model, self._token_ids, environments)
+            process = kind(peer, setting, inputs)
             settings = {
-                "versions": peer.versions(environments),
+                "versions": peer.versions(inputs.environments),
                 "precision": peer.precision,
                 "environment": process.environment,
                 "options": setting.options,
@@ -242,11 +230,11 @@ class _Peers:
             Side.TRANSFORMERS: {},
             Side.PROMPT_LOOKUP: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
         }
-        if self._reference.drafter is not None:
-            sides[Side.ASSISTED] = {"assistant_model": self._reference.drafter.name}
+        if self._reference.drafter:
+            sides[Side.ASSISTED] = {"assistant_model": self._reference.drafter_name}
         versions = {"transformers": version("transformers")}
         for side, options in sides.items():
-            process = ReferenceProcess(side, self._reference, raw=self._options.raw)
+            process = ReferenceProcess(side, self._reference, self._options.raw)
             await self._enter(side, process, {"versions": versions, "options": options})
 
     async def _enter(
@@ -265,169 +253,117 @@ class _Peers:
         self.settings[side] = settings
 
     @cached_property
-    def _token_ids(self) -> dict[str, list[int]]:
-        """The tokens of every prompt's text, as Outrider makes them."""
-        from outrider.tokenizer import TokenizerText
-
-        text = TokenizerText.load(
-            Path(self._reference.directory), trust_remote_code=self._reference.trust_remote_code
-        )
-        encode = encoder(text, self._options.raw)
-        asked = (*self._prompts, *WARM_UP_PROMPTS, *sweep_prompts())
-        return {prompt.text: encode(prompt.text) for prompt in asked}
-
-    @cached_property
-    def _model(self) -> LibraryModel:
+    def _inputs(self) -> PeerInputs:
+        """With the tokens of every prompt's text as Outrider makes them."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.models.sources import cache_dir, gguf_file
+        from outrider.tokenizer import TokenizerText
 
-        directory = Path(self._reference.directory)
+        options, reference = self._options, self._reference
+        directory = Path(reference.directory)
+        text = TokenizerText.load(directory, trust_remote_code=reference.trust_remote_code)
+        encode = encoder(text, options.raw)
+        asked = (*self._prompts, *WARM_UP_PROMPTS, *sweep_prompts())
+        token_ids = {prompt.text: encode(prompt.text) for prompt in asked}
         gguf = gguf_file(self._subject.model)
-        completion = max(self._options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
-        context = max(map(len, self._token_ids.values())) + completion
-        return LibraryModel(
-            directory=self._reference.directory,
+        completion = max(options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
+        context = max(map(len, token_ids.values())) + completion
+        model = LibraryModel(
+            directory=reference.directory,
             gguf="" if gguf is None else str(bfloat16_gguf(gguf, cache_dir())),
-            num_threads=self._reference.num_threads,
+            num_threads=reference.num_threads,
             context_tokens=-(-context // CONTEXT_STEP) * CONTEXT_STEP,
-            batch=max(self._options.concurrency),
+            batch=max(options.concurrency),
             eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """One side at one level."""
-
-    tokens_per_second: float
-    """All tokens / all wall time, prefill included."""
-    num_tokens: int
-    time_to_first_token_ms: float | None
-    """Median over the prompts, one at a time; None where it is not known."""
-    same_tokens: int | None
-    """Prompts on which it wrote the tokens of Outrider's plain decoding: at temperature 0 all, but
-    for near ties, which bfloat16 may break either way. None above it, and where ids are not
-    known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """All sides at one temperature and number of requests at a time."""
-
-    temperature: float
-    concurrency: int
-    sides: Mapping[str, Figures]
-
-    def best(self, *, plain: bool) -> str | None:
-        """The fastest peer's side, of those without drafts or of all; None without a peer."""
-        rates = {
-            name: found.tokens_per_second
-            for name, found in self.sides.items()
-            if name not in (OURS_PLAIN, OURS_SPECULATIVE)
-            and (not plain or name.endswith((" plain", TRANSFORMERS)))
-        }
-        return max(rates, key=rates.__getitem__, default=None)
-
-    def ratio(self, ours: str) -> float | None:
-        """Our tokens/s over the fastest: of plain sides, if ours is one."""
-        theirs = self.best(plain=ours == OURS_PLAIN)
-        if theirs is None:
-            return None
-        return self.sides[ours].tokens_per_second / self.sides[theirs].tokens_per_second
-
-    def values(self) -> dict[str, object]:
-        """By names in JSON."""
-        times = {name: found.time_to_first_token_ms for name, found in self.sides.items()}
-        ours, _ = times.pop(OURS_PLAIN), times.pop(OURS_SPECULATIVE)
-        known = [time for time in times.values() if time]
-        return {
-            "temperature": self.temperature,
-            "concurrency": self.concurrency,
-            "fastest_plain_peer": self.best(plain=True),
-            "plain_ratio": self.ratio(OURS_PLAIN),
-            "fastest_peer": self.best(plain=False),
-            "speculative_ratio": self.ratio(OURS_SPECULATIVE),
-            "first_token_ratio": ours / min(known) if ours and known else None,
-            "sides": {name: asdict(found) for name, found in self.sides.items()},
-        }
+        return PeerInputs(
+            model=model, token_ids=token_ids, environments=options.environments, raw=options.raw
+        )
 
 
 def level_of(decoding: Decoding, concurrency: int, results: Mapping[str, SideResult]) -> Level:
-    """The figures of all sides, which decoded the same prompts."""
+    """The figures of all sides, which decoded the same prompts. Of each side: all tokens over all
+    wall time, prefill included; the median time to the first token, one at a time, or None where
+    it is not known; and on how many prompts it wrote the tokens of our plain decoding: at
+    temperature 0 all, but for near ties. None above it, and where ids are not known."""
     ours = results[OURS_PLAIN]
 
-    def figures(found: SideResult) -> Figures:
+    def figures(found: SideResult) -> dict[str, Any]:
         times = [each.first_token_s for each in found.completions if each.first_token_s is not None]
-        pairs = zip(found.completions, ours.completions, strict=True)
-        known = decoding.rule is Rule.GREEDY and all(
-            each.token_ids for each in (*found.completions, *ours.completions)
-        )
-        return Figures(
-            tokens_per_second=found.tokens_per_second,
-            num_tokens=found.num_tokens,
-            time_to_first_token_ms=median(times) * 1000 if times and concurrency == 1 else None,
-            same_tokens=sum(a.token_ids == b.token_ids for a, b in pairs) if known else None,
-        )
-
-    return Level(
-        temperature=decoding.temperature,
-        concurrency=concurrency,
-        sides={name: figures(found) for name, found in results.items()},
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PeersReport:
-    """The result of one `bench peers`."""
-
-    setup: Mapping[str, object]
-    """What all sides share."""
-    settings: Mapping[str, Mapping[str, object]]
-    """Of each peer's side: versions, precision, variables and options."""
-    missing: Mapping[str, str]
-    """Why a peer, or one of its modes, was not measured."""
-    levels: Sequence[Level]
-
-    def values(self) -> dict[str, object]:
-        """By names in JSON."""
+        pairs = list(zip(found.completions, ours.completions, strict=True))
+        known = decoding.rule is Rule.GREEDY and all(a.token_ids and b.token_ids for a, b in pairs)
         return {
-            **self.setup,
-            "levels": [level.values() for level in self.levels],
-            "settings": self.settings,
-            "missing": self.missing,
+            "tokens_per_second": found.tokens_per_second,
+            "num_tokens": found.num_tokens,
+            "time_to_first_token_ms": 1e3 * median(times) if times and concurrency == 1 else None,
+            "same_tokens": sum(a.token_ids == b.token_ids for a, b in pairs) if known else None,
         }
 
-    def render(self) -> Group:
-        """For people."""
-        from rich.console import Group
+    sides = {name: figures(found) for name, found in results.items()}
+    theirs = {
+        name: found for name, found in sides.items() if name not in (OURS_PLAIN, OURS_SPECULATIVE)
+    }
+    plain = [name for name in theirs if name.endswith((" plain", TRANSFORMERS))]
 
-        title = (
-            "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, "
-            "{num_prompts} prompts of at most {max_tokens} tokens, {threads} threads; "
-            "tokens/s (ms to the first token)"
-        )
-        levels = self.levels
-        names = dict.fromkeys(name for level in levels for name in level.sides)
-        shown = table(
-            title.format(**self.setup),
-            ("", *(f"T {level.temperature:g}, {level.concurrency} at a time" for level in levels)),
-            [
-                *([name, *(_cell(level.sides.get(name)) for level in levels)] for name in names),
-                *([name, *("missing" for _ in levels)] for name in self.missing),
-            ],
-        )
-        shown.add_section()
-        for name, side in (
-            ("plain / fastest plain peer", OURS_PLAIN),
-            ("speculative / fastest peer", OURS_SPECULATIVE),
-        ):
-            ratios = [level.ratio(side) for level in levels]
-            shown.add_row(name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
-        return Group(shown, *(f"{name}: {why}" for name, why in self.missing.items()))
+    def fastest(names: Iterable[str]) -> str | None:
+        return max(names, key=lambda name: sides[name]["tokens_per_second"], default=None)
+
+    def ratio(ours: str, peer: str | None) -> float | None:
+        if peer is None:
+            return None
+        found: float = sides[ours]["tokens_per_second"] / sides[peer]["tokens_per_second"]
+        return found
+
+    first_s = [one["time_to_first_token_ms"] for one in theirs.values()]
+    known_s = [time for time in first_s if time]
+    own_s = sides[OURS_PLAIN]["time_to_first_token_ms"]
+    return {
+        "temperature": decoding.temperature,
+        "concurrency": concurrency,
+        "fastest_plain_peer": fastest(plain),
+        "plain_ratio": ratio(OURS_PLAIN, fastest(plain)),
+        "fastest_peer": fastest(theirs),
+        "speculative_ratio": ratio(OURS_SPECULATIVE, fastest(theirs)),
+        "first_token_ratio": own_s / min(known_s) if own_s and known_s else None,
+        "sides": sides,
+    }
 
 
-def _cell(found: Figures | None) -> str:
+def report(
+    setup: Mapping[str, Any],
+    levels: Sequence[Level],
+    settings: Mapping[str, Mapping[str, object]],
+    missing: Mapping[str, str],
+) -> Report:
+    """`setup` is what all sides share, `settings` those of each peer's side; `missing` says why a
+    peer, or one of its modes, was not measured."""
+    names = dict.fromkeys(name for level in levels for name in level["sides"])
+    shown = table(
+        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
+        "prompts of at most {max_tokens} tokens, {threads} threads; tokens/s (ms to the first "
+        "token)".format(**setup),
+        (
+            "",
+            *(f"T {level['temperature']:g}, {level['concurrency']} at a time" for level in levels),
+        ),
+        [
+            *([name, *(_cell(level["sides"].get(name)) for level in levels)] for name in names),
+            *([name, *("missing" for _ in levels)] for name in missing),
+        ],
+    )
+    shown.add_section()
+    for name, key in (
+        ("plain / fastest plain peer", "plain_ratio"),
+        ("speculative / fastest peer", "speculative_ratio"),
+    ):
+        ratios = [level[key] for level in levels]
+        shown.add_row(name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+    values = {**setup, "levels": levels, "settings": settings, "missing": missing}
+    return Report(values, [shown, *(f"{name}: {why}" for name, why in missing.items())])
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "-"
-    first = found.time_to_first_token_ms
-    return f"{found.tokens_per_second:.1f}" + ("" if first is None else f" ({first:.0f})")
+    first = found["time_to_first_token_ms"]
+    return f"{found['tokens_per_second']:.1f}" + ("" if first is None else f" ({first:.0f})")

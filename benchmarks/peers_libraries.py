@@ -16,19 +16,18 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.speculation.sampling_params import Rule
 
-from .measurement import Completion, Decoding, Progress
+from .measurement import BenchClient, Completion, Decoding, Job, Progress
 from .peers_process import CACHE_GIB
 from .processes import START_TIMEOUT_S, STOP_TIMEOUT_S, Process, ending, unbounded_threads
 from .prompts import BenchPrompt, built_in_prompts, select_prompts
@@ -111,11 +110,11 @@ class Peer:
         """Whether `make peers` has installed it."""
         return (environments / self.name / STAMP).exists()
 
-    def environment(self, setting: Setting, num_threads: int, environments: Path) -> dict[str, str]:
+    def environment(self, setting: Setting, inputs: PeerInputs) -> dict[str, str]:
         """Variables of its processes: the setting's, and what of `preloads` and `allocator` is
         there."""
-        root = environments.absolute() / self.name
-        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:num_threads]))
+        root = inputs.environments.absolute() / self.name
+        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.model.num_threads]))
         found = [str(path) for name in self.preloads for path in root.glob(f"lib/**/{name}")][:1]
         allocator = ctypes.util.find_library(self.allocator) if self.allocator else None
         preloaded = ":".join([*([allocator] if allocator else []), *found])
@@ -242,46 +241,43 @@ class LibraryModel:
     eos_token_ids: Sequence[int]
 
 
-class LibraryProcess(Process):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInputs:
+    """What all processes of peers are told."""
+
+    model: LibraryModel
+    token_ids: Mapping[str, Sequence[int]]
+    """Of every prompt's text, chat template included."""
+    environments: Path
+    raw: bool
+
+
+class LibraryProcess(Process, BenchClient):
     """Decodes with a library. An async context manager: entering loads the model."""
 
-    def __init__(
-        self,
-        peer: Peer,
-        setting: Setting,
-        model: LibraryModel,
-        token_ids: Mapping[str, Sequence[int]],
-        environments: Path,
-    ) -> None:
-        """`token_ids` are those of every prompt's text, chat template included."""
-        self.environment = peer.environment(setting, model.num_threads, environments)
-        setup = {
-            "library": peer.library,
-            "options": setting.options,
-            **asdict(model),
-        }
+    def __init__(self, peer: Peer, setting: Setting, inputs: PeerInputs) -> None:
+        self.environment = peer.environment(setting, inputs)
+        self._token_ids = inputs.token_ids
         super().__init__(
             "",
             peer.name,
-            setup,
-            environment=unbounded_threads(os.environ) | self.environment,
-            command=(str(peer.python(environments)), _ISOLATED, str(_PROGRAM)),
+            {"library": peer.library, "options": setting.options, **asdict(inputs.model)},
+            environment=self.environment,
+            command=(str(peer.python(inputs.environments)), _ISOLATED, str(_PROGRAM)),
         )
-        self._token_ids = token_ids
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt. Raises `Unavailable` where the process is gone and `ConfigError`
         where it refuses."""
-        [completion] = await self.generate_all([prompt], decoding, 1)
+        [completion] = await self.generate_all([(prompt, decoding)], 1)
         return completion
 
-    async def generate_all(
-        self, prompts: Sequence[BenchPrompt], decoding: Decoding, concurrency: int
-    ) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time; raises as `generate` does. The seed is not
-        used: one for each request is slow in some libraries."""
+    async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
+        """The library schedules them. Raises as `generate` does. Seeds are not used: one for each
+        request is slow in some libraries."""
+        decoding = jobs[0][1]
         request = {
-            "prompts": [self._token_ids[prompt.text] for prompt in prompts],
+            "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
             "max_tokens": decoding.max_tokens,
             "temperature": 0.0 if decoding.rule is Rule.GREEDY else decoding.temperature,
             "concurrency": concurrency,
@@ -302,110 +298,83 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
     return select_prompts(built_in_prompts(), _SWEEP_PROMPTS)
 
 
-class Sweep:
-    """Finds the fastest setting for each mode of a peer, or remembers it."""
+async def fastest_settings(
+    peer: Peer, inputs: PeerInputs, progress: Progress, *, again: bool
+) -> dict[str, Setting]:
+    """The fastest setting by mode, from this peer's last sweep of the same model on as many
+    threads, unless `again` is set. A mode is missing where no setting works. Raises what the last
+    one failed with where plain decoding does not work."""
+    path = inputs.environments / peer.name / _SWEEP_RESULT
+    key = {"model": inputs.model.directory, "threads": inputs.model.num_threads}
+    if not again and path.exists():
+        kept = json.loads(path.read_text("utf-8"))
+        if kept["of"] == key:
+            return {name: Setting(**found) for name, found in kept["settings"].items()}
 
-    def __init__(
-        self,
-        model: LibraryModel,
-        token_ids: Mapping[str, Sequence[int]],
-        environments: Path,
-        progress: Progress,
-    ) -> None:
-        self._model = model
-        self._token_ids = token_ids
-        self._environments = environments
-        self._progress = progress
-
-    async def settings(self, peer: Peer, *, again: bool) -> dict[str, Setting]:
-        """The fastest setting by mode, from this peer's last sweep of the same model on as many
-        threads, unless `again` is set. A mode is missing where no setting works. Raises what the
-        last one failed with where plain decoding does not work."""
-        path = self._environments / peer.name / _SWEEP_RESULT
-        key = {"model": self._model.directory, "threads": self._model.num_threads}
-        if not again and path.exists():
-            kept = json.loads(path.read_text("utf-8"))
-            if kept["of"] == key:
-                return {name: Setting(**found) for name, found in kept["settings"].items()}
-        plain = await self._fastest(peer, PLAIN, peer.bindings)
-        found = {PLAIN: plain}
-        if peer.drafting:
-            tried = tuple(plain | drafting for drafting in peer.drafting)
-            try:
-                found[peer.speculative] = await self._fastest(peer, peer.speculative, tried)
-            except (ConfigError, Unavailable) as error:
-                self._progress(f"{peer.name} {peer.speculative} does not work: {error.message}")
-        settings = {name: asdict(setting) for name, setting in found.items()}
-        path.write_text(json.dumps({"of": key, "settings": settings}), encoding="utf-8")
-        return found
-
-    async def _fastest(self, peer: Peer, mode: str, settings: Sequence[Setting]) -> Setting:
+    async def fastest(mode: str, settings: Sequence[Setting]) -> Setting:
         if len(settings) == 1:
             return settings[0]
         rates: dict[int, float] = {}
-        failure: ConfigError | Unavailable | None = None
+        failure: Exception | None = None
         for place, setting in enumerate(settings):
             try:
-                rates[place] = await self._rate(peer, setting)
+                rates[place] = await _rate(peer, setting, inputs)
             except (ConfigError, Unavailable) as error:
                 failure = error
                 continue
-            self._progress(f"{peer.name} {mode}, setting {place}: {rates[place]:.1f} tokens/s")
+            progress(f"{peer.name} {mode}, setting {place}: {rates[place]:.1f} tokens/s")
         if not rates and failure is not None:
             raise failure
         return settings[max(rates, key=rates.__getitem__)]
 
-    async def _rate(self, peer: Peer, setting: Setting) -> float:
-        """Tokens a second, one prompt at a time, after one that is not counted."""
-        first, *prompts = sweep_prompts()
-        process = LibraryProcess(peer, setting, self._model, self._token_ids, self._environments)
-        async with process:
-            await process.generate(first, _SWEEP_DECODING)
-            done = [await process.generate(prompt, _SWEEP_DECODING) for prompt in prompts]
-        return sum(len(each.token_ids) for each in done) / sum(each.seconds for each in done)
+    found = {PLAIN: await fastest(PLAIN, peer.bindings)}
+    if peer.drafting:
+        tried = [found[PLAIN] | drafting for drafting in peer.drafting]
+        try:
+            found[peer.speculative] = await fastest(peer.speculative, tried)
+        except (ConfigError, Unavailable) as error:
+            progress(f"{peer.name} {peer.speculative} does not work: {error.message}")
+    settings = {name: asdict(setting) for name, setting in found.items()}
+    path.write_text(json.dumps({"of": key, "settings": settings}), encoding="utf-8")
+    return found
 
 
-class HttpSide:
-    """A server as the measurement calls it. An async context manager."""
+async def _rate(peer: Peer, setting: Setting, inputs: PeerInputs) -> float:
+    """Tokens a second, one prompt at a time, after one that is not counted."""
+    first, *prompts = sweep_prompts()
+    async with LibraryProcess(peer, setting, inputs) as process:
+        await process.generate(first, _SWEEP_DECODING)
+        done = [await process.generate(prompt, _SWEEP_DECODING) for prompt in prompts]
+    return sum(len(each.token_ids) for each in done) / sum(each.seconds for each in done)
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        raw: bool,
-        api_key: str = "",
-        extra_body: Mapping[str, object] | None = None,
-    ) -> None:
-        """`extra_body` is added to every request's."""
-        self.base_url = base_url
-        self._raw = raw
-        self._api_key = api_key
-        self._extra_body = extra_body or {}
-        self._stack = AsyncExitStack()
-        self._clients: dict[float, HttpServingClient] = {}
+
+class HttpSide(HttpServingClient, BenchClient):
+    """A server as the measurement calls it. An async context manager: entering waits until it
+    lists its model, and raises `Unavailable` where it does not."""
+
+    def __init__(self, base_url: str, *, raw: bool, api_key: str = "", plain: bool = False) -> None:
+        """`plain` = ask Outrider for plain decoding."""
+        extra = {"speculation": {"num_draft_tokens": 0}} if plain else {}
+        server = HttpServer(
+            base_url=base_url, endpoint=TEXT if raw else CHAT, api_key=api_key, extra_body=extra
+        )
+        super().__init__(server, ServeOptions())
 
     async def __aenter__(self) -> Self:
+        await self.find_model()
         return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stack.aclose()
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt. Raises `Unavailable` where the request fails."""
-        client = await self._client(decoding.temperature)
         times = StreamTimes(time.perf_counter)
         started_s = time.perf_counter()
+        name = self.server.address
         try:
-            answer = await client.answer(prompt, decoding.max_tokens, times)
+            answer = await self.answer(prompt, decoding.max_tokens, times, decoding.temperature)
         except RequestFailed as failure:
-            raise Unavailable(f"{self.base_url}: {failure}") from failure
+            raise Unavailable(f"{name}: {failure}") from failure
         if times.ended_s is None or not answer.output_tokens:
-            raise Unavailable(f"{self.base_url}: an answer without tokens, or without their number")
+            raise Unavailable(f"{name}: an answer without tokens, or without their number")
         return Completion(
             token_ids=(),
             started_s=started_s,
@@ -415,50 +384,30 @@ class HttpSide:
             counted_tokens=answer.output_tokens,
         )
 
-    async def _client(self, temperature: float) -> HttpServingClient:
-        """The client for requests at a temperature. Raises `Unavailable`."""
-        if temperature not in self._clients:
-            server = HttpServer(
-                base_url=self.base_url,
-                endpoint=TEXT if self._raw else CHAT,
-                api_key=self._api_key,
-                extra_body=self._extra_body,
-            )
-            client = HttpServingClient(server, ServeOptions(temperature=temperature))
-            await self._stack.enter_async_context(client)
-            await client.find_model()
-            self._clients[temperature] = client
-        return self._clients[temperature]
-
 
 class ServerProcess(HttpSide):
-    """Another system's server, in processes of its own. Entering waits until it lists its model,
-    and raises `Unavailable` where it ends before."""
+    """Another system's server, in processes of its own."""
 
-    def __init__(
-        self, peer: Peer, setting: Setting, model: LibraryModel, environments: Path, *, raw: bool
-    ) -> None:
-        ports = _free_ports(len(peer.server))
-        super().__init__(f"http://127.0.0.1:{ports[-1]}", raw=raw)
+    def __init__(self, peer: Peer, setting: Setting, inputs: PeerInputs) -> None:
+        self._ports = _free_ports(len(peer.server))
+        super().__init__(f"http://127.0.0.1:{self._ports[-1]}", raw=inputs.raw)
         self._name = f"the server of {peer.name}"
-        self.environment = peer.environment(setting, model.num_threads, environments)
+        self.environment = peer.environment(setting, inputs)
         flags = [
             word
             for name, value in setting.options.items()
             if isinstance(value, dict)
             for word in (f"--{name.replace('_', '-')}", json.dumps(value))
         ]
-        values = asdict(model) | dict(setting.options) | {"ports": ports}
-        programs = peer.python(environments).parent
+        values = asdict(inputs.model) | dict(setting.options) | {"ports": self._ports}
+        programs = peer.python(inputs.environments).parent
         self._commands = [
             [str(programs / program), *(word.format(**values) for word in words), *flags]
             for program, *words in peer.server
         ]
-        self._ports = ports
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def __aenter__(self) -> Self:
-        environment = unbounded_threads(os.environ) | self.environment
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 for command, port in zip(self._commands, self._ports, strict=True):
@@ -466,48 +415,36 @@ class ServerProcess(HttpSide):
                         *command,
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=asyncio.subprocess.DEVNULL,
-                        env=environment,
+                        env=unbounded_threads() | self.environment,
                         start_new_session=True,  # An interrupt is for the measurement.
                     )
                     self._processes.append(process)
-                    await self._until(process, partial(_accepts, port))
-                await self._until(process, self._lists_a_model)
-        except TimeoutError:
+                    await self._until(process, partial(_connect, port))
+                await self._until(process, self.find_model)
+        except (TimeoutError, OSError) as error:
             await self._stop()
-            raise Unavailable(f"{self._name} did not start in {START_TIMEOUT_S:.0f} s") from None
-        except OSError as error:
-            await self._stop()
-            raise Unavailable(f"{self._name} cannot be started: {error}") from error
+            raise Unavailable(f"{self._name} did not start: {error!r}") from error
         except BaseException:
             await self._stop()
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
-            await super().__aexit__(kind, error, trace)
+            await super().__aexit__()
         finally:
             await self._stop()
 
     async def _until(
-        self, process: asyncio.subprocess.Process, is_ready: Callable[[], Awaitable[bool]]
+        self, process: asyncio.subprocess.Process, works: Callable[[], Awaitable[None]]
     ) -> None:
-        while not await is_ready():
+        while True:
+            with suppress(Unavailable):
+                await works()
+                return
             if process.returncode is not None:
                 raise Unavailable(f"{self._name} {ending(process.returncode)} while it started")
             await asyncio.sleep(_POLL_S)
-
-    async def _lists_a_model(self) -> bool:
-        try:
-            await self._client(0.0)
-        except Unavailable:
-            return False
-        return True
 
     async def _stop(self) -> None:
         """Ends the processes and all that they have started."""
@@ -521,14 +458,13 @@ class ServerProcess(HttpSide):
                         await process.wait()
 
 
-async def _accepts(port: int) -> bool:
-    """Whether a local port accepts connections."""
+async def _connect(port: int) -> None:
+    """Raises `Unavailable` where a local port does not accept connections."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
+    except OSError as error:
+        raise Unavailable(str(error)) from error
     writer.close()
-    return True
 
 
 def _free_ports(number: int) -> list[int]:

@@ -15,11 +15,17 @@ import selectors
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from outrider.client import Client
@@ -39,6 +45,7 @@ DRAFT_TIMEOUT_MS: Final = 30_000
 EXACT_TIMERS: Final = "--exact-timers"
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S: Final = 1.0
+_PART_BYTES_MAX: Final = 2**16
 
 
 class Process:
@@ -56,12 +63,12 @@ class Process:
     ) -> None:
         """`role` is MODULE:FUNCTION, see `Opens`, or what else `command` takes; `name` is what
         errors call it, `setup` its first line. `advice` follows the news that it has ended.
-        `environment` replaces this process's own."""
+        `environment` is added to this process's own, but for bounds of threads."""
         self._command = (*command, *role.split())
         self._name = name
         self._setup = setup
         self._advice = advice
-        self._environment = environment
+        self._environment = unbounded_threads() | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}
         """Its answer to `setup`, once started."""
@@ -87,12 +94,7 @@ class Process:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def ask(
@@ -129,10 +131,9 @@ class Process:
             return
         process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            pass  # It is killed below.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
@@ -146,9 +147,9 @@ def ending(status: int) -> str:
     return "was killed, as the system does where memory runs out"
 
 
-def unbounded_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what services set to bound the threads of theirs."""
-    return {key: value for key, value in environment.items() if key not in _THREAD_VARIABLES}
+def unbounded_threads() -> dict[str, str]:
+    """This process's environment without what services set to bound the threads of theirs."""
+    return {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,50 +203,63 @@ async def _play(opens: Opens, answer: Callable[[Mapping[str, object]], None]) ->
         answer({"error": error.message})
 
 
-def service_config(
-    name: str, values: Mapping[str, Any]
-) -> TargetConfig | DraftConfig | CoordinatorConfig:
-    """The configuration of a service from its fields, as `asdict` makes them."""
-    if name == "target":
-        return TargetConfig(**values)
-    if name == "draft":
-        return DraftConfig(**values)
-    lookup = None if values["lookup"] is None else DraftConfig(**values["lookup"])
-    return CoordinatorConfig(**{**values, "lookup": lookup})
+_ACTORS: Final = {
+    "target": ("target_service.actor", "TargetActor", TargetConfig),
+    "draft": ("draft_service.actor", "DraftActor", DraftConfig),
+    "coordinator": ("coordinator.actor", "CoordinatorActor", CoordinatorConfig),
+}
 
 
 @asynccontextmanager
-async def service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
-    `config` the fields of its configuration."""
-    actor: Any
-    if setup["service"] == "target":
-        from target_service.actor import TargetActor
-
-        actor = TargetActor()
-    elif setup["service"] == "draft":
-        from draft_service.actor import DraftActor
-
-        actor = DraftActor()
-    else:
-        from coordinator.actor import CoordinatorActor
-
-        actor = CoordinatorActor()
-    config = service_config(setup["service"], setup["config"])
-    address = await actor.start(config, log_directory="")
+    `config` the fields of its configuration. Its answer is the CPU time of its process."""
+    module, kind, make = _ACTORS[setup["service"]]
+    values = setup["config"]
+    if values.get("lookup") is not None:
+        values["lookup"] = DraftConfig(**values["lookup"])
+    actor = getattr(importlib.import_module(module), kind)()
+    address = await actor.start(make(**values), log_directory="")
     try:
-        yield Role({"address": address, "pid": os.getpid()})
+        yield Role({"address": address}, lambda question: {"cpu_s": time.process_time()})
     finally:
         await actor.stop(_GRACE_S)
 
 
-def service_process(
-    name: str, config: TargetConfig | DraftConfig | CoordinatorConfig,
-    role: str = "benchmarks.processes:service",
-) -> Process:  # fmt: skip
-    """A process of the service of this name."""
+def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
+    """A process of the service of this name, on a free port: a deployment with the same settings
+    may run here."""
+    if not isinstance(config, CoordinatorConfig):
+        config = replace(unlocked(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config)}
-    return Process(role, f"the {name} process", setup, environment=unbounded_threads(os.environ))
+    return Process("benchmarks.processes:service", f"the {name} process", setup)
+
+
+@asynccontextmanager
+async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
+    """Relays TCP connections to `setup`'s `address`, `delay_ms` later in each direction."""
+    loop, delay_s = asyncio.get_running_loop(), setup["delay_ms"] / 1e3
+    host, _, port = setup["address"].rpartition(":")
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while part := await reader.read(_PART_BYTES_MAX):
+                loop.call_later(delay_s, writer.write, part)
+        loop.call_later(delay_s, writer.close)
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield Role({"address": f"127.0.0.1:{server.sockets[0].getsockname()[1]}"})
+    finally:
+        server.close()
 
 
 @asynccontextmanager
@@ -256,25 +270,6 @@ async def embedded_redis() -> AsyncIterator[str]:
         EmbeddedRedis(Path(directory)) as redis,
     ):
         yield redis.url
-
-
-def coordinator_config(
-    settings: CoordinatorConfig, redis_url: str, target: str, draft: str = "", look_ahead: int = 0
-) -> CoordinatorConfig:
-    """`settings` for a coordinator of a benchmark, with the addresses of its replicas."""
-    return replace(
-        unlocked(settings),
-        grpc_port=0,
-        port=0,
-        http=False,
-        telemetry="",
-        redis_url=redis_url,
-        target_address=target,
-        draft_address=draft,
-        draft_timeout_ms=DRAFT_TIMEOUT_MS,
-        look_ahead=look_ahead,
-        length_control=False,  # Each K is measured by itself.
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,23 +283,38 @@ class Replicas:
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     """Of coordinators, as far as they are not said here."""
 
+    def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
+        """Of a coordinator of theirs, on free ports."""
+        fixed: dict[str, Any] = {
+            "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
+            "redis_url": self.redis_url, "target_address": self.target_address,
+            "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
+            "length_control": False,  # Each K is measured by itself.
+        }  # fmt: skip
+        return replace(unlocked(self.settings), **fixed | changes)
+
     @asynccontextmanager
-    async def coordinator(self, look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
+    async def coordinator(
+        self, look_ahead: int = 0, delay_ms: float = 0.0
+    ) -> AsyncIterator[Client]:
         """Calls a coordinator that runs as long as this lasts, with `settings` but for
         `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
         Raises `Unavailable` where a process breaks off."""
-        async with AsyncExitStack() as stack:
-            draft = self.draft_address
-            if delay_ms > 0 and draft:
-                way = {"address": draft, "delay_ms": delay_ms}
-                role = f"benchmarks.relay:relay_role {EXACT_TIMERS}"
-                draft = (await stack.enter_async_context(Process(role, "the relay", way))).address
-            config = coordinator_config(
-                self.settings, self.redis_url, self.target_address, draft, look_ahead
-            )
-            process = service_process("coordinator", config)
-            coordinator = await stack.enter_async_context(process)
-            yield await stack.enter_async_context(Client(coordinator.address))
+        changes: dict[str, Any] = {"look_ahead": look_ahead}
+        way: Any = nullcontext()
+        if delay_ms > 0 and self.draft_address:
+            role = f"benchmarks.processes:relay {EXACT_TIMERS}"
+            setup = {"address": self.draft_address, "delay_ms": delay_ms}
+            way = Process(role, "the relay", setup)
+        async with way as relaying:
+            if relaying is not None:
+                changes["draft_address"] = relaying.address
+            config = self.coordinator_config(**changes)
+            async with (
+                service_process("coordinator", config) as coordinator,
+                Client(coordinator.address) as client,
+            ):
+                yield client
 
 
 @asynccontextmanager
@@ -312,19 +322,15 @@ async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
     """A target, a draft where a model drafts, and an embedded Redis, for coordinators with these
-    settings. No process binds a port that they name, as a deployment with the same ones may run
-    here. Raises `Unavailable` where a process breaks off, and `ConfigError`."""
+    settings. Raises `Unavailable` where a process breaks off, and `ConfigError`."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
-        addresses = {}
-        pair: dict[str, TargetConfig | DraftConfig] = {"target": target}
+        verifier = await stack.enter_async_context(service_process("target", target))
+        draft_address = ""
         if draft is not None and draft.drafter.model is not None:
-            pair["draft"] = draft
-        for name, config in pair.items():
-            config = replace(unlocked(config), port=0, telemetry="")
-            process = service_process(name, config)
-            addresses[name] = (await stack.enter_async_context(process)).address
-        yield Replicas(addresses["target"], addresses.get("draft", ""), redis_url, coordinator)
+            drafter = await stack.enter_async_context(service_process("draft", draft))
+            draft_address = drafter.address
+        yield Replicas(verifier.address, draft_address, redis_url, coordinator)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Plain decoding through the services is held against the engine alone and against
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, InvariantError
+from outrider.errors import ConfigError
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-from .measurement import Completion, Decoding, Side
-from .processes import Process, Role, unbounded_threads
+from .measurement import BenchClient, Completion, Decoding, Side
+from .processes import Process, Role
 from .prompts import BenchPrompt
 
 if TYPE_CHECKING:
@@ -38,17 +37,6 @@ Decode = Callable[[tuple[int, ...], Decoding], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceDrafter:
-    """The model that drafts for the deployment, once more."""
-
-    directory: str
-    """Where its files are."""
-    name: str
-    """What errors call it."""
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
     """What a reference loads: the target of the deployment, once more."""
 
@@ -59,23 +47,21 @@ class ReferenceModel:
     num_threads: int
     """In every step, as nothing runs beside it; plain `generate` has torch's default."""
     trust_remote_code: bool = False
-    drafter: ReferenceDrafter | None = None
-    """Of the side `ASSISTED`, which is not there without."""
+    drafter: str = ""
+    """Files of the model that drafts, for the side `ASSISTED`, which is not there without."""
+    drafter_name: str = ""
+    drafter_dtype: str = ""
 
 
-class ReferenceProcess(Process):
+class ReferenceProcess(Process, BenchClient):
     """One reference. An async context manager: entering loads the model."""
 
-    def __init__(self, side: Side, model: ReferenceModel, *, raw: bool, advice: str = "") -> None:
+    def __init__(self, side: Side, model: ReferenceModel, raw: bool, advice: str = "") -> None:
         """`side` is `ENGINE` or one of the library's; `raw` leaves the model's chat template out;
         `advice` follows the news that it has ended."""
-        super().__init__(
-            "benchmarks.references:reference",
-            f"the {side.value} reference",
-            {"side": side.value, "raw": raw, "model": asdict(model)},
-            advice=advice,
-            environment=unbounded_threads(os.environ),
-        )
+        setup = {"side": side.value, "raw": raw, "model": asdict(model)}
+        name = f"the {side.value} reference"
+        super().__init__("benchmarks.references:reference", name, setup, advice=advice)
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt; one at a time. Raises `Unavailable` where the process is gone
@@ -94,10 +80,6 @@ async def reference(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     from outrider.tokenizer import TokenizerText
 
     model = ReferenceModel(**setup["model"])
-    if model.drafter is not None:
-        model = ReferenceModel(
-            **setup["model"] | {"drafter": ReferenceDrafter(**setup["model"]["drafter"])}
-        )
     text = TokenizerText.load(Path(model.directory), trust_remote_code=model.trust_remote_code)
     decode, eos_token_ids = load_side(Side(setup["side"]), model)
 
@@ -214,12 +196,9 @@ def _load_assistant(model: ReferenceModel, target: ModelInfo) -> Any:
     from outrider.models.loading import load_model
     from outrider.models.student import load_drafter
 
-    drafter = model.drafter
-    if drafter is None:
-        raise InvariantError("the side has a drafter")
-    path = Path(drafter.directory)
+    path = Path(model.drafter)
     options: dict[str, Any] = {
-        "name": drafter.name, "dtype": drafter.dtype, "device": model.device,
+        "name": model.drafter_name, "dtype": model.drafter_dtype, "device": model.device,
         "trust_remote_code": model.trust_remote_code,
     }  # fmt: skip
     if is_trained_drafter(path):
@@ -227,7 +206,7 @@ def _load_assistant(model: ReferenceModel, target: ModelInfo) -> Any:
     else:
         module, info = load_model(path, **options)
     token_ids = info.logit_token_ids or range(info.vocab_size)
-    return widened(module, token_ids, target.vocab_size, drafter.name)
+    return widened(module, token_ids, target.vocab_size, model.drafter_name)
 
 
 def widened(module: Any, token_ids: Sequence[int], vocab_size: int, name: str) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -14,16 +15,30 @@ JSON_DIGITS: Final = 4
 """Decimals of a number in a JSON report."""
 
 
-class Report(Protocol):
+@dataclass(frozen=True, slots=True)
+class Report:
     """The result of one benchmark."""
 
-    def values(self) -> Mapping[str, object]:
-        """The figures by their names in JSON."""
-        ...
+    values: Mapping[str, Any]
+    """The figures by their names in JSON; None = not measured."""
+    shown: Sequence[RenderableType]
+    """For people: tables and lines."""
+    warnings: Sequence[str] = ()
+    """What forbids to take the figures as they stand, a line each."""
 
-    def render(self) -> RenderableType:
-        """For people."""
-        ...
+    @classmethod
+    def of(cls, title: str, values: Mapping[str, Any]) -> Report:
+        """With one table of all figures that were measured."""
+        return cls(values, [table(title, ("figure", "value"), _rows(values))])
+
+
+def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        shown = prefix + name.replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{shown}: ")
+        elif value is not None:
+            yield shown, f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def to_json(value: Mapping[str, object]) -> str:
@@ -48,11 +63,6 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) ->
     for row in rows:
         found.add_row(*row)
     return found
-
-
-def figures_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and figures."""
-    return table(title, ("figure", "value"), rows)
 
 
 def _rounded(value: object) -> object:

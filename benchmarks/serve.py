@@ -8,17 +8,16 @@ rate all come at once, or, with `max_concurrency`, one whenever there is a place
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from datetime import datetime
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Final
 
-from outrider.client import RoundReport
 from outrider.errors import SettingError, Unavailable, check
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -30,7 +29,7 @@ from outrider.settings import check_range
 
 from .options import Options, numbers, option, words
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, read_prompts
-from .serve_clients import Answer, RequestFailed, ServingClient, Speculation, StreamTimes
+from .serve_clients import Answer, RequestFailed, ServingClient, StreamTimes
 
 METRICS: Final = ("ttft", "tpot", "itl", "e2el")
 GOALS: Final = ("ttft", "tpot", "e2el")
@@ -50,7 +49,7 @@ def goal(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}"
         ) from None
 
@@ -189,29 +188,25 @@ class Record:
     """When it came."""
     started_s: float
     """When it was sent: later where `--max-concurrency` held it back, or this client was late."""
-    chunk_s: Sequence[float]
-    """When each chunk with tokens was read, ascending."""
-    chunk_tokens: Sequence[int] | None
-    """Tokens of each chunk; None where the server does not say, as by HTTP."""
     ended_s: float
     """When the last chunk was read; of a failed request, when that was known."""
-    input_tokens: int | None
-    output_tokens: int | None
-    """None where the server does not say."""
-    speculation: Speculation | None = None
-    rounds: tuple[RoundReport, ...] | None = None
+    times: StreamTimes
+    """Of its chunks."""
+    answer: Answer
     error: str = ""
     """Why it failed; empty if it did not."""
 
     @property
     def num_tokens(self) -> int:
         """Of the answer: as the server says, or else the number of its chunks."""
-        return len(self.chunk_s) if self.output_tokens is None else self.output_tokens
+        told = self.answer.output_tokens
+        return len(self.times.chunk_s) if told is None else told
 
     @property
     def ttft_s(self) -> float:
         """Time to first token; of an answer without any, to its end."""
-        return (self.chunk_s[0] if self.chunk_s else self.ended_s) - self.started_s
+        chunk_s = self.times.chunk_s
+        return (chunk_s[0] if chunk_s else self.ended_s) - self.started_s
 
     @property
     def latency_s(self) -> float:
@@ -228,8 +223,7 @@ class Record:
     @property
     def itl_s(self) -> list[float]:
         """Gaps between chunks that follow each other."""
-        times = self.chunk_s
-        return [times[place] - times[place - 1] for place in range(1, len(times))]
+        return [after - before for before, after in pairwise(self.times.chunk_s)]
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
@@ -257,8 +251,14 @@ class Load:
     """What `bench serve` sends. What it has measured can be read while it runs, and after it was
     cancelled."""
 
-    def __init__(self, options: ServeOptions, client: ServingClient) -> None:
-        self._options = options
+    def __init__(
+        self, options: ServeOptions, client: ServingClient, settings: Mapping[str, object]
+    ) -> None:
+        """`settings` are those of `ServeOptions.shown`."""
+        self.options = options
+        self.settings = settings
+        self.date = ""
+        """When it began, as vLLM writes it: YYYYMMDD-HHMMSS, local time."""
         self._client = client
         self._prompts = options.load_prompts()
         self._began_at: float | None = None
@@ -271,6 +271,8 @@ class Load:
             self.num_planned = len(self._prompts)
         self.records: list[Record] = []
         """Of requests that are over, in the order of their ends."""
+        self.is_over = False
+        """Else it still runs, or was interrupted: requests that ran then are in no record."""
         self.num_running = 0
         self.num_failed = 0
         self.num_tokens = 0
@@ -288,13 +290,13 @@ class Load:
 
     async def warm_up(self) -> None:
         """Requests that are not measured. Raises `Unavailable` where one fails."""
-        wanted = self._options.num_warmups
-        most = min(self._options.max_concurrency or WARM_UPS_AT_ONCE, WARM_UPS_AT_ONCE)
+        wanted = self.options.num_warmups
+        most = min(self.options.max_concurrency or WARM_UPS_AT_ONCE, WARM_UPS_AT_ONCE)
         clock = asyncio.get_running_loop().time
 
         async def warm(number: int) -> None:
             prompt = WARM_UP_PROMPTS[number % len(WARM_UP_PROMPTS)]
-            await self._client.answer(prompt, self._options.max_tokens, StreamTimes(clock))
+            await self._client.answer(prompt, self.options.max_tokens, StreamTimes(clock))
 
         try:
             for first in range(0, wanted, most):
@@ -307,10 +309,12 @@ class Load:
         it cancels what runs, of which nothing is kept."""
         check(self._began_at is None, "a load is measured once")
         self._began_at = asyncio.get_running_loop().time()
+        self.date = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         watch = asyncio.create_task(self._watch_lag())
         try:
             async with asyncio.TaskGroup() as group:
                 await self._send(group)
+            self.is_over = True
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -320,7 +324,7 @@ class Load:
                 await watch
 
     async def _send(self, group: asyncio.TaskGroup) -> None:
-        options = self._options
+        options = self.options
         has_rate = options.request_rate != math.inf
         times = arrival_times(options.request_rate, options.burstiness, options.seed)
         prompts = cycle(self._prompts)
@@ -345,7 +349,7 @@ class Load:
         self.num_running += 1
         answer, error = Answer(), ""
         try:
-            most = prompt.max_tokens or self._options.max_tokens
+            most = prompt.max_tokens or self.options.max_tokens
             answer = await self._client.answer(prompt, most, times)
             if times.ended_s is None:
                 error = "the answer ended without a token"
@@ -354,20 +358,8 @@ class Load:
         finally:
             self.num_running -= 1
             self._places.release()
-        record = Record(
-            index=index,
-            category=prompt.category,
-            due_s=due_s,
-            started_s=started_s,
-            chunk_s=times.chunk_s,
-            chunk_tokens=times.chunk_tokens,
-            ended_s=self._now() if error or times.ended_s is None else times.ended_s,
-            input_tokens=answer.input_tokens,
-            output_tokens=answer.output_tokens,
-            speculation=answer.speculation,
-            rounds=answer.rounds,
-            error=error,
-        )
+        ended_s = self._now() if error or times.ended_s is None else times.ended_s
+        record = Record(index, prompt.category, due_s, started_s, ended_s, times, answer, error)
         self.records.append(record)
         self.num_failed += bool(error)
         self.num_tokens += 0 if error else record.num_tokens

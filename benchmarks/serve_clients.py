@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -196,7 +195,7 @@ class HttpServingClient:
     again."""
 
     def __init__(self, server: HttpServer, options: ServeOptions) -> None:
-        self._server = server
+        self.server = server
         self._options = options
         self.model = server.model
         """What requests call it."""
@@ -211,12 +210,7 @@ class HttpServingClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def find_model(self) -> None:
@@ -224,7 +218,7 @@ class HttpServingClient:
         `Unavailable`."""
         if self.model:
             return
-        url = f"{self._server.root}/v1/models"
+        url = f"{self.server.root}/v1/models"
         try:
             response = await self._client.get(url)
             if response.status_code != httpx2.codes.OK:
@@ -235,10 +229,18 @@ class HttpServingClient:
         except (ValueError, LookupError, TypeError):
             raise Unavailable(f"{url} lists no models; name one (--model)") from None
 
-    async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
-        """See `ServingClient.answer`."""
+    async def answer(
+        self,
+        prompt: BenchPrompt,
+        max_tokens: int,
+        times: StreamTimes,
+        temperature: float | None = None,
+    ) -> Answer:
+        """See `ServingClient.answer`; at the temperature of the options, unless one is given."""
         stream = _OpenAiStream(times)
         body = self._body(prompt, max_tokens)
+        if temperature is not None:
+            body["temperature"] = temperature
         try:
             async with self._client.sse(self._url, method="POST", json=body) as events:
                 if events.response.status_code != httpx2.codes.OK:
@@ -256,9 +258,9 @@ class HttpServingClient:
             "temperature": self._options.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self._server.extra_body,
+            **self.server.extra_body,
         }
-        if self._server.endpoint == CHAT:
+        if self.server.endpoint == CHAT:
             body["messages"] = [{"role": "user", "content": prompt.text}]
             body["max_completion_tokens"] = max_tokens
         else:

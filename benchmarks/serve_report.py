@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from importlib.resources import files
 from io import StringIO
 from math import ceil, inf
@@ -28,12 +28,11 @@ import numpy.typing as npt
 
 from outrider.errors import ConfigError
 
-from .report import figures_table, percentile, table, to_json
-from .serve import METRICS, Record, ServeOptions
+from .report import Report, percentile, table, to_json
+from .serve import METRICS, Load, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Group
 
 MS: Final = 1e3
 NAMES: Final = {
@@ -90,28 +89,15 @@ def spread(metric: str, values_s: Sequence[float], shares: Iterable[float]) -> d
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeReport:
-    """One load. `values` defines the figures."""
+    """What a load comes to, once it is over or interrupted."""
 
-    date: str
-    """When it began, as vLLM writes it: YYYYMMDD-HHMMSS, local time."""
-    settings: Mapping[str, object]
-    """By `ServeOptions.shown`."""
-    options: ServeOptions
-    duration_s: float
-    """From the first moment to the last request's end."""
-    records: Sequence[Record]
-    """Of all requests that are over, in the order of arrival."""
-    is_over: bool
-    """False where the load was interrupted: requests that ran then are in no figure."""
-    lags_s: Sequence[float]
-    """How late this client itself was, at times that are evenly spread."""
-
-    @property
-    def completed(self) -> list[Record]:
-        """Those that did not fail."""
-        return [record for record in self.records if not record.error]
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.records = sorted(load.records, key=lambda record: record.index)
+        """Of all requests that are over, in the order of arrival."""
+        self.completed = [record for record in self.records if not record.error]
+        self._lag_ms = MS * percentile(load.lags_s, 99) if load.lags_s else None
 
     def samples(self) -> dict[str, list[float]]:
         """By metric, s."""
@@ -123,31 +109,29 @@ class ServeReport:
             "e2el": [record.latency_s for record in good],
         }
 
+    @cached_property
     def values(self) -> dict[str, Any]:
         """All of it by its names in JSON; null = not measured. Rates are over `duration`, and over
         requests that did not fail."""
-        good, options = self.completed, self.options
-        inputs = sum(record.input_tokens or 0 for record in good)
+        good, load, options = self.completed, self.load, self.load.options
+        inputs = sum(record.answer.input_tokens or 0 for record in good)
         outputs = sum(record.num_tokens for record in good)
         goals = dict(options.goodput)
         num_good = sum(is_good(record, goals) for record in good)
-
-        def rate(number: float) -> float:
-            return number / self.duration_s if self.duration_s > 0 else 0.0
-
+        seconds = load.duration_s or inf
         found = {
-            "date": self.date,
-            **self.settings,
-            "interrupted": not self.is_over,
-            "duration": self.duration_s,
+            "date": load.date,
+            **load.settings,
+            "interrupted": not load.is_over,
+            "duration": load.duration_s,
             "completed": len(good),
             "failed": len(self.records) - len(good),
             "total_input_tokens": inputs,
             "total_output_tokens": outputs,
-            "request_throughput": rate(len(good)),
-            "request_goodput": rate(num_good) if goals else None,
-            "output_throughput": rate(outputs),
-            "total_token_throughput": rate(inputs + outputs),
+            "request_throughput": len(good) / seconds,
+            "request_goodput": num_good / seconds if goals else None,
+            "output_throughput": outputs / seconds,
+            "total_token_throughput": (inputs + outputs) / seconds,
         }
         for name, values in self.samples().items():
             shown = name in options.percentile_metrics
@@ -156,16 +140,15 @@ class ServeReport:
         found["max_concurrent_requests"] = max((number for _, number in running(good)), default=0)
         waits = [r.started_s - r.due_s for r in good] if options.request_rate != inf else []
         found |= spread("client_queue_time", waits, (99.0,))
-        lag_s = percentile(self.lags_s, 99) if self.lags_s else None
         found |= speculation_values(good) | round_values(good)
-        return found | {"client_lag_p99_ms": None if lag_s is None else MS * lag_s}
+        return found | {"client_lag_p99_ms": self._lag_ms}
 
     def detailed_values(self) -> dict[str, object]:
         """The same with the times of each request, in the order of arrival, s; vLLM's names."""
         each = self.records
-        return self.values() | {
+        return self.values | {
             "categories": [record.category for record in each],
-            "input_lens": [record.input_tokens for record in each],
+            "input_lens": [record.answer.input_tokens for record in each],
             "output_lens": [0 if record.error else record.num_tokens for record in each],
             "ttfts": [0.0 if record.error else record.ttft_s for record in each],
             "itls": [record.itl_s for record in each],
@@ -175,26 +158,52 @@ class ServeReport:
             "errors": [record.error for record in each],
         }
 
-    def render(self) -> Group:
-        """For people."""
-        from rich.console import Group
+    @property
+    def title(self) -> str:
+        """Model and backend."""
+        return "{model_id} by {backend}".format(**self.load.settings)
 
-        title = f"{self.settings['model_id']} by {self.settings['backend']}"
-        heading, rows = latency_rows(self)
-        return Group(figures_table(title, shown_figures(self)), table("", heading, rows))
+    def report(self) -> Report:
+        """With its tables."""
+        tables = [
+            table(self.title, ("figure", "value"), self.figures()),
+            table("", *self.latencies()),
+        ]
+        return Report(self.values, tables, self.warnings())
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and figures for people; what was not measured is left out."""
+        values = self.values
+        return [
+            (name, form.format(values[key]))
+            for name, key, form in _SHOWN
+            if values[key] is not None
+        ]
+
+    def latencies(self) -> tuple[list[str], list[list[str]]]:
+        """A heading, and a row for each metric: mean, median, deviation and percentiles, ms."""
+        shares = self.load.options.metric_percentiles
+        heading = ["mean", "median", "std", *(f"p{share:g}" for share in shares)]
+        rows = []
+        for name in METRICS:
+            found = [self.values.get(f"{column}_{name}_ms") for column in heading]
+            shown = ["-" if figure is None else f"{figure:.2f}" for figure in found]
+            rows.append([f"{NAMES[name]} ({name.upper()})", *shown])
+        return ["ms", *heading], rows
 
     def warnings(self) -> list[str]:
         """What forbids to take the figures as they stand, a line each."""
         found = []
-        if not self.is_over:
-            found.append("interrupted: these figures are of the requests that were over by then")
-        lag = MS * percentile(self.lags_s, 99) if self.lags_s else 0.0
-        if lag > LAG_MS_MAX:
+        if not self.load.is_over:
             found.append(
-                f"warning: this client was up to {lag:.0f} ms late itself (99 of 100 times); "
-                "latencies are too long by as much: give it a core of its own, or less load"
+                "warning: interrupted: these figures are of the requests that were over by then"
             )
-        if silent := sum(record.output_tokens is None for record in self.completed):
+        if (self._lag_ms or 0.0) > LAG_MS_MAX:
+            found.append(
+                f"warning: this client was up to {self._lag_ms:.0f} ms late itself (99 of 100 "
+                "times); latencies are too long by as much: give it a core of its own, or less load"
+            )
+        if silent := sum(record.answer.output_tokens is None for record in self.completed):
             found.append(
                 f"warning: of {silent} requests the server told no usage; each of their chunks "
                 "counts as one token"
@@ -210,6 +219,38 @@ class ServeReport:
         return [
             f"{errors.total()} of {len(self.records)} requests failed", *lines[:ERRORS_SHOWN]
         ]  # fmt: skip
+
+    def page(self) -> str:
+        """One HTML file that loads nothing: settings, tables and plots; the JSON object is in it,
+        too, as `#result`. Raises `ConfigError` where what draws is not installed."""
+        try:
+            import matplotlib as mpl
+            from jinja2 import Environment
+        except ImportError as error:
+            raise ConfigError(f"--report needs `pip install outrider[bench]` ({error})") from error
+        mpl.use("svg")
+        settings = {
+            name.replace("_", " "): " ".join(f"{key}:{bound:g}" for key, bound in value.items())
+            if isinstance(value, dict)
+            else value
+            for name, value in self.load.settings.items()
+            if value not in (None, "", {})
+        }
+        template = files("benchmarks").joinpath("serve_report.html").read_text("utf-8")
+        return (
+            Environment(autoescape=True)
+            .from_string(template)
+            .render(
+                title=self.title,
+                date=datetime.strptime(self.load.date, "%Y%m%d-%H%M%S"),
+                told=[*self.failures(), *self.warnings()],
+                figures=self.figures(),
+                settings=settings.items(),
+                latencies=self.latencies(),
+                plots=_plots(self),
+                data=to_json(self.values).replace("<", "\\u003c"),
+            )
+        )
 
 
 def is_good(record: Record, goals: Mapping[str, float]) -> bool:
@@ -228,11 +269,11 @@ def tokens_by_time(records: Sequence[Record], bin_s: float = 1.0) -> npt.NDArray
     last = max(record.ended_s for record in records)
     counts = np.zeros(ceil((last - first) / bin_s) + 1)
     for record in records:
-        chunks = len(record.chunk_s)
+        chunks = len(record.times.chunk_s)
         tokens: Sequence[float] = (
-            record.chunk_tokens or [record.num_tokens / max(1, chunks)] * chunks
+            record.times.chunk_tokens or [record.num_tokens / max(1, chunks)] * chunks
         )
-        for at_s, number in zip(record.chunk_s, tokens, strict=True):
+        for at_s, number in zip(record.times.chunk_s, tokens, strict=True):
             counts[int((at_s - first) / bin_s)] += number
     return counts
 
@@ -254,7 +295,9 @@ def running(records: Iterable[Record]) -> list[tuple[float, int]]:
 def speculation_values(records: Iterable[Record]) -> dict[str, float | None]:
     """By vLLM's names, with its units: a rate in per cent, and 1 + accepted / steps. None where no
     server said anything of it."""
-    told = [record.speculation for record in records if record.speculation is not None]
+    told = [
+        record.answer.speculation for record in records if record.answer.speculation is not None
+    ]
     steps = sum(entry.num_rounds for entry in told)
     drafted = sum(entry.num_draft_tokens for entry in told)
     accepted = sum(entry.num_accepted for entry in told)
@@ -270,7 +313,7 @@ def speculation_values(records: Iterable[Record]) -> dict[str, float | None]:
 def round_values(records: Iterable[Record]) -> dict[str, float | None]:
     """The part of rounds that look-ahead was ready for, and the means of what a round takes, ms;
     None where rounds were not reported."""
-    told = [entry for record in records for entry in record.rounds or ()]
+    told = [entry for record in records for entry in record.answer.rounds or ()]
 
     def mean(name: str) -> float | None:
         return sum(getattr(entry, name) for entry in told) / len(told) if told else None
@@ -278,59 +321,6 @@ def round_values(records: Iterable[Record]) -> dict[str, float | None]:
     return {"look_ahead_hit_rate": mean("look_ahead_hit")} | {
         f"mean_round_{name}": mean(name) for name in _ROUND_TIMES
     }
-
-
-def shown_figures(report: ServeReport) -> list[tuple[str, str]]:
-    """Names and figures for people; what was not measured is left out."""
-    values = report.values()
-    return [
-        (name, form.format(values[key])) for name, key, form in _SHOWN if values[key] is not None
-    ]
-
-
-def latency_rows(report: ServeReport) -> tuple[list[str], list[list[str]]]:
-    """A heading, and a row for each metric: mean, median, deviation and percentiles, ms."""
-    heading = ["mean", "median", "std", *(f"p{p:g}" for p in report.options.metric_percentiles)]
-    values = report.values()
-    rows = []
-    for name in METRICS:
-        figures = [values.get(f"{column}_{name}_ms") for column in heading]
-        shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
-        rows.append([f"{NAMES[name]} ({name.upper()})", *shown])
-    return ["ms", *heading], rows
-
-
-def page(report: ServeReport) -> str:
-    """One HTML file that loads nothing: settings, tables and plots; the JSON object is in it, too,
-    as `#result`. Raises `ConfigError` where what draws is not installed."""
-    try:
-        import matplotlib as mpl
-        from jinja2 import Environment
-    except ImportError as error:
-        raise ConfigError(f"--report needs `pip install outrider[bench]` ({error})") from error
-    mpl.use("svg")
-    settings = {
-        name.replace("_", " "): " ".join(f"{key}:{bound:g}" for key, bound in value.items())
-        if isinstance(value, dict)
-        else value
-        for name, value in report.settings.items()
-        if value not in (None, "", {})
-    }
-    template = files("benchmarks").joinpath("serve_report.html").read_text("utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            title=f"{report.settings['model_id']} by {report.settings['backend']}",
-            date=datetime.strptime(report.date, "%Y%m%d-%H%M%S"),
-            told=[*report.failures(), *report.warnings()],
-            figures=shown_figures(report),
-            settings=settings.items(),
-            latencies=latency_rows(report),
-            plots=_plots(report),
-            data=to_json(report.values()).replace("<", "\\u003c"),
-        )
-    )
 
 
 def _plots(report: ServeReport) -> dict[str, list[str]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from outrider.client import Client
 from outrider.errors import SettingError, Unavailable, check
 from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
-from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.request import ChatMessage, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -32,10 +32,7 @@ from .measurement import (
 from .options import DecodingOptions, option, whole_numbers
 from .prompts import BenchPrompt
 from .references import ReferenceModel, ReferenceProcess
-from .report import table
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from .report import Report, table
 
 PLAIN_SHARE_MIN: Final = 0.9
 """What plain decoding through the services must reach of each reference's tokens/s: a slow baseline
@@ -156,7 +153,7 @@ class Subject:
         return found
 
 
-class ServiceClient:
+class ServiceClient(BenchClient):
     """A coordinator as the measurement calls it."""
 
     def __init__(self, client: Client, *, raw: bool) -> None:
@@ -167,7 +164,7 @@ class ServiceClient:
         """One request, from sending it to its final event. Raises what the coordinator refuses it
         with, and `Unavailable` where it was cut short: its time would mean nothing."""
         request = GenerateRequest(
-            prompt=_service_prompt(prompt, self._raw),
+            prompt=prompt.text if self._raw else (ChatMessage("user", prompt.text),),
             sampling=SamplingParams(temperature=decoding.temperature),
             max_tokens=decoding.max_tokens,
             seed=decoding.seed,
@@ -192,11 +189,11 @@ class ServiceClient:
         )
 
 
-def _service_prompt(prompt: BenchPrompt, raw: bool) -> Prompt:
-    return prompt.text if raw else (ChatMessage("user", prompt.text),)
+Level = Mapping[str, Any]
+"""The figures at one concurrency, by names in JSON."""
 
 
-async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> SpeedupReport:
+async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Level:
     """Measures `subject` at one concurrency. Raises `SettingError` for prompts that are wrong, and
     what a side refuses a request with."""
     (concurrency,) = options.concurrency
@@ -205,206 +202,58 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
     plain = replace(drafted, num_draft_tokens=0)
     for warning in subject.replay_warnings(prompts):
         progress(warning)
-    async with _references(options, subject, progress) as references:
+    async with AsyncExitStack() as stack:
         contestants = [
             Contestant(Side.PLAIN, subject.client, plain, concurrency),
             Contestant(Side.SPECULATIVE, subject.client, drafted, concurrency),
-            *(Contestant(side, client, plain, 1) for side, client in references.items()),
         ]
-        results = await measure(prompts, contestants, progress)
-    setup = Setup(
-        model=subject.model,
-        draft_model=subject.draft_model,
-        dtype=subject.dtype,
-        num_draft_tokens=drafted.num_draft_tokens,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        rule=drafted.rule.value,
-        concurrency=concurrency,
-    )
-    return summarise(setup, prompts, results)
-
-
-@asynccontextmanager
-async def _references(
-    options: SpeedupOptions, subject: Subject, progress: Progress
-) -> AsyncIterator[dict[Side, BenchClient]]:
-    """The sides beside the services, with their models loaded."""
-    references: dict[Side, BenchClient] = {}
-    async with AsyncExitStack() as stack:
         if not options.no_reference and subject.reference is not None:
+            advice = " (--no-reference measures without it)"
             for side in (Side.ENGINE, Side.TRANSFORMERS):
                 progress(f"loading the model once more: {side.value}")
-                process = ReferenceProcess(
-                    side,
-                    subject.reference,
-                    raw=options.raw,
-                    advice=" (--no-reference measures without it)",
-                )
-                references[side] = await stack.enter_async_context(process)
-        yield references
+                process = ReferenceProcess(side, subject.reference, options.raw, advice)
+                client = await stack.enter_async_context(process)
+                contestants.append(Contestant(side, client, plain, 1))
+        results = await measure(prompts, contestants, progress)
+    setup = {
+        "model": subject.model,
+        "draft_model": subject.draft_model,
+        "dtype": subject.dtype,
+        "num_draft_tokens": drafted.num_draft_tokens,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "rule": drafted.rule.value,
+        "concurrency": concurrency,
+    }
+    return setup | compared(prompts, results, concurrency > 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Speculative against plain decoding on some of the prompts."""
-
-    num_prompts: int
-    speedup: float
-    """Median over the prompts of the ratio of speculative to plain tokens/s; with several requests
-    at a time the ratio of the totals."""
-    plain_tokens_per_second: float
-    """All tokens / all wall time, prefill included."""
-    speculative_tokens_per_second: float
-    acceptance_rate: float | None
-    """Accepted / proposed draft tokens; None where none were proposed."""
-    tokens_per_round: float
-    """Committed tokens / rounds, with speculation."""
-    num_tokens_plain: int
-    num_tokens_speculative: int
-    num_identical: int
-    """Prompts on which both sides wrote the same tokens. At temperature 0 all of them, but for
-    near ties, which bfloat16 may break either way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What was measured."""
-
-    model: str
-    draft_model: str
-    dtype: str
-    num_draft_tokens: int
-    """The bound K."""
-    max_tokens: int
-    temperature: float
-    rule: str
-    concurrency: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedupReport:
-    """The result at one concurrency."""
-
-    setup: Setup
-    overall: Comparison
-    categories: Mapping[str, Comparison]
-    """In the order of the prompts. With several requests at a time a category's wall time is the
-    sum over its requests, since categories run side by side."""
-    engine_tokens_per_second: float | None
-    """The same prompts, one at a time, without services; None where skipped, as the next."""
-    transformers_generate_tokens_per_second: float | None
-
-    def warnings(self) -> list[str]:
-        """What forbids to take the speed-up as it stands, a line each."""
-        return [
-            f"warning: plain decoding runs at {share:.2f}x the speed of {name}; under "
-            f"{PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow baseline"
-            for name, (share, _) in self._shares().items()
-            if share < PLAIN_SHARE_MIN
-        ]
-
-    def _shares(self) -> dict[str, tuple[float, float]]:
-        """Of plain decoding in each reference that was measured, and the reference's tokens/s."""
-        found = {
-            "the engine alone": self.engine_tokens_per_second,
-            "transformers generate": self.transformers_generate_tokens_per_second,
-        }
-        plain = self.overall.plain_tokens_per_second
-        return {name: (plain / rate, rate) for name, rate in found.items() if rate is not None}
-
-    def render(self) -> Group:
-        """For people."""
-        from rich.console import Group
-
-        setup, plain = self.setup, self.overall.plain_tokens_per_second
-        shown = table(
-            f"{setup.model} with {setup.draft_model}, K <= {setup.num_draft_tokens}, "
-            f"{setup.dtype}, temperature {setup.temperature:g}, rule {setup.rule}, "
-            f"{setup.concurrency} at a time; tokens/s",
-            ("prompts", "number", "plain", "speculative", "accepted", "per round",
-             "speed-up" if setup.concurrency > 1 else "median speed-up"),
-            [_row(name, found) for name, found in self.categories.items()],
-        )  # fmt: skip
-        shown.add_section()
-        shown.add_row(*_row("all", self.overall))
-        lines = [
-            f"plain decoding through the services runs at {share:.2f}x the speed of {name} "
-            f"({plain:.1f} against {rate:.1f} tokens/s over all)"
-            for name, (share, rate) in self._shares().items()
-        ]
-        return Group(
-            shown,
-            *lines,
-            f"speculative decoding runs at {self.overall.speedup:.2f}x the speed of plain "
-            "decoding, the median over the prompts; over all "
-            f"{self.overall.speculative_tokens_per_second:.1f} against {plain:.1f} tokens/s",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedupReports:
-    """The result of one `bench speedup`: a report for each concurrency."""
-
-    reports: Sequence[SpeedupReport]
-
-    def values(self) -> dict[str, object]:
-        """The first report's; of several, with each one's comparisons under `by_concurrency`
-        besides."""
-        first = self.reports[0]
-        found = {
-            **asdict(first.setup),
-            **_compared(first),
-            "engine_tokens_per_second": first.engine_tokens_per_second,
-            "transformers_generate_tokens_per_second": (
-                first.transformers_generate_tokens_per_second
-            ),
-        }
-        if len(self.reports) > 1:
-            found["by_concurrency"] = {
-                str(report.setup.concurrency): _compared(report) for report in self.reports
-            }
-        return found
-
-    def render(self) -> Group:
-        """For people."""
-        from rich.console import Group
-
-        return Group(*(report.render() for report in self.reports))
-
-
-def _compared(report: SpeedupReport) -> dict[str, object]:
-    categories = {name: asdict(found) for name, found in report.categories.items()}
-    return {**asdict(report.overall), "categories": categories}
-
-
-def summarise(
-    setup: Setup, prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult]
-) -> SpeedupReport:
-    """The report on the results of all sides over the same prompts."""
-    plain, speculative = results[Side.PLAIN], results[Side.SPECULATIVE]
-    several = setup.concurrency > 1
+def compared(
+    prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
+) -> dict[str, Any]:
+    """Of all prompts and of each category, with `several` requests at a time or one by one. With
+    several a category's wall time is the sum over its requests, since categories run side by
+    side."""
+    plain, fast = results[Side.PLAIN], results[Side.SPECULATIVE]
     check(
-        len(prompts) == len(plain.completions) == len(speculative.completions) > 0,
+        len(plain.completions) == len(fast.completions) == len(prompts) > 0,
         "both sides must have decoded every prompt",
     )
     places: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         places.setdefault(prompt.category, []).append(index)
-    references = {
-        side: results[side].tokens_per_second if side in results else None
-        for side in (Side.ENGINE, Side.TRANSFORMERS)
-    }
-    return SpeedupReport(
-        setup=setup,
-        overall=_compare(plain, speculative, several),
-        categories={
-            name: _compare(_part(plain, chosen), _part(speculative, chosen), several)
+
+    def rate(side: Side) -> float | None:
+        return results[side].tokens_per_second if side in results else None
+
+    return _compare(plain, fast, several) | {
+        "categories": {
+            name: _compare(_part(plain, chosen), _part(fast, chosen), several)
             for name, chosen in places.items()
         },
-        engine_tokens_per_second=references[Side.ENGINE],
-        transformers_generate_tokens_per_second=references[Side.TRANSFORMERS],
-    )
+        "engine_tokens_per_second": rate(Side.ENGINE),
+        "transformers_generate_tokens_per_second": rate(Side.TRANSFORMERS),
+    }
 
 
 def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
@@ -413,8 +262,11 @@ def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
     return SideResult(completions, sum(completion.seconds for completion in completions))
 
 
-def _compare(plain: SideResult, speculative: SideResult, several: bool) -> Comparison:
-    """Compares two sides that decoded the same prompts, `several` at a time or one by one."""
+def _compare(plain: SideResult, speculative: SideResult, several: bool) -> dict[str, Any]:
+    """Two sides that decoded the same prompts. `speedup` is the median over the prompts of the
+    ratios of tokens a second, or with several at a time the ratio of the totals; rates are all
+    tokens over all wall time, prefill included; `num_identical` counts the prompts on which both
+    wrote the same tokens, at temperature 0 all but for near ties."""
     pairs = list(zip(plain.completions, speculative.completions, strict=True))
     if several:
         speedup = speculative.tokens_per_second / plain.tokens_per_second
@@ -424,26 +276,91 @@ def _compare(plain: SideResult, speculative: SideResult, several: bool) -> Compa
     accepted = sum(entry.num_accepted_draft_tokens for entry in speculative.completions)
     num_rounds = sum(entry.num_rounds for entry in speculative.completions)
     check(num_rounds > 0, "tokens were committed without a round")
-    return Comparison(
-        num_prompts=len(pairs),
-        speedup=speedup,
-        plain_tokens_per_second=plain.tokens_per_second,
-        speculative_tokens_per_second=speculative.tokens_per_second,
-        acceptance_rate=accepted / drafted if drafted else None,
-        tokens_per_round=speculative.num_tokens / num_rounds,
-        num_tokens_plain=plain.num_tokens,
-        num_tokens_speculative=speculative.num_tokens,
-        num_identical=sum(slow.token_ids == fast.token_ids for slow, fast in pairs),
+    return {
+        "num_prompts": len(pairs),
+        "speedup": speedup,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "speculative_tokens_per_second": speculative.tokens_per_second,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tokens_per_round": speculative.num_tokens / num_rounds,
+        "num_tokens_plain": plain.num_tokens,
+        "num_tokens_speculative": speculative.num_tokens,
+        "num_identical": sum(slow.token_ids == fast.token_ids for slow, fast in pairs),
+    }
+
+
+def report(levels: Sequence[Level]) -> Report:
+    """The values are the first level's; of several, with each one's comparisons under
+    `by_concurrency` besides."""
+    values = dict(levels[0])
+    if len(levels) > 1:
+        setup = list(values)[: list(values).index("concurrency") + 1]
+        values["by_concurrency"] = {
+            str(level["concurrency"]): {k: v for k, v in level.items() if k not in setup}
+            for level in levels
+        }
+    shown: list[Any] = []
+    warnings = []
+    for level in levels:
+        lines, slow = _beside_references(level)
+        shown += [_table(level), *lines, _headline(level)]
+        warnings += slow
+    return Report(values, shown, warnings)
+
+
+def _beside_references(level: Level) -> tuple[list[str], list[str]]:
+    """Plain decoding beside each reference that was measured, a line each, and warnings of a slow
+    baseline."""
+    plain = level["plain_tokens_per_second"]
+    lines, warnings = [], []
+    for name, key in (
+        ("the engine alone", "engine_tokens_per_second"),
+        ("transformers generate", "transformers_generate_tokens_per_second"),
+    ):
+        if (rate := level[key]) is None:
+            continue
+        share = plain / rate
+        lines.append(
+            f"plain decoding through the services runs at {share:.2f}x the speed of {name} "
+            f"({plain:.1f} against {rate:.1f} tokens/s over all)"
+        )
+        if share < PLAIN_SHARE_MIN:
+            warnings.append(
+                f"warning: plain decoding runs at {share:.2f}x the speed of {name}; under "
+                f"{PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow baseline"
+            )
+    return lines, warnings
+
+
+def _headline(level: Level) -> str:
+    return (
+        f"speculative decoding runs at {level['speedup']:.2f}x the speed of plain decoding, the "
+        f"median over the prompts; over all {level['speculative_tokens_per_second']:.1f} against "
+        f"{level['plain_tokens_per_second']:.1f} tokens/s"
     )
 
 
-def _row(name: str, found: Comparison) -> tuple[str, ...]:
+def _table(level: Level) -> Any:
+    shown = table(
+        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature "
+        "{temperature:g}, rule {rule}, {concurrency} at a time; tokens/s".format(**level),
+        ("prompts", "number", "plain", "speculative", "accepted", "per round",
+         "speed-up" if level["concurrency"] > 1 else "median speed-up"),
+        [_row(name, found) for name, found in level["categories"].items()],
+    )  # fmt: skip
+    shown.add_section()
+    shown.add_row(*_row("all", level))
+    return shown
+
+
+def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    accepted = found["acceptance_rate"]
     return (
         name,
-        str(found.num_prompts),
-        f"{found.plain_tokens_per_second:.1f}",
-        f"{found.speculative_tokens_per_second:.1f}",
-        "-" if found.acceptance_rate is None else f"{found.acceptance_rate:.0%}",
-        f"{found.tokens_per_round:.2f}",
-        f"{found.speedup:.2f}x",
+        str(found["num_prompts"]),
+        f"{found['plain_tokens_per_second']:.1f}",
+        f"{found['speculative_tokens_per_second']:.1f}",
+        "-" if accepted is None else f"{accepted:.0%}",
+        f"{found['tokens_per_round']:.2f}",
+        f"{found['speedup']:.2f}x",
     )

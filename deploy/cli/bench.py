@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import inspect
 import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -36,17 +36,16 @@ from outrider.replica.process_setup import (
     use_threads,
 )
 
-from .command import Arguments, Command, Group, declared, json_option, option
+from .command import Arguments, Command, Group, Option, json_option, option
 from .connection import Connection, connected, connection_options
 from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
 from .output import note, progress, show
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance import Reader
+    from benchmarks.acceptance import Drafting
     from benchmarks.references import ReferenceModel
     from benchmarks.serve import Load, ServeOptions
     from benchmarks.serve_clients import HttpServer, ServingClient
-    from benchmarks.serve_report import ServeReport
     from benchmarks.speedup import Subject
     from outrider.client import Client
     from outrider.engine.interface import Engine
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
 ASKED_NAME: Final = "measured-prompts.json"
 """In the state directory: what measurements have asked the deployment that runs."""
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-REFRESH_S: Final = 0.25
-"""Between two states of the progress bar."""
+REFRESH_S: Final = 0.5
+"""Between two looks at how far a load is."""
 TARGET_SETTINGS: Final = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
     "target_num_threads",
@@ -74,7 +73,8 @@ class Measurement:
     purpose: str
     options: str
     """MODULE:CLASS of its options, in `benchmarks`."""
-    run: Callable[[Any, Arguments], int]
+    run: Callable[[Any, Arguments], int] | None = None
+    """None = its module's own `run`, which takes the options alone."""
     model_settings: tuple[str, ...] | None = None
     """Settings of its models, where it needs no deployment; None = it calls one."""
 
@@ -84,7 +84,7 @@ def _load(name: str) -> Command:
     found = MEASUREMENTS[name]
     options = _options_class(found)
     own = [*options.flags(), *REQUEST_KEYS]
-    params = [*declared(options), json_option()]
+    params = [*options.params(Option), json_option()]
     if name == "serve":
         text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
         params.append(option("--api-key", help=text))
@@ -94,11 +94,15 @@ def _load(name: str) -> Command:
     elif found.model_settings:
         others = [key for key in deployment_settings() if key not in found.model_settings]
         params += setting_options(others, common=found.model_settings)
-    return Command(
-        name,
-        params=params,
-        callback=lambda arguments: found.run(options.from_arguments(arguments), arguments),
-    )
+
+    def run(arguments: Arguments) -> int:
+        asked = options.from_arguments(arguments)
+        if found.run is not None:
+            return found.run(asked, arguments)
+        report = importlib.import_module(f"benchmarks.{name}").run(asked, progress)
+        return _tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments)
+
+    return Command(name, params=params, callback=run)
 
 
 def _options_class(found: Measurement) -> Any:
@@ -108,9 +112,12 @@ def _options_class(found: Measurement) -> Any:
 
 def _tell(report: Report, arguments: Arguments) -> int:
     if arguments.json:
-        print(to_json(report.values()))
+        print(to_json(report.values))
     else:
-        show(report.render())
+        for part in report.shown:
+            show(part)
+    for warning in report.warnings:
+        progress(warning)
     return 0
 
 
@@ -119,21 +126,17 @@ def _run_speedup(options: Any, arguments: Arguments) -> int:
 
     options.load_prompts()  # What is wrong with them shows before anything is started.
 
-    async def measure() -> list[speedup.SpeedupReport]:
+    async def measure() -> list[speedup.Level]:
         """A deployment that the command starts is for one concurrency: the next one's prompts are
         the same, and answered ones are not measured as new ones are."""
-        reports = []
+        found = []
         for level in options.levels():
             async with connected(arguments) as connection, connection.client() as client:
                 subject = _subject(connection, client, options.raw, _reference(connection))
-                reports.append(await speedup.run(level, subject, progress))
-        return reports
+                found.append(await speedup.run(level, subject, progress))
+        return found
 
-    reports = asyncio.run(measure())
-    for report in reports:
-        for warning in report.warnings():
-            progress(warning)
-    return _tell(speedup.SpeedupReports(reports), arguments)
+    return _tell(speedup.report(asyncio.run(measure())), arguments)
 
 
 def _run_peers(options: Any, arguments: Arguments) -> int:
@@ -144,27 +147,6 @@ def _run_peers(options: Any, arguments: Arguments) -> int:
         arguments = with_settings(arguments, http="true", port="0")
     start = lambda: _two_tenants(arguments, options.raw)  # noqa: E731
     return _tell(asyncio.run(peers.run(options, start, progress)), arguments)
-
-
-def _run_emulate(options: Any, arguments: Arguments) -> int:
-    from benchmarks import emulate
-
-    return _tell(asyncio.run(emulate.run(options, progress)), arguments)
-
-
-def _run_overhead(options: Any, arguments: Arguments) -> int:
-    from benchmarks import overhead
-
-    config = deployment_config(arguments)
-    if "queueing" in options.parts and options.probes:
-        config = resolve_models(config)
-    return _tell(asyncio.run(overhead.run(options, config.target, progress)), arguments)
-
-
-def _run_device(options: Any, arguments: Arguments) -> int:
-    from benchmarks import device
-
-    return _tell(device.run(options, progress), arguments)
 
 
 def _run_engine(options: Any, arguments: Arguments) -> int:
@@ -180,45 +162,39 @@ def _run_engine(options: Any, arguments: Arguments) -> int:
 def _run_acceptance(options: Any, arguments: Arguments) -> int:
     options.load_prompts()
     config = _model_config(arguments)
-    target = _engine(config.target, "target")
-    reader, draft, name = _reader(config, target)
     from benchmarks.acceptance import measure
     from benchmarks.references import encoder
 
-    lengths = [engine.info.max_model_len for engine in (target, draft) if engine is not None]
-    report = measure(
-        options, target, reader, encoder(_text(config), options.raw), draft=draft,
-        draft_model=name, max_model_len=min(lengths), progress=progress,
-    )  # fmt: skip
-    return _tell(report, arguments)
+    target = _engine(config.target, "target")
+    subject = _reader(config, target)
+    encode = encoder(_text(config), options.raw)
+    return _tell(measure(options, target, subject, encode, progress), arguments)
 
 
-def _reader(config: DeploymentConfig, target: Engine) -> tuple[Reader, Engine | None, str]:
-    """What reads the target's texts, the model behind it if it is one, and its name."""
-    from benchmarks.acceptance import (
-        EagleReader,
-        ExitReader,
-        HeadsReader,
-        LookupReader,
-        ModelReader,
-    )
+def _reader(config: DeploymentConfig, target: Engine) -> Drafting:
+    """What reads the target's texts."""
+    from benchmarks import acceptance as readers
     from outrider.engine.paged_engine import PagedEngine
 
     lookup, name = build_lookup(config.draft), config.draft.model
     entries = config.draft.support_entries
-    own = target if isinstance(target, PagedEngine) else None
-    heads_name = f"{config.target.heads_kind}:{config.target.heads}"
-    if own is not None and own.draft_heads is not None:
-        return HeadsReader(own, own.draft_heads, entries), None, heads_name
-    if own is not None and own.exit_head is not None:
-        return ExitReader(own, own.exit_head, entries), None, heads_name
-    if own is not None and own.shows_features:
-        reader = EagleReader(own, build_eagle(config.draft)[0], entries)
-        return reader, None, name if lookup is None else f"the head of {name}"
+    if isinstance(target, PagedEngine):
+        heads_name = f"{config.target.heads_kind}:{config.target.heads}"
+        if target.draft_heads is not None:
+            reader = readers.HeadsReader(target, target.draft_heads, entries)
+            return readers.Drafting(reader, heads_name)
+        if target.exit_head is not None:
+            return readers.Drafting(
+                readers.ExitReader(target, target.exit_head, entries), heads_name
+            )
+        if target.shows_features:
+            eagle = readers.EagleReader(target, build_eagle(config.draft)[0], entries)
+            return readers.Drafting(eagle, name if lookup is None else f"the head of {name}")
     if config.draft.drafter.model is None and lookup is not None:
-        return LookupReader(lookup), None, name
+        return readers.Drafting(readers.LookupReader(lookup), name)
     draft = _engine(config.draft, "draft")
-    return ModelReader(draft, entries), draft, name if lookup is None else f"the model of {name}"
+    name = name if lookup is None else f"the model of {name}"
+    return readers.Drafting(readers.ModelReader(draft, entries), name, draft)
 
 
 def _model_config(arguments: Arguments) -> DeploymentConfig:
@@ -334,33 +310,33 @@ def _drafting_reference(connection: Connection) -> ReferenceModel | None:
     target = _reference(connection)
     if target is None:
         return None
-    from benchmarks.references import ReferenceDrafter
     from outrider.models.sources import resolve_model
 
     settings = connection.settings
     num_threads = max(target.num_threads, int(settings["draft_num_threads"] or 0))
+    target = replace(target, num_threads=num_threads)
     model = parse_drafter(str(settings["draft_model"])).model
     if model is None or model.name is None:
-        return replace(target, num_threads=num_threads)
+        return target
     directory = resolve_model(model.name, trust_remote_code=target.trust_remote_code)
-    drafter = ReferenceDrafter(
-        directory=str(directory), name=model.name, dtype=str(settings["draft_dtype"])
-    )
-    return replace(target, num_threads=num_threads, drafter=drafter)
+    return replace(
+        target, drafter=str(directory), drafter_name=model.name,
+        drafter_dtype=str(settings["draft_dtype"]),
+    )  # fmt: skip
 
 
 def _run_serve(options: ServeOptions, arguments: Arguments) -> int:
     """Measures and reports; 1 where requests failed. Interrupted, it reports what there is."""
     options.load_prompts()  # What is wrong with them shows before anything is started.
     server = _http_server(arguments, options)
-    begun: list[Callable[[bool], ServeReport]] = []
+    begun: list[Load] = []
     try:
         asyncio.run(_serve(arguments, options, server, begun))
     except KeyboardInterrupt:
-        if begun:
-            _tell_load(arguments, options, begun[0](False))
+        for load in begun:
+            _tell_load(arguments, load)
         raise
-    return _tell_load(arguments, options, begun[0](True))
+    return _tell_load(arguments, begun[0])
 
 
 def _http_server(arguments: Arguments, options: ServeOptions) -> HttpServer | None:
@@ -389,115 +365,67 @@ def _http_server(arguments: Arguments, options: ServeOptions) -> HttpServer | No
 
 
 async def _serve(
-    arguments: Arguments,
-    options: ServeOptions,
-    server: HttpServer | None,
-    begun: list[Callable[[bool], ServeReport]],
+    arguments: Arguments, options: ServeOptions, server: HttpServer | None, begun: list[Load]
 ) -> None:
-    """Measures; `begun` has what reports it from its first request on."""
+    """Measures; `begun` has the load from its first request on."""
+    from benchmarks import serve_clients as clients
     from benchmarks.serve import Load
-    from benchmarks.serve_report import ServeReport
 
-    async with _serving_client(arguments, options, server) as (client, *place):
-        load = Load(options, client)
+    async with AsyncExitStack() as stack:
+        client: ServingClient
+        if server is not None:
+            http = client = clients.HttpServingClient(server, options)
+            await stack.enter_async_context(http)
+            await http.find_model()
+            place = clients.BACKENDS[server.endpoint], server.address, http.model
+        else:
+            connection = await stack.enter_async_context(connected(arguments))
+            # What fails is told as it is, and not tried again.
+            ours = await stack.enter_async_context(connection.client(tries_again=False))
+            client = clients.GrpcServingClient(ours, options)
+            place = clients.GRPC_BACKEND, connection.address, (await ours.describe()).model
+        load = Load(options, client, options.shown(*place))
         if options.num_warmups:
             progress(f"warming up with {options.num_warmups} requests")
             await load.warm_up()
-        date = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-
-        def report(is_over: bool) -> ServeReport:
-            return ServeReport(
-                date=date,
-                settings=options.shown(*place),
-                options=options,
-                duration_s=load.duration_s,
-                records=sorted(load.records, key=lambda record: record.index),
-                is_over=is_over,
-                lags_s=load.lags_s,
-            )
-
-        begun.append(report)
+        begun.append(load)
         gc.collect()
         gc.freeze()  # What is always there is not looked through while times are taken.
-        async with _bar(load, options):
-            await load.measure()
-
-
-@asynccontextmanager
-async def _serving_client(
-    arguments: Arguments, options: ServeOptions, server: HttpServer | None
-) -> AsyncIterator[tuple[ServingClient, str, str, str]]:
-    """What asks the server; how, where, and for which model."""
-    from benchmarks import serve_clients as clients
-
-    async with AsyncExitStack() as stack:
-        if server is not None:
-            http = await stack.enter_async_context(clients.HttpServingClient(server, options))
-            await http.find_model()
-            yield http, clients.BACKENDS[server.endpoint], server.address, http.model
-            return
-        connection = await stack.enter_async_context(connected(arguments))
-        # What fails is told as it is, and not tried again.
-        client = await stack.enter_async_context(connection.client(tries_again=False))
-        model = (await client.describe()).model
-        grpc = clients.GrpcServingClient(client, options)
-        yield grpc, clients.GRPC_BACKEND, connection.address, model
-
-
-@asynccontextmanager
-async def _bar(load: Load, options: ServeOptions) -> AsyncIterator[None]:
-    """Shows on standard error, where that is a terminal, how far the load is."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        progress.rest()
-    else:
         progress("sending requests")
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console,
-        transient=True, auto_refresh=False, disable=not console.is_terminal or progress.quiet,
-    )  # fmt: skip
-
-    async def refresh(task: Any) -> None:
-        while True:
-            over, seconds = len(load.records), load.duration_s
-            of = f" of {load.num_planned}" if load.num_planned else ""
-            failed = f", {load.num_failed} failed" if load.num_failed else ""
-            rate = load.num_tokens / seconds if seconds else 0.0
-            text = f"{over}{of} requests over, {load.num_running} running{failed}, "
-            text += f"{rate:.0f} tokens/s"
-            progress.update(text)
-            done = over if load.num_planned else seconds
-            bar.update(task, completed=done, description=text, refresh=True)
-            await asyncio.sleep(REFRESH_S)
-
-    with bar:
-        total = load.num_planned or options.duration
-        refreshing = asyncio.create_task(refresh(bar.add_task("", total=total)))
+        watching = asyncio.create_task(_watch(load))
         try:
-            yield
+            await load.measure()
         finally:
-            refreshing.cancel()
+            watching.cancel()
             progress.rest()
 
 
-def _tell_load(arguments: Arguments, options: ServeOptions, report: ServeReport) -> int:
+async def _watch(load: Load) -> None:
+    """Says on standard error how far it is."""
+    of = f" of {load.num_planned}" if load.num_planned else ""
+    while True:
+        failed = f", {load.num_failed} failed" if load.num_failed else ""
+        rate = load.num_tokens / load.duration_s if load.duration_s else 0.0
+        progress.update(
+            f"{len(load.records)}{of} requests over, {load.num_running} running{failed}, "
+            f"{rate:.0f} tokens/s"
+        )
+        await asyncio.sleep(REFRESH_S)
+
+
+def _tell_load(arguments: Arguments, load: Load) -> int:
     """Writes what was asked for; the exit code."""
-    _tell(report, arguments)
+    from benchmarks.serve_report import ServeReport
+
+    options, report = load.options, ServeReport(load)
+    _tell(report.report(), arguments)
     if options.save_result is not None:
-        values = report.detailed_values() if options.save_detailed else report.values()
+        values = report.detailed_values() if options.save_detailed else report.values
         _write("save_result", options.save_result, to_json(values) + "\n")
     if options.report is not None:
-        from benchmarks.serve_report import page
-
-        _write("report", options.report, page(report))
+        _write("report", options.report, report.page())
     sys.stdout.flush()
-    for warning in report.warnings():
-        note(warning)
-    failed = report.failures()
-    if failed:
+    if failed := report.failures():
         note("\n".join(failed))
     return 1 if failed else 0
 
@@ -524,11 +452,11 @@ MEASUREMENTS: Final = {
     ),
     "emulate": Measurement(
         "ways to decode, by real services on emulated models of stated speed and acceptance",
-        "emulate:EmulateOptions", _run_emulate, (),
+        "emulate:EmulateOptions", None, (),
     ),
     "overhead": Measurement(
         "what rounds and requests cost beside the models, and how many one coordinator plays",
-        "overhead:OverheadOptions", _run_overhead, (*TARGET_SETTINGS, "engine"),
+        "overhead:OverheadOptions", None, (),
     ),
     "engine": Measurement(
         "many sessions at once, steps against the library's, and verdicts",
@@ -539,7 +467,7 @@ MEASUREMENTS: Final = {
         "options:AcceptanceOptions", _run_acceptance, (*TARGET_SETTINGS, *DRAFT_SETTINGS),
     ),
     "device": Measurement(
-        "steps at batch 1 against the memory's speed", "options:DeviceOptions", _run_device, (),
+        "steps at batch 1 against the memory's speed", "options:DeviceOptions", None, (),
     ),
 }  # fmt: skip
 

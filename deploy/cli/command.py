@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +14,6 @@ from click.core import ParameterSource
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.options import Options
     from outrider.settings import Setting
 
 _ALL: Final = "outrider.all"
@@ -191,36 +189,6 @@ class Group(click.Group):
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
     """Makes a command of the function that runs it with its `Arguments`."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
-
-
-def declared(options: type[Options]) -> list[Option]:
-    """An option for each field of a measurement's options."""
-    defaults = {entry.name: entry.default for entry in fields(options)}
-    found = []
-    for name, flag in options.flags().items():
-        default = defaults[name]
-        more: dict[str, Any] = {"is_flag": True}
-        if not isinstance(default, bool):
-            plain = flag.parse in (int, float)
-            more = {
-                "type": flag.parse if plain else _parsed_by(flag.parse), "default": default,
-                "metavar": flag.metavar, "several": flag.several,
-                "choices": () if isinstance(default, tuple) else flag.choices,
-            }  # fmt: skip
-        found.append(option("--" + name.replace("_", "-"), help=flag.help, **more))
-    return found
-
-
-def _parsed_by(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Converts an option's text; a default, which is no text, stays as it is."""
-
-    def convert(value: Any) -> Any:
-        try:
-            return parse(value) if isinstance(value, str) else value
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise click.BadParameter(str(error)) from None
-
-    return convert
 
 
 def exclusive(arguments: Arguments, *names: str) -> None:

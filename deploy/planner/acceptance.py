@@ -206,7 +206,7 @@ class Reading:
                 if rank != 0:
                     note_guess(guessing[Rule.GREEDY].recovery, rank and rank - 1)
         elif self._draft is not None:
-            supports = self._draft.drawn_from(ids, len(asked.prompt_ids), params)
+            [supports] = self._draft.distributions(ids, len(asked.prompt_ids), params)
             for row, token_id, q in zip(rows, written, supports, strict=True):
                 places.append(self._place(guessing, row, token_id, q))
         ratios, matches = zip(*places, strict=True) if places else ((), ())

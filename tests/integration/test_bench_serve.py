@@ -24,18 +24,6 @@ from outrider.tokenizer import TokenizerText
 VOCAB = 320
 
 
-def report_of(run: Load, options: ServeOptions) -> ServeReport:
-    return ServeReport(
-        date="20261122-101112",
-        settings=options.shown(GRPC_BACKEND, "here:1", "model"),
-        options=options,
-        duration_s=run.duration_s,
-        records=tuple(run.records),
-        is_over=True,
-        lags_s=run.lags_s,
-    )
-
-
 async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(tmp_path: Path) -> None:
     """Tokens, rounds, accepted tokens and look-ahead of every request; chunks hold several tokens
     where drafts are accepted."""
@@ -47,23 +35,30 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(tmp_path: Path)
     draft = ToyEngine(VOCAB, salt=1, max_model_len=4096)
     text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
     async with running_stack(target, draft, tmp_path, text=text) as stack:
-        run = Load(options, GrpcServingClient(stack.client, options))
+        run = Load(
+            options,
+            GrpcServingClient(stack.client, options),
+            options.shown(GRPC_BACKEND, "here:1", "model"),
+        )
         await run.measure()
-    report = report_of(run, options)
-    found: dict[str, Any] = json.loads(to_json(report.values()))
+    report = ServeReport(run)
+    found: dict[str, Any] = json.loads(to_json(report.values))
     assert (found["completed"], found["failed"], report.failures()) == (12, 0, [])
     assert found["total_output_tokens"] == 12 * 16
     assert (
-        found["total_input_tokens"] == sum(record.input_tokens or 0 for record in run.records) > 0
+        found["total_input_tokens"]
+        == sum(record.answer.input_tokens or 0 for record in run.records)
+        > 0
     )
     for record in run.records:
-        assert record.chunk_tokens is not None
-        assert sum(record.chunk_tokens) == record.output_tokens == 16
-        assert record.rounds is not None
-        assert record.speculation is not None
-        assert len(record.rounds) == record.speculation.num_rounds
-        assert record.speculation.num_accepted == 16 - record.speculation.num_rounds
-    assert any(len(record.chunk_s) < 16 for record in run.records)
+        told = record.answer
+        assert record.times.chunk_tokens is not None
+        assert sum(record.times.chunk_tokens) == told.output_tokens == 16
+        assert told.rounds is not None
+        assert told.speculation is not None
+        assert len(told.rounds) == told.speculation.num_rounds
+        assert told.speculation.num_accepted == 16 - told.speculation.num_rounds
+    assert any(len(record.times.chunk_s) < 16 for record in run.records)
     rounds = found["spec_decode_num_drafts"]
     assert found["spec_decode_acceptance_length"] == pytest.approx(12 * 16 / rounds, abs=1e-3)
     assert 0 < found["spec_decode_acceptance_rate"] <= 100
@@ -71,7 +66,7 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(tmp_path: Path)
     assert found["mean_round_verify_ms"] > 0
     assert found["request_goodput"] == found["request_throughput"]
     assert found["max_concurrent_requests"] <= 4
-    assert report.render().renderables
+    assert len(report.report().shown) == 2
     assert not [line for line in report.warnings() if "usage" in line]
 
 
@@ -84,13 +79,17 @@ async def test_what_a_coordinator_refuses_has_failed(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 500}\n', "utf-8")
     options = ServeOptions(prompts=file, max_tokens=16, raw=True)
     async with running_stack(engine, None, tmp_path / "redis", text=text) as stack:
-        run = Load(options, GrpcServingClient(stack.client, options))
+        run = Load(
+            options,
+            GrpcServingClient(stack.client, options),
+            options.shown(GRPC_BACKEND, "here:1", "model"),
+        )
         await run.measure()
     errors = {record.index: record.error for record in run.records}
     assert errors[0] == ""
     assert errors[1].startswith("BadRequest: max_tokens: ")
-    assert all(record.rounds is None for record in run.records)
-    assert report_of(run, options).failures()[0] == "1 of 2 requests failed"
+    assert all(record.answer.rounds is None for record in run.records)
+    assert ServeReport(run).failures()[0] == "1 of 2 requests failed"
 
 
 async def test_the_command_calls_the_server_that_is_named(

@@ -21,16 +21,14 @@ from typing import Any
 import pytest
 
 from benchmarks import emulate
-from benchmarks.emulate import SCENARIOS, Steps
+from benchmarks.emulate import SCENARIOS
 from deploy.cli.main import main
 from outrider.config import CoordinatorConfig
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 
-TINY = replace(
-    SCENARIOS["70b-1b"], vocab_size=1_000, support=8, num_draft_tokens_max=2,
-    steps=Steps(verify_ms=4.0, verify_tokens=16, draft_ms=0.5, draft_branches=64),
-)  # fmt: skip
+SCENARIO = SCENARIOS["70b-1b"]
+TINY = replace(SCENARIO, law=SCENARIO.law | {"vocab_size": 1_000, "support": 8})
 
 pytestmark = [
     pytest.mark.real_model,
@@ -294,7 +292,7 @@ def test_bench_emulate_runs_beside_a_deployment(
     """Which holds the port that a coordinator has by default."""
     with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", HTTP_PORT)):
         pass
-    monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
+    monkeypatch.setitem(SCENARIOS, "70b-1b", TINY)
     monkeypatch.setattr(emulate, "MODES", emulate.MODES[:1])
     assert main(["bench", "emulate", "--tokens", "32"]) == 0
     assert "tokens/s" in capsys.readouterr().out

@@ -1,16 +1,20 @@
-"""A side that decodes nothing: it takes what it is told to take, on a clock of its own."""
+"""A side that decodes nothing: it takes what it is told to take, on a clock of its own; and a
+process that is none."""
 
 import asyncio
+import importlib
+import json
 from collections.abc import Callable
+from typing import Any, Self
 
-from benchmarks.measurement import Completion, Decoding
+from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
 """Number of tokens and seconds of a completion."""
 
 
-class ScriptedSide:
+class ScriptedSide(BenchClient):
     """Records every call, and the most that ran at a time. A request over [t, t + seconds] ends
     before one that takes longer, whichever was asked first."""
 
@@ -48,3 +52,25 @@ class ScriptedSide:
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=drafted // 4,
         )
+
+
+class ProcessHere:
+    """A `benchmarks.processes.Process` whose role is played in this process."""
+
+    def __init__(self, role: str, name: str, setup: dict[str, Any], **_: object) -> None:
+        module, _, function = role.partition(":")
+        self._opened = getattr(importlib.import_module(module), function)(setup)
+
+    async def __aenter__(self) -> Self:
+        self._role = await self._opened.__aenter__()
+        self.ready = self._role.ready
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._opened.__aexit__(*error)
+
+    async def ask(self, question: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            json.dumps(self._role.answer(json.loads(json.dumps(question))))
+        )
+        return found

