@@ -211,10 +211,10 @@ def bytes_per_round() -> int:
     question = VerifyItem(head, proposal.proposal)
     verdict = canned_answers("target")(question)
     frames = [
-        DRAFT.request_frame([DRAFT.item_to_proto(item, True)]),
-        DRAFT.reply_frame([DRAFT.answer_to_proto(proposal)]),
-        VERIFY.request_frame([VERIFY.item_to_proto(question, True)]),
-        VERIFY.reply_frame([VERIFY.answer_to_proto(verdict)]),
+        DRAFT.request(items=[DRAFT.item_to_proto(item, True)]),
+        DRAFT.reply(items=[DRAFT.answer_to_proto(proposal)]),
+        VERIFY.request(items=[VERIFY.item_to_proto(question, True)]),
+        VERIFY.reply(items=[VERIFY.answer_to_proto(verdict)]),
     ]
     return sum(frame.ByteSize() for frame in frames)
 
