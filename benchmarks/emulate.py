@@ -4,12 +4,13 @@ The engines are emulated (`outrider.engine.emulated`); services, wire and Redis 
 process of its own. Every mode decodes one session, at the K that short sessions found best, and
 under each rule; then the faster rule once more with a longer way between coordinator and draft.
 
-| figure of a mode | |
-| --- | --- |
-| `fraction_of_ideal` | tokens a second over the tokens that a round is expected to commit in a step of the target alone |
-| `look_ahead_hit_rate` | of rounds whose proposal was there when they began; null where nothing is drafted ahead |
-| `overhead_ms_p50` | median of a round's time beside the target's step and, where nothing is drafted ahead, the K steps of the draft |
-"""  # noqa: E501 (a table)
+fraction_of_ideal    tokens a second over the tokens that a round is expected to commit, in a step
+                     of the target alone
+look_ahead_hit_rate  of rounds whose proposal was there when they began; null where nothing is
+                     drafted ahead
+overhead_ms_p50      median of a round's time beside the target's step and, where nothing is drafted
+                     ahead, the K steps of the draft
+"""
 
 from __future__ import annotations
 

@@ -4,16 +4,20 @@ Every session continues a prompt of its own, 256 tokens, by its likeliest 128; E
 Tokens a second are new tokens over the time from the first request to the last token, prefill
 included. Every figure is a median.
 
-| part | figures |
-| --- | --- |
-| sessions | `sessions`: tokens a second by number of sessions, through coordinator and target; `engine_sessions`: of the engine alone |
-| waits | `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens were seen before, over that of a new one; `gap_ratio`: the 99th percentile of the gaps between tokens of 8 sessions, from the sending of a prompt of 4,000 tokens until its first token, over their median gap before |
-| steps | `verify_step_ms`: 5 new tokens over 256 cached ones of one session; `transformers_forward_ms`: the same in the library |
-| verdicts | `verdict_ms`, by rule: from logits [5, V] to the verdict, on one thread; `draft_sampling_ms`: from logits [8,192] to a drawn token and its q |
+sessions  `sessions`: tokens a second by number of sessions, through coordinator and target;
+          `engine_sessions`: of the engine alone
+waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens were seen before,
+          over that of a new one; `gap_ratio`: the 99th percentile of the gaps between tokens of 8
+          sessions, from the sending of a prompt of 4,000 tokens until its first token, over their
+          median gap before
+steps     `verify_step_ms`: 5 new tokens over 256 cached ones of one session;
+          `transformers_forward_ms`: the same in the library
+verdicts  `verdict_ms`, by rule: from logits [5, V] to the verdict, on one thread;
+          `draft_sampling_ms`: from logits [8,192] to a drawn token and its q
 
 A gap is the time between two tokens of one session as they come to the client; those of one
 message, for which the first of them has waited, share the time until the next message.
-"""  # noqa: E501 (a table)
+"""
 
 from __future__ import annotations
 
