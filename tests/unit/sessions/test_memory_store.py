@@ -4,7 +4,7 @@ import pytest
 from session_model import IDS, OWNERS, end_of, new_session, next_append
 
 from coordinator.decoding.sessions import COMMIT_GRACE_S
-from outrider.config.coordinators import WAIT_MS_MAX
+from outrider.config import WAIT_MS_MAX
 from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
 from outrider.sessions.memory_store import MemoryStore

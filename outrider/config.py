@@ -1,0 +1,753 @@
+"""What can be set, once: a frozen configuration per service, and one of a whole deployment.
+
+Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from these
+fields. The code that starts a service fills in those that are `Internal`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from outrider.api_keys import given_keys
+from outrider.drafters.names import AUTO, DrafterChoice, LookupKind, parse_drafter
+from outrider.errors import SettingError
+from outrider.limits import (
+    BATCHED_TOKENS_DEFAULT,
+    BATCHED_TOKENS_MIN,
+    DEADLINE_MS_DEFAULT,
+    DEADLINE_MS_MAX,
+    DRAFT_SUPPORT_ENTRIES,
+    HYBRID_MODEL_TOKENS,
+    HYBRID_SCORE_MIN,
+    LOOK_AHEAD_BYTES_MAX,
+    LOOK_AHEAD_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    REDIS_WAIT_REPLICAS_MAX,
+    REPLICAS_MAX,
+    RUN_AHEAD_ROUNDS_MAX,
+    SEED_MAX,
+    SESSIONS_PER_COORDINATOR_MAX,
+    SIBLINGS_MAX,
+    TENSOR_PARALLEL_SIZE_MAX,
+)
+from outrider.registry.registry import Membership, Role
+from outrider.sessions.redis_address import RedisAddress
+from outrider.settings import CHECKED, Internal, Setting, Value, blaming, build, layers, settings_of
+from outrider.telemetry.destination import Destination
+
+PORT_MAX: Final = 65_535
+THREADS_MAX: Final = 1024
+LOOPBACK: Final = "127.0.0.1"
+PATHS: Final = (
+    "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
+    "redis_password_file", "redis_ca_file",
+)  # fmt: skip
+"""Settings that are paths of files that replicas read."""
+
+Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
+Server = TypeVar("Server", bound="ServerConfig")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def unlocked(config: Server) -> Server:
+    """The same server for a measurement of this machine alone: on loopback, without keys, TLS and
+    certificates."""
+    locks = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
+    changes: dict[str, Any] = {"host": LOOPBACK, **locks}
+    return replace(config, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class ServerConfig:
+    """What every service that listens has."""
+
+    host: str = LOOPBACK
+    """Address the servers bind to."""
+    insecure: bool = False
+    """Allow an address other than loopback, without keys and without TLS."""
+    internal_tls_dir: str = ""
+    """Directory of certificates, as `outrider certs` makes it, by which coordinators, targets and
+    drafts know each other; it must be on each one's machine. Empty = they speak in plain text and
+    answer whoever reaches them."""
+    telemetry: str = ""
+    """Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
+    comma; the target takes the port after PORT, the draft the next. Empty = nowhere, but for `GET
+    /metrics` of a coordinator with HTTP."""
+
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """What the logs have: `debug` adds a line for each session that ends or moves."""
+
+    membership: Internal[Membership | None] = None
+    """Where it is announced; None = nowhere."""
+
+    @property
+    def plan(self) -> str:
+        """See `Membership.plan`."""
+        return "" if self.membership is None else self.membership.plan
+
+    @property
+    def slot(self) -> int:
+        """See `Membership.slot`."""
+        return 0 if self.membership is None else self.membership.slot
+
+    def log_name(self, role: str) -> str:
+        """What its log is called: as the replica, or else as its role."""
+        return role if self.membership is None else self.membership.name
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether whoever calls must show who that is."""
+        return bool(self.internal_tls_dir)
+
+    @property
+    def metrics_host(self) -> str:
+        """Where Prometheus is served, which asks nobody who they are."""
+        return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
+
+    def __post_init__(self) -> None:
+        if not (self.insecure or self.knows_callers or is_loopback(self.host)):
+            raise SettingError(
+                "host",
+                f"{self.host!r} is reachable from other machines, and nothing asks callers for a "
+                "key; bind 127.0.0.1, give keys with --api-key-file, or give --insecure if the "
+                "network is trusted",
+            )
+        Destination.parse(self.telemetry)
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class FrontConfig(ServerConfig):
+    """A server that users call."""
+
+    api_key: str = Field(default="", repr=False)
+    """API keys that callers need one of, or their hashes, with commas between several, or by
+    several flags. Best given as a variable: other users of this machine see flags."""
+    api_key_file: str = ""
+    """File of API keys as `outrider keys new` writes it, with each one's tenant and limits. It is
+    read again when it changes."""
+    ssl_certfile: str = ""
+    """Certificate of the coordinators, in PEM, with those between it and its authority behind it:
+    callers then need TLS. It is read again when it changes."""
+    ssl_keyfile: str = ""
+    """Its private key, in PEM."""
+    ssl_ca_certs: str = ""
+    """Authorities, in PEM, by one of which callers must have a certificate, too; empty = they need
+    none."""
+    reflection: bool | None = None
+    """Serve gRPC reflection on the coordinator; unset = where no key is asked for."""
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether callers need one."""
+        return bool(self.api_key or self.api_key_file)
+
+    @property
+    def knows_callers(self) -> bool:
+        """See `ServerConfig`."""
+        return self.asks_for_keys
+
+    @property
+    def serves_reflection(self) -> bool:
+        """Whether services are described to whoever is let in."""
+        return not self.asks_for_keys if self.reflection is None else self.reflection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            given, missing = "ssl_certfile", "ssl_keyfile"
+            if self.ssl_keyfile:
+                given, missing = missing, given
+            raise SettingError(given, f"needs {missing}, too: a certificate goes with its key")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise SettingError("ssl_ca_certs", "needs --ssl-certfile and --ssl-keyfile, too")
+        with blaming("api_key"):
+            given_keys(self.api_key)
+
+
+TRANSFORMERS: Final = "transformers"
+EMULATED: Final = "emulated:"
+"""Begins an engine that states its step times instead of running a model."""
+NUM_SEQS_MAX: Final = 4096
+BATCHED_TOKENS_MAX: Final = 2**20
+MODEL_LEN_MAX: Final = 2**24
+MEMORY_BYTES_MAX: Final = 2**50
+NGRAM_MAX: Final = 64
+SUFFIX_DEPTH_MAX: Final = 64
+SUFFIX_TOKENS_MAX: Final = 2**26
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
+NgramMin = Annotated[
+    int,
+    Field(ge=1, le=NGRAM_MAX, description="Tokens that prompt lookup must match, at least."),
+]
+NgramMax = Annotated[
+    int,
+    Field(ge=1, le=NGRAM_MAX, description="Tokens beyond which a longer match is no better."),
+]
+
+
+def check_ngrams(ngram_min: int, ngram_max: int) -> None:
+    """Raises `SettingError` where no match is possible."""
+    if ngram_min > ngram_max:
+        raise SettingError("ngram_min", f"{ngram_min} is more than ngram_max, {ngram_max}")
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class ModelServerConfig(ServerConfig):
+    """What the two services that run a model have in common."""
+
+    engine: str = TRANSFORMERS
+    """What runs the models: `transformers`, or `emulated:KEY=VALUE,...` for a toy pair with stated
+    step times."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=NUM_SEQS_MAX)] = 64
+    """Sessions that share a step of a target, and of a draft that is not given its own number."""
+    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] = 0.9
+    """Part of a replica's share of its GPU's memory that it takes: its weights, and the rest for
+    keys and values."""
+    max_num_batched_tokens: Annotated[int, Field(ge=BATCHED_TOKENS_MIN, le=BATCHED_TOKENS_MAX)] = (
+        BATCHED_TOKENS_DEFAULT
+    )
+    """Tokens of a step; a longer prompt is run in parts beside others."""
+    deterministic: bool = False
+    """Make logits bit-equal whatever else is in a step, so that coupled and greedy tokens do not
+    depend on `num_draft_tokens` or on other sessions. With fused kernels they are; else steps take
+    longer."""
+    cpu_kernels: Literal["auto", "torch"] = "auto"
+    """What a step on a CPU runs on: `auto` = the fused kernels of amd-pace where it is installed
+    and fits processor and model, `torch` = torch's own operators."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model's files."""
+    tokenizer_directory: Internal[str] = ""
+    """Where the target's tokenizer is, by which constraints are held to; empty without one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine != TRANSFORMERS and not self.engine.startswith(EMULATED):
+            raise SettingError(
+                "engine", f"{self.engine!r} is wrong; it must be `transformers` or `emulated:SPEC`"
+            )
+        name, _, index = self.device.partition(":")
+        if not (self.device in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdecimal())):
+            raise SettingError(
+                "device", f"{self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
+            )
+
+    @property
+    def step_sessions(self) -> int:
+        """That share a step of this replica."""
+        return self.max_num_seqs
+
+    @property
+    def emulated(self) -> str | None:
+        """The specification of an emulated engine; None where models run."""
+        return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class TargetConfig(ModelServerConfig):
+    """One target replica."""
+
+    model: str = "demo"
+    """The target: `demo`, a directory, a .gguf file, or a hub id."""
+    dtype: Dtype = "auto"
+    """Of the target's weights."""
+    max_model_len: Annotated[int, Field(ge=0, le=MODEL_LEN_MAX)] = 0
+    """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
+    holds."""
+    kv_cache_memory_bytes: Annotated[int, Field(ge=0, le=MEMORY_BYTES_MAX)] = 0
+    """Bytes for the target's keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what
+    `gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full length
+    fill."""
+    gather_sessions: bool = True
+    """Let a step of the target wait for sessions that will soon want one too, where all of them
+    then have their rounds sooner than in turns."""
+    port: Annotated[Port, Field(alias="target_port")] = 0
+    """The target's gRPC port; 0 = any."""
+    num_cpus: Annotated[float, Field(alias="target_num_cpus", ge=0, le=THREADS_MAX)] = 0.5
+    """CPUs that Ray reserves for the target."""
+    num_gpus: Annotated[float | None, Field(alias="target_num_gpus", ge=0, le=THREADS_MAX)] = None
+    """GPUs, or a fraction of one, that Ray reserves for the target; unset = a share of one where
+    the cluster has any."""
+    num_threads: Annotated[int, Field(alias="target_num_threads", ge=0, le=THREADS_MAX)] = 0
+    """Threads of the target's steps; 0 = all cores, and all but one in steps of a few tokens while
+    other processes use the cores."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=TENSOR_PARALLEL_SIZE_MAX)] = 1
+    """Ranks that share the target's model out, each with CPUs, GPUs and threads as above."""
+    directory: Internal[str] = ""
+    """Where the model's files are, once its name is resolved; empty for an emulated engine."""
+    heads: Internal[str] = ""
+    """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
+    heads_kind: Internal[str] = ""
+    """`medusa` or `early-exit`."""
+    heads_directory: Internal[str] = ""
+    """Where these are."""
+    heads_support_entries: Internal[int] = DRAFT_SUPPORT_ENTRIES
+    """Tokens that their distributions may keep on the wire."""
+    shows_features: Internal[bool] = False
+    """Whether a draft is to read what its head reads."""
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class DraftConfig(ModelServerConfig):
+    """One draft replica."""
+
+    model: Annotated[str, Field(alias="draft_model")] = AUTO
+    """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
+    lists."""
+    dtype: Annotated[Dtype, Field(alias="draft_dtype")] = "auto"
+    """Of the draft's weights."""
+    max_model_len: Annotated[int, Field(alias="draft_max_model_len", ge=0, le=MODEL_LEN_MAX)] = 0
+    """Tokens that the draft's cache takes; 0 = what its model allows."""
+    own_max_num_seqs: Annotated[int, Field(alias="draft_max_num_seqs", ge=0, le=NUM_SEQS_MAX)] = 0
+    """Sessions that share a step of the draft, and outcomes that it looks ahead to beside them; 0 =
+    as many as of the target."""
+    kv_cache_memory_bytes: Annotated[
+        int, Field(alias="draft_kv_cache_memory_bytes", ge=0, le=MEMORY_BYTES_MAX)
+    ] = 0
+    """Bytes for the draft's keys and values, on each rank; 0 as for the target."""
+    port: Annotated[Port, Field(alias="draft_port")] = 0
+    """The draft's gRPC port; 0 = any."""
+    num_cpus: Annotated[float, Field(alias="draft_num_cpus", ge=0, le=THREADS_MAX)] = 0.25
+    """CPUs that Ray reserves for the draft."""
+    num_gpus: Annotated[float | None, Field(alias="draft_num_gpus", ge=0, le=THREADS_MAX)] = None
+    """GPUs, or a fraction of one, that Ray reserves for the draft; unset = a share of one where the
+    cluster has any and the draft is a model."""
+    num_threads: Annotated[int, Field(alias="draft_num_threads", ge=0, le=THREADS_MAX)] = 0
+    """Threads of the draft's steps; 0 = a share of the machine's cores."""
+    tensor_parallel_size: Annotated[
+        int, Field(alias="draft_tensor_parallel_size", ge=1, le=TENSOR_PARALLEL_SIZE_MAX)
+    ] = 1
+    """Ranks that share the draft's model out, each with CPUs, GPUs and threads as above."""
+    support_entries: Annotated[int, Field(alias="draft_support_entries", ge=2, le=4096)] = (
+        DRAFT_SUPPORT_ENTRIES
+    )
+    """Tokens that a draft distribution may keep on the wire."""
+    ngram_min: NgramMin = 1
+    ngram_max: NgramMax = 16
+    suffix_depth: Annotated[int, Field(ge=2, le=SUFFIX_DEPTH_MAX)] = 16
+    """Tokens beyond which a longer match is no better in suffix decoding."""
+    suffix_min_score: Annotated[float, Field(ge=0.01, le=1)] = 0.1
+    """Suffix decoding drafts a token while the product of its and the earlier ones' shares is at
+    least this."""
+    suffix_tokens_per_tenant: Annotated[int, Field(ge=0, le=SUFFIX_TOKENS_MAX)] = 2**17
+    """Tokens of earlier outputs that suffix decoding keeps of a tenant, some 200 bytes each; 0 =
+    none."""
+    suffix_tokens_total: Annotated[int, Field(ge=0, le=SUFFIX_TOKENS_MAX)] = 2**19
+    """Tokens of earlier outputs that it keeps of all tenants together."""
+    hybrid_min_score: Annotated[float, Field(ge=0.1, le=NUM_DRAFT_TOKENS_MAX)] = HYBRID_SCORE_MIN
+    """Tokens that a hybrid's look-up must expect to be accepted before it answers in the model's
+    place."""
+    hybrid_model_tokens: Annotated[int, Field(ge=1, le=NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
+    """Draft tokens that a hybrid's model, heads or early exit draw in a round, at most; its look-up
+    may propose all that are asked for."""
+    directory: Internal[str] = ""
+    """Where the model's files are, once its name is resolved; empty without a model."""
+    target: Internal[str] = ""
+    """The target's name, for a drafter that was made for it; else empty."""
+    target_directory: Internal[str] = ""
+    """Where that target's files are."""
+
+    @property
+    def step_sessions(self) -> int:
+        """That share a step of this replica."""
+        return self.own_max_num_seqs or self.max_num_seqs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ngrams(self.ngram_min, self.ngram_max)
+        model = self.drafter.model
+        bits = None if model is None else model.bits
+        reads_target = self.drafter.reads_target
+        if (bits is not None or reads_target) and self.emulated is not None:
+            raise SettingError(
+                "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
+            )
+        if (bits is not None or reads_target) and self.tensor_parallel_size > 1:
+            raise SettingError(
+                "draft_tensor_parallel_size",
+                f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
+            )
+
+    @property
+    def drafter(self) -> DrafterChoice:
+        """Who proposes."""
+        return parse_drafter(self.model)
+
+
+TRACE_ROUNDS_MAX: Final = 2**20
+WAIT_MS_MAX: Final = 600_000
+
+WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class CoordinatorConfig(FrontConfig):
+    """One coordinator."""
+
+    served_model_name: str = ""
+    """Name that requests call the model by; empty = the target's own."""
+    grpc_port: Port = 50_051
+    """The coordinator's gRPC port; 0 = any."""
+    http: bool = True
+    """Answer OpenAI's clients by HTTP, too."""
+    port: Port = 8_000
+    """The coordinator's HTTP port; 0 = any."""
+    redis_url: str = Field(default="", repr=False)
+    """`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
+    `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty = an
+    embedded server."""
+    redis_username: str = ""
+    """User of the session store; one in the URL wins."""
+    redis_password: str = Field(default="", repr=False)
+    """Its password; one in the URL wins. Best given as a variable."""
+    redis_password_file: str = ""
+    """File that holds the password instead, on each machine; read when a process connects."""
+    redis_ca_file: str = ""
+    """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
+    the system's."""
+    redis_sentinel_password: str = Field(default="", repr=False)
+    """Password of the Sentinels, where they ask for one. Best given as a variable."""
+    redis_wait_replicas: Annotated[int, Field(ge=0, le=REDIS_WAIT_REPLICAS_MAX)] = 0
+    """Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. No
+    failover loses what all replicas have."""
+    redis_key_prefix: str = "outrider:"
+    """Begins every key in Redis."""
+    num_draft_tokens: Annotated[int, Field(ge=0, le=NUM_DRAFT_TOKENS_MAX)] = 8
+    """Draft tokens a round where a request does not say, or the most of them with `length_control`;
+    0 = plain decoding."""
+    length_control: bool = True
+    """Choose the draft tokens of each round by what they are expected to bring and cost, none
+    included; a request's number is then the most of them."""
+    look_ahead: Annotated[int | None, Field(ge=0, le=LOOK_AHEAD_MAX)] = None
+    """Outcomes of a round that the draft works out while the target verifies; 0 = none, unset =
+    some where draft and target share neither cores nor a device."""
+    look_ahead_bytes_max: Annotated[int, Field(ge=0)] = LOOK_AHEAD_BYTES_MAX
+    """Bytes of proposals that are kept for the outcomes of one round of a session."""
+    draft_siblings: Annotated[int, Field(ge=0, le=SIBLINGS_MAX)] = 0
+    """Candidates that a model's proposal may have beside each of its tokens, in a tree; without
+    `length_control` just so many, as far as a tree may be large. 0 = chains. None with
+    `look_ahead`, asked for or chosen, `deterministic`, penalties or the rule block."""
+    run_ahead_rounds: Annotated[int, Field(ge=0, le=RUN_AHEAD_ROUNDS_MAX)] = 8
+    """Rounds of plain decoding that the target may run before it hears back."""
+    max_sessions: Annotated[int, Field(ge=1, le=SESSIONS_PER_COORDINATOR_MAX)] = (
+        SESSIONS_PER_COORDINATOR_MAX
+    )
+    """Sessions that may run at once; more are refused."""
+    deadline_ms: Annotated[int, Field(ge=1, le=DEADLINE_MS_MAX)] = DEADLINE_MS_DEFAULT
+    """Deadline of a request that names none, ms."""
+    resume_grace_ms: Annotated[int, Field(ge=0, le=WAIT_MS_MAX)] = 10_000
+    """Wait for a client whose stream broke to resume its session, which then counts as cancelled,
+    ms. Nothing is decoded meanwhile."""
+    draft_timeout_ms: WaitMs = 1_000
+    """Time that a round gives its draft, which answers with the tokens that it has by then, ms;
+    length control gives less where they are not worth it."""
+    draft_retry_ms: WaitMs = 1_000
+    """Rest after a failure before the draft is asked again, ms."""
+    target_timeout_ms: WaitMs = 30_000
+    """Wait for a verdict before it is asked for again, ms."""
+    target_retry_ms: WaitMs = 100
+    """First rest after a failure before the target is asked again, ms; it doubles."""
+    target_gone_ms: WaitMs = 60_000
+    """A target that cannot be reached for so long ends the request, ms."""
+    ngram_min: NgramMin = 1
+    ngram_max: NgramMax = 16
+    seed: Annotated[int | None, Field(ge=0, le=SEED_MAX)] = None
+    """Seeds the stream that requests without a seed take theirs from; unset = the operating
+    system's randomness."""
+    num_cpus: Annotated[float, Field(alias="coordinator_num_cpus", ge=0, le=THREADS_MAX)] = 0.25
+    """CPUs that Ray reserves for the coordinator."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
+    """Share of the sessions whose tokens the target scores once more when they are over, one at a
+    time, to be held against its law in metrics; 0 = none. None without `telemetry`."""
+    trace_first_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 2
+    """Rounds at a request's beginning that have spans of their own."""
+    trace_every_rounds: Annotated[int, Field(ge=0, le=TRACE_ROUNDS_MAX)] = 64
+    """After those, each so manieth round has; 0 = none. All count in the request's totals."""
+    trace_prompts: bool = False
+    """Record the text of prompts in traces."""
+    redis_asks_for_password: Internal[bool] = False
+    """See `RedisAddress.asks_for_password` ..."""
+    redis_sentinel_password_file: Internal[str] = ""
+    redis_asks_for_sentinel_password: Internal[bool] = False
+    """... and of the Sentinels."""
+    tokenizer_directory: Internal[str] = ""
+    """Where the tokenizer's files are; empty = requests give token ids and get no text."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model's files."""
+    drafting_delays: Internal[bool] = False
+    """Whether a draft's work delays the target's: they share cores or a device."""
+    shares_ports: Internal[bool] = False
+    """Whether another coordinator, which comes in the place of this one, may listen on its ports
+    before this one has ended."""
+    takes_over_ports: Internal[bool] = False
+    """Whether this one comes in the place of a coordinator of its deployment that may still listen
+    on its ports. Else ports that are in use are refused."""
+    target_address: Internal[str] = ""
+    """HOST:PORT of the target, where it is not announced ..."""
+    draft_address: Internal[str] = ""
+    """... and of the draft; empty = none."""
+    lookup: Internal[DraftConfig | None] = None
+    """The look-up that drafts in the coordinator, alone or before a model, heads or an exit."""
+
+    @property
+    def redis(self) -> RedisAddress:
+        """The session store: its fields are `redis_NAME` here."""
+        return RedisAddress(
+            **{one.name: getattr(self, f"redis_{one.name}") for one in fields(RedisAddress)}
+        )
+
+    def reaching(self, redis: RedisAddress) -> Self:
+        """The same coordinator with another way to its session store."""
+        changes: dict[str, Any] = {
+            f"redis_{one.name}": getattr(redis, one.name) for one in fields(redis)
+        }
+        if self.membership is not None:
+            changes["membership"] = replace(self.membership, redis=redis)
+        return replace(self, **changes)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if set(self.redis_key_prefix) & set("{}"):
+            raise SettingError("redis_key_prefix", "braces are not allowed in it")
+        if self.redis_password and self.redis_password_file:
+            raise SettingError("redis_password_file", "cannot go with redis_password")
+        check_ngrams(self.ngram_min, self.ngram_max)
+
+
+WAIT_S_MAX: Final = 86_400
+_NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
+LEAST: Final[dict[Role, int]] = {"coordinator": 1, "target": 1, "draft": 0}
+"""Replicas without which a role cannot do."""
+
+
+_Count = Annotated[int, Field(ge=0, strict=True)]
+Bounds = tuple[_Count, _Count]
+"""The least and the largest number of replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscalePolicy:
+    """Which roles are scaled, between which bounds, and when."""
+
+    bounds: Mapping[Role, Bounds] = field(default_factory=dict)
+    """Roles that are not named are left alone."""
+    target_queue_steps: float = 1.5
+    draft_waits: float = 0.25
+    coordinator_sessions: int = 1024
+    calm: float = 0.6
+    cooldown_s: float = 15.0
+    calm_s: float = 120.0
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> AutoscalePolicy:
+        """Raises `ValueError` for what is no policy."""
+        return TypeAdapter(AutoscalePolicy).validate_json(text)
+
+
+def parse_bounds(text: str, role: Role) -> Bounds:
+    """Of `LEAST:MOST`. Raises `ValueError` that says what is allowed."""
+    words = text.split(":")
+    counts = [int(word) for word in words if word.isascii() and word.isdecimal()]
+    if len(words) != 2 or len(counts) != 2 or counts != sorted(counts):
+        raise ValueError("it must be LEAST:MOST, the lesser first")
+    least, most = counts
+    if least < LEAST[role] or most > REPLICAS_MAX:
+        raise ValueError(f"it must be within {LEAST[role]}:{REPLICAS_MAX}")
+    return least, most
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class AutoscaleConfig:
+    """The settings of an `AutoscalePolicy`."""
+
+    autoscale_targets: str = ""
+    """As many targets as the load wants, between LEAST:MOST; empty = as many as was said."""
+    autoscale_drafts: str = ""
+    """The same for drafts."""
+    autoscale_coordinators: str = ""
+    """The same for coordinators."""
+    autoscale_queue_steps: Annotated[float, Field(ge=0.1, le=1000)] = 1.5
+    """More targets where items wait longer for a step than so many steps last."""
+    autoscale_draft_waits: Annotated[float, Field(ge=0.01, le=1)] = 0.25
+    """More drafts where a larger share of the rounds waits for a draft's turn."""
+    autoscale_sessions: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """More coordinators where each runs more sessions."""
+    autoscale_cooldown_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 15.0
+    """Between two changes of a role's number, s."""
+    autoscale_calm_s: Annotated[float, Field(ge=1, le=WAIT_S_MAX)] = 120.0
+    """One fewer once that would have been enough for so long, s."""
+
+    def __post_init__(self) -> None:
+        self.policy  # noqa: B018 (raises)
+
+    @property
+    def policy(self) -> AutoscalePolicy:
+        """What the settings come to. Raises `SettingError`."""
+        bounds = {}
+        for role in LEAST:
+            key = f"autoscale_{role}s"
+            if text := getattr(self, key):
+                try:
+                    bounds[role] = parse_bounds(text, role)
+                except ValueError as error:
+                    raise SettingError(key, f"{text!r} is wrong; {error}") from None
+        return AutoscalePolicy(
+            bounds=bounds,
+            target_queue_steps=self.autoscale_queue_steps,
+            draft_waits=self.autoscale_draft_waits,
+            coordinator_sessions=self.autoscale_sessions,
+            cooldown_s=self.autoscale_cooldown_s,
+            calm_s=self.autoscale_calm_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class DeploymentConfig:
+    """Coordinators, targets and drafts, and how they are started."""
+
+    target: Internal[TargetConfig] = Field(default_factory=lambda: TargetConfig())
+    draft: Internal[DraftConfig] = Field(default_factory=lambda: DraftConfig())
+    coordinator: Internal[CoordinatorConfig] = Field(default_factory=lambda: CoordinatorConfig())
+    autoscale: Internal[AutoscaleConfig] = Field(default_factory=lambda: AutoscaleConfig())
+    num_targets: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    """Target replicas at first; `outrider scale` changes how many there are."""
+    num_drafts: Annotated[int, Field(ge=0, le=REPLICAS_MAX)] = 1
+    """Draft replicas at first; none where the target drafts for itself, or a look-up alone."""
+    num_coordinators: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 1
+    """Coordinators at first. On one machine each next one has the next port."""
+    target_resources: str = ""
+    """Ray resources that each rank of a target asks for beside CPUs and GPUs, as NAME=AMOUNT with
+    commas between several: where it may be placed."""
+    draft_resources: str = ""
+    """The same for a draft."""
+    coordinator_resources: str = ""
+    """The same for a coordinator."""
+    address: str = ""
+    """Ray cluster to start the actors on; empty = a local one."""
+    deployment_name: str = ""
+    """Name of the deployment. On a cluster elsewhere one of this name that runs there is taken
+    over, and upgraded to what is asked for now. Empty = another one each time."""
+    startup_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 20.0
+    """Wait for Ray to find a place for every actor, s."""
+    model_timeout_s: Annotated[float, Field(ge=0.1, le=WAIT_S_MAX)] = 900.0
+    """Wait for the models to load, s."""
+    stop_timeout_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 10.0
+    """Wait for running requests to end when stopping, s."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.deployment_name):
+            raise SettingError(
+                "deployment_name",
+                f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
+            )
+        if self.draft.model == AUTO:
+            object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
+        if self.draft.drafter.reads_target:
+            self._check_reading()
+        if self.target.deterministic and self.coordinator.draft_siblings:
+            raise SettingError(
+                "draft_siblings",
+                f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
+                "trees: their logits may differ in the last bit from those of a chain",
+            )
+
+    def _check_reading(self) -> None:
+        """Of a target that computes what is drafted from."""
+        ranks = self.target.tensor_parallel_size
+        for key, value, reason in (
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
+            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
+        ):
+            if value:
+                raise SettingError(
+                    key,
+                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
+                    f"{reason}",
+                )
+
+    def values(self) -> dict[str, Value]:
+        """Every setting by key, secrets too."""
+        return {
+            found.key: getattr(part, name)
+            for part in (self.target, self.draft, self.coordinator, self.autoscale, self)
+            for name, found in settings_of(type(part)).items()
+        }
+
+    @property
+    def target_name(self) -> str:
+        """What the target calls its model."""
+        return self.target.model if self.target.emulated is None else EMULATED.removesuffix(":")
+
+    @property
+    def served_model_name(self) -> str:
+        """What requests call the model."""
+        return self.coordinator.served_model_name or self.target_name
+
+
+@cache
+def deployment_settings() -> dict[str, Setting]:
+    """Every setting of a deployment by key, in the order of the documentation."""
+    found: dict[str, Setting] = {}
+    for config in (TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig, AutoscaleConfig):
+        found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
+    return found
+
+
+def merge(
+    flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
+) -> dict[str, Value]:
+    """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
+    values) set, by key; the last one wins. Raises `ConfigError` naming what set a bad value, also
+    where another layer overrides it."""
+    given = layers(deployment_settings(), file, environment, flags)
+    return {found.key: found.parse(raw, source) for found, raw, source in given}
+
+
+def load_config(
+    flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
+) -> DeploymentConfig:
+    """The deployment that these layers describe (see `merge`). Raises `ConfigError`."""
+    return configuration(merge(flags, environment, file))
+
+
+def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
+    """The deployment that settings by key describe; what they lack keeps its default. Raises
+    `SettingError` for values that do not go together."""
+    coordinator = build(CoordinatorConfig, values)
+    inner = dict(values)
+    is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")
+    if coordinator.asks_for_keys and not is_open:
+        # Users reach coordinators; these call others on this machine, who would ask nobody.
+        inner["host"] = LOOPBACK
+    return build(
+        DeploymentConfig,
+        values,
+        target=build(TargetConfig, inner),
+        draft=build(DraftConfig, inner),
+        coordinator=coordinator,
+        autoscale=build(AutoscaleConfig, values),
+    )
