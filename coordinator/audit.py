@@ -14,22 +14,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Final
 
+from coordinator.decoding.sessions import InBackground
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.affinity import affinity
-from coordinator.routing.replica_pool import ReplicaPool, route_of
-from coordinator.routing.target_client import HeaderWriter, TargetClient
+from coordinator.routing.replica_pool import SessionContext, TargetPool
+from coordinator.routing.target_client import TargetClient
+from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, SessionRecord
 from outrider.speculation.proposal import SealedProposal
 from outrider.telemetry.observer import AuditOutcome, Observation
-
-from .options import CoordinatorOptions
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +45,18 @@ class Auditor:
 
     def __init__(
         self,
-        options: CoordinatorOptions,
-        targets: ReplicaPool[VerifyItem, VerifyAnswer],
+        config: CoordinatorConfig,
+        owner: str,
+        targets: TargetPool,
         observation: Observation,
         random_bits: Callable[[int], int],
-        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[Any]],
+        in_background: InBackground,
     ) -> None:
-        """`random_bits(n)` gives n fresh random bits; work that nobody waits for goes
-        `in_background`."""
-        self._share = options.audit_share if observation.listens else 0.0
-        self._options = options
+        """`owner` is the coordinator's name in the session store; `random_bits(n)` gives n fresh
+        random bits."""
+        self._share = config.audit_share if config.telemetry and observation.listens else 0.0
+        self._config = config
+        self._owner = owner
         self._targets = targets
         self._observation = observation
         self._random_bits = random_bits
@@ -138,27 +138,16 @@ class Auditor:
         given up, tokens are counted whatever they are."""
         self._session_id = f"{self._random_bits(128):032x}"
         again = self._opened(session)
-        prompt_ids = session.tokens.since(0, session.prompt_length)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
-        target = TargetClient(
-            route_of(
-                self._targets,
-                again,
-                affinity(again.record.tenant, prompt_ids),
-                again.target,
-                parameters.weights,
-            ),
-            HeaderWriter(again, parameters.sampling, deadline, constraint=parameters.constraint),
-            self._options.timeouts,
-            audits=True,
-        )
+        context = SessionContext(again, parameters, deadline)
+        target = TargetClient(self._targets, context, self._config, audits=True)
         try:
             for index, start in enumerate(
                 range(session.prompt_length, session.length, NUM_DRAFT_TOKENS_MAX)
             ):
                 token_ids = session.tokens.since(start, start + NUM_DRAFT_TOKENS_MAX)
                 proposal = SealedProposal(token_ids).without_q(again.record.rule)
-                reply = await target.verify(index, proposal, 0, None)
+                reply = await target.verify(index, proposal)
                 if reply.audit is None:
                     raise Unavailable("the target does not audit")
                 self._observation.audited(session.record.rule.value, reply.audit)
@@ -172,7 +161,7 @@ class Auditor:
         new = SessionRecord.new(
             session_id=self._session_id,
             tenant=f"audit {self._session_id}",
-            owner=self._options.name,
+            owner=self._owner,
             seed=session.record.seed,
             rule=session.record.rule,
             parameters="",

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import Decoding, RoundMeter
-from coordinator.decoding.recovery import Replayed, Replays, told_again
-from coordinator.decoding.sessions import (
-    COMMIT_GRACE_S,
-    RunningSessions,
-    SessionCreator,
-    SessionRun,
-    TakeOvers,
-)
+from coordinator.decoding.recovery import Replayed, replay, told_again
+from coordinator.decoding.sessions import COMMIT_GRACE_S, OwnedSessions, SessionRun, SessionWriter
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
-from coordinator.health import HealthMonitor
 from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
@@ -33,13 +27,12 @@ from coordinator.requests.validation import (
     check_fields,
     resolve,
 )
-from coordinator.routing.affinity import affinity
 from coordinator.routing.discovery import FleetView
-from coordinator.routing.draft_client import DraftClient, SelfDraftClient
-from coordinator.routing.drafts import Drafts, LookupDrafts, SessionLookup
-from coordinator.routing.replica_pool import Compatibility, ReplicaPool, route_of
-from coordinator.routing.target_client import HeaderWriter, TargetClient
+from coordinator.routing.draft_client import open_drafts
+from coordinator.routing.replica_pool import DraftPool, SessionContext, TargetPool
+from coordinator.routing.target_client import TargetClient
 from outrider.closing import run_all
+from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
@@ -48,13 +41,12 @@ from outrider.registry.registry import Figures, Registry
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
 from .audit import Auditor
-from .health import trouble
-from .options import CoordinatorOptions
+from .health import HealthMonitor, trouble
 
 _log = logging.getLogger(__name__)
 
@@ -67,57 +59,63 @@ class CoordinatorService:
 
     def __init__(
         self,
-        options: CoordinatorOptions,
+        config: CoordinatorConfig,
+        owner: str,
         *,
         store: SessionStore,
         targets: Mapping[str, Link[VerifyItem, VerifyAnswer]],
         drafts: Mapping[str, Link[DraftItem, DraftAnswer]],
         fallback: LookupDrafter,
-        text: Text | None,
+        text: Text | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
         registry: Registry | None = None,
     ) -> None:
-        """`targets` and `drafts` are there from the start, by name; without drafts nobody is asked
-        for proposals. `fallback` drafts while no draft replica answers, or alone.
-        `random_bits(n)` gives n fresh random bits, for session ids; `random_seed()` the seed of a
-        request that names none. The `registry` tells observers how large the fleet is."""
-        self._options = options
+        """`owner` is its name in the session store: of this process alone, also of those before it.
+        `targets` and `drafts` are there from the start, by name; more may join where there is a
+        `registry`, which also tells observers how large the fleet is. `fallback` drafts while no
+        draft replica answers, or alone. `random_bits(n)` gives n fresh random bits, for session
+        ids; `random_seed()` the seed of a request that names none."""
+        self._config = config
+        looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
+        has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
+        self._siblings = config.draft_siblings if has_trees else 0
+        self._looks_up = looks_up
         self._store = store
         self._links = (targets, drafts)
-        self._together = Compatibility()
-        self.targets: ReplicaPool[VerifyItem, VerifyAnswer] = ReplicaPool(
-            "target", self._together.check_target
-        )
-        self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool(
-            "draft", self._together.check_draft
-        )
-        self.fleet = FleetView(options.announced_as or options.name, self.targets, self.drafts)
+        self._registry = registry
+        self.targets: TargetPool = TargetPool("target")
+        self.drafts: DraftPool = DraftPool("draft", self.targets)
+        name = owner if config.membership is None else config.membership.name
+        self.fleet = FleetView(name, self.targets, self.drafts)
         self._fallback = fallback
-        self._text = text
-        self._prompts = PromptEncoder(text)
-        self._replays = Replays()
-        self._random_seed = random_seed
-
-        def random() -> float:
-            return random_bits(53) / 2**53
-
-        self._opener = SessionCreator(store, options.name, random_bits, random, self._in_background)
-        self._runs = RunningSessions(self._opener, options.resume_grace_s, self._in_background)
-        self._take_overs = TakeOvers(
-            store, options.name, self._opener, self._runs, self.targets, self._replays
+        self.text = text
+        """The target's tokenizer; None where requests give token ids and get no text."""
+        self.defaults = RequestDefaults(
+            config.num_draft_tokens,
+            config.deadline_ms,
+            # Of a chain block verification accepts no fewer tokens; it has no trees.
+            Rule.TOKEN if has_trees else Rule.BLOCK,
         )
-        self._committer = Committer(store, options.name, random, self._release_wanted)
+        self._prompts = PromptEncoder(text)
+        self.draw_seed = random_seed
+        """Gives the seed of a request that names none."""
+        self._background: set[asyncio.Task[Any]] = set()
+        self._writer = SessionWriter(store, owner, random_bits, self._in_background)
+        self._sessions = OwnedSessions(
+            store, owner, self._writer, self.targets, config.resume_grace_ms / 1e3,
+            self._in_background,
+        )  # fmt: skip
+        self._committer = Committer(
+            store, owner, lambda: random_bits(53) / 2**53, self._release_wanted
+        )
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
-        self._background: set[asyncio.Task[Any]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
         self._meter = RoundMeter()
-        self.num_elsewhere = 0
-        """Sessions that other coordinators run with the same targets."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running, waiting=lambda: self._num_admitted - self.num_running
@@ -125,39 +123,42 @@ class CoordinatorService:
         self._health = HealthMonitor(store, self.targets, self.drafts, registry)
         observation.watch_health(self._health.readings)
         self._auditor = Auditor(
-            options, self.targets, observation, random_bits, self._in_background
+            config, owner, self.targets, observation, random_bits, self._in_background
         )
 
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
         answers, or no draft and none may join later, `Incompatible` where none fits."""
+        config = self._config
         targets, drafts = self._links
         await self.targets.join_all(targets)
-        target = self.targets.description
+        target = self.targets.first
+        if target is None:
+            raise Unavailable("no target is known")
         try:
             await self.drafts.join_all(drafts)
         except Unavailable as error:
-            if not self._options.follows:
+            if self._registry is None:
                 raise
             _log.warning("no draft is there yet: %s", error)
-        if self._options.length_control:
+        if config.length_control:
             self._lengths = LengthControls(
-                target, self._together.draft, self._options.run_ahead_rounds,
-                drafting_delays=self._options.drafting_delays or target.drafts_itself,
-                messages_delay=self._options.drafting_delays,
-                watches=self._options.looks_up,
+                target, self.drafts.first, config.run_ahead_rounds,
+                drafting_delays=config.drafting_delays or target.drafts_itself,
+                messages_delay=config.drafting_delays,
+                watches=self._looks_up,
             )  # fmt: skip
         self._model = ServedModel(
-            name=self._options.served_model_name or target.model,
+            name=config.served_model_name or target.model,
             vocab_size=target.vocab_size,
             max_model_len=target.max_model_len,
             eos_token_ids=target.eos_token_ids,
         )
         self._commit_task = asyncio.create_task(self._committer.run())
-        pools = (self.targets, self.drafts)
-        self._watching = [asyncio.create_task(pool.watch()) for pool in pools]
+        watching = [self.targets.watch(), self.drafts.watch()]
         if self._observation.listens:
-            self._watching.append(asyncio.create_task(self._health.run()))
+            watching.append(self._health.run())
+        self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
     def model(self) -> ServedModel:
@@ -171,21 +172,8 @@ class CoordinatorService:
         return replace(self._model, max_model_len=newest.max_model_len)
 
     @property
-    def text(self) -> Text | None:
-        """The target's tokenizer; None where requests give token ids and get no text."""
-        return self._text
-
-    @property
-    def defaults(self) -> RequestDefaults:
-        return self._options.defaults
-
-    def draw_seed(self) -> int:
-        """The seed of a request that names none."""
-        return self._random_seed()
-
-    @property
     def num_running(self) -> int:
-        return len(self._runs)
+        return len(self._sessions)
 
     @property
     def figures(self) -> Figures:
@@ -232,30 +220,30 @@ class CoordinatorService:
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
-            self._runs.end(run, is_gone=resumable)
+            self._sessions.end(run, is_gone=resumable)
             raise
         finally:
-            self._runs.end(run)
+            self._sessions.end(run)
             if chosen:
                 self._auditor.take(run.session, run.parameters)
 
     async def _open(
         self, request: GenerateRequest, tenant: str, arrived: float, observer: RequestObserver
     ) -> SessionRun:
-        deadline_ms = request.deadline_ms or self._options.defaults.deadline_ms
+        deadline_ms = request.deadline_ms or self._config.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         try:
             async with asyncio.timeout_at(deadline):
                 parameters = await self._resolve(request, tenant)
-                session = await self._opener.open(tenant, parameters)
+                session = await self._writer.open(tenant, parameters)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"deadline_ms: {deadline_ms} ms passed before the session was open"
             ) from None
         try:
-            return self._begin(session, parameters, arrived, deadline, observer)
+            return self._begin(SessionContext(session, parameters, deadline, observer), arrived)
         except BaseException:
-            self._opener.cancel(session.session_id, session.epoch, session.counters)
+            self._writer.cancel(session.record)
             raise
 
     async def resume(
@@ -268,61 +256,54 @@ class CoordinatorService:
         weights), and `Unavailable` while another coordinator may have it, or this one takes too
         many over."""
         arrived = asyncio.get_running_loop().time()
-        with self._admitted():
+        with self._admitted(), ExitStack() as taking_over:
             self._check_open()
-            with self._take_overs.place(request.session_id) as place:
-                await self._opener.told(request.session_id)
-                record = await self.session(request.session_id, tenant)
-                record, parameters = await self._take_overs.claim(record, request)
-                if record.finish_reason is not None:
-                    completion = self._completion(parameters)
-                    replayed = await self._replays.replay(record, parameters, completion, request)
-                    place.leave()  # A client may read as slowly as it likes.
-                    for event in told_again(record, self.model.name, replayed):
-                        yield event
-                    return
-                observer = self._observation.begin(parameters, self.model.name, traceparent)
-                with _observing(observer):
-                    run = await self._go_on(record, parameters, request, arrived, observer)
-                    place.leave()
-                    with self._serving(run):
-                        yield run.started(self.model.name)
-                        while events := await run.next_events():
-                            for event in events:
-                                yield event
-
-    async def _go_on(
-        self,
-        record: SessionRecord,
-        parameters: GenerationParameters,
-        request: ResumeRequest,
-        arrived: float,
-        observer: RequestObserver,
-    ) -> SessionRun:
-        """Runs a session that was taken over. Where that fails, it waits for its client again."""
-        try:
+            taking_over.enter_context(self._sessions.taking_over(request.session_id))
+            await self._writer.told(request.session_id)
+            record = await self.session(request.session_id, tenant)
+            record, parameters = await self._sessions.claim(record, request)
             completion = self._completion(parameters)
-            session, replayed = await self._replays.resume(record, parameters, completion, request)
-            await self._runs.vacate(record)
-            left_ms = min(parameters.deadline_ms, request.deadline_ms or parameters.deadline_ms)
-            return self._begin(
-                session, parameters, arrived, arrived + left_ms / 1e3, observer,
-                replayed,
-            )  # fmt: skip
-        except BaseException:
-            self._runs.wait_for_client(record.session_id, record.epoch, record.counters)
-            raise
+            replays = self._sessions.replays
+            if record.finish_reason is not None:
+                replayed = await replays.run(
+                    record, lambda: replay(record, parameters, completion, request)
+                )
+                taking_over.close()  # A client may read as slowly as it likes.
+                for event in told_again(record, self.model.name, replayed):
+                    yield event
+                return
+            observer = self._observation.begin(parameters, self.model.name, traceparent)
+            with _observing(observer):
+                try:
+                    session, replayed = await replays.run(
+                        record,
+                        lambda: (Session(record), replay(record, parameters, completion, request)),
+                    )
+                    await self._sessions.vacate(record)
+                    left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
+                    deadline = arrived + left_ms / 1e3
+                    context = SessionContext(session, parameters, deadline, observer)
+                    run = self._begin(context, arrived, replayed)
+                except BaseException:
+                    self._sessions.wait_for_client(record)
+                    raise
+                taking_over.close()
+                with self._serving(run):
+                    yield run.started(self.model.name)
+                    while events := await run.next_events():
+                        for event in events:
+                            yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
         `tenant` as for `session`. Raises `NotFound`, and `Unavailable` for one that another
         coordinator has."""
-        run = self._runs.get(session_id)
+        run = self._sessions.get(session_id)
         if run is not None and tenant in (run.session.record.tenant, None):
             run.cancel()
             return
-        await self._opener.told(session_id)
-        await self._take_overs.cancel(await self.session(session_id, tenant))
+        await self._writer.told(session_id)
+        await self._sessions.cancel(await self.session(session_id, tenant))
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too; None
@@ -333,14 +314,14 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """See `Committer.hand_over`."""
+        """This coordinator is about to close. Its sessions go on, but a client that asks another
+        one for its session gets it there at once."""
         self._committer.hand_over()
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store. Does all of
         that, and raises the first error in the end."""
-        self._replays.close()
-        self._runs.close()
+        self._sessions.close()
         self._auditor.close()
         await run_all(
             self._prompts.close, self._end_background, self._end_commits, self._end_watching,
@@ -349,7 +330,7 @@ class CoordinatorService:
 
     def _release_wanted(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
-            self._in_background(self._take_overs.release_wanted(session_id))
+            self._in_background(self._sessions.release_wanted(session_id))
 
     async def _end_background(self) -> None:
         if self._background:
@@ -358,7 +339,7 @@ class CoordinatorService:
                 task.cancel()
 
     async def _end_commits(self) -> None:
-        self._opener.close()
+        self._writer.close()
         await self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
@@ -387,34 +368,34 @@ class CoordinatorService:
         """Raises `InvariantError` unless every running session, and no other, has a mailbox on
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
-        running = self._runs.session_ids | self._auditor.session_ids
+        running = self._sessions.session_ids | self._auditor.session_ids
         self.targets.check_integrity(running)
-        self.drafts.check_integrity(self._runs.session_ids, every=False)
+        self.drafts.check_integrity(self._sessions.session_ids, every=False)
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
         self._check_open()
         if request.model not in ("", self.model.name):
             raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
-        if request.stop and self._text is None:
+        if request.stop and self.text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
         check_fields(request, self.model)
 
     def _check_open(self) -> None:
         if self._committer.closing:
             raise Unavailable("this coordinator is shutting down")
-        if self._num_admitted > self._options.max_sessions:  # This one counts already.
-            raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
+        if self._num_admitted > self._config.max_sessions:  # This one counts already.
+            raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
-        seed = self._random_seed()
+        seed = self.draw_seed()
         if request.constraint is not None:
             ends = self.model.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # Of a session that begins without a target nobody could say with whose weights it goes on.
-        target = await self.targets.wait_for_one(self._options.timeouts.target_gone_s)
-        parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
+        target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
+        parameters = resolve(request, field, prompt_ids, self.model, self.defaults, seed)
         return replace(parameters, weights=target.weights)
 
     def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -424,56 +405,36 @@ class CoordinatorService:
         return task
 
     def _begin(
-        self,
-        session: Session,
-        parameters: GenerationParameters,
-        arrived: float,
-        deadline: float,
-        observer: RequestObserver,
-        replayed: Replayed | None = None,
+        self, context: SessionContext, arrived: float, replayed: Replayed | None = None
     ) -> SessionRun:
+        session, parameters = context.session, context.parameters
         try:
-            observer.opened(session.session_id, session.prompt_length, parameters.seed)
+            context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
             self._committer.add(session)
-            decoding = self._decoding(session, parameters, deadline, observer, replayed)
-            run = SessionRun(decoding, arrived, deadline, replayed)
-            self._runs.add(run)
+            decoding = self._decoding(context, replayed)
+            run = SessionRun(decoding, arrived, context.deadline, replayed)
+            self._sessions.add(run)
         except BaseException:
             self._committer.remove(session)
             raise
         return run
 
-    def _decoding(
-        self,
-        session: Session,
-        parameters: GenerationParameters,
-        deadline: float,
-        observer: RequestObserver,
-        replayed: Replayed | None,
-    ) -> Decoding:
-        options = self._options
-        headers = HeaderWriter(
-            session, parameters.sampling, deadline, observer, parameters.constraint
-        )
-        key = affinity(session.record.tenant, parameters.prompt)
-        draft = self._drafts_of(headers, parameters, key)
-        num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
+    def _decoding(self, context: SessionContext, replayed: Replayed | None) -> Decoding:
+        parameters, target = context.parameters, self.targets.first
+        draft = open_drafts(
+            self.drafts, context, self._fallback, self._config,
+            target_drafts=target is not None and target.drafts_itself,
+        )  # fmt: skip
         return Decoding(
-            session=session,
-            parameters=parameters,
+            context=context,
             completion=self._completion(parameters) if replayed is None else replayed.completion,
-            target=TargetClient(
-                route_of(self.targets, session, key, session.target, parameters.weights),
-                headers,
-                options.timeouts,
-            ),
+            target=TargetClient(self.targets, context, self._config),
             draft=draft,
             committer=self._committer,
-            lengths=self._length_policy(session, num_draft_tokens, parameters.sampling),
+            lengths=self._length_policy(context, drafts=draft is not None),
             length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
             meter=self._meter,
-            reads_beside=not options.drafting_delays,
-            observer=observer,
+            reads_beside=not self._config.drafting_delays,
             ended=None if replayed is None else replayed.finish_reason,
         )
 
@@ -482,54 +443,20 @@ class CoordinatorService:
             max_tokens=parameters.max_tokens,
             stop=parameters.stop,
             eos_token_ids=() if parameters.ignore_eos else self.model.eos_token_ids,
-            text_stream=None if self._text is None else self._text.stream(),
+            text_stream=None if self.text is None else self.text.stream(),
         )
 
-    def _drafts_of(
-        self, headers: HeaderWriter, parameters: GenerationParameters, key: bytes
-    ) -> Drafts | None:
-        """Where the proposals of a session come from; None for one without."""
-        if parameters.num_draft_tokens == 0:
-            return None
-        options = self._options
-        fallback = SessionLookup(self._fallback, headers.session, headers.sampling)
-        target, draft = self._together.target, self._together.draft
-        timeouts = options.timeouts.with_draft_deadline(parameters.draft_deadline_ms)
-        if target is not None and target.drafts_itself:
-            return SelfDraftClient(
-                headers.session,
-                fallback,
-                options.confident,
-                timeouts.draft_answer_s,
-                options.model_tokens,
-            )
-        if options.looks_up:
-            return LookupDrafts(fallback)
-        if draft is None:
-            return None
-        reads_features = draft.reads_features
-        return DraftClient(
-            route_of(self.drafts, headers.session, key, headers.session.draft),
-            headers,
-            timeouts,
-            fallback,
-            0 if reads_features or headers.constraint else options.look_ahead,
-            options.look_ahead_bytes_max,
-            reads_features,
-            options.confident,
-            options.model_tokens,
-        )
-
-    def _length_policy(
-        self, session: Session, num_draft_tokens: int, sampling: SamplingParams
-    ) -> LengthPolicy:
-        siblings = self._options.siblings_for(session.record.rule, sampling)
+    def _length_policy(self, context: SessionContext, *, drafts: bool) -> LengthPolicy:
+        record, parameters = context.session.record, context.parameters
+        num_draft_tokens = parameters.num_draft_tokens if drafts else 0
+        is_chain = record.rule is Rule.BLOCK or parameters.sampling.penalised
+        siblings = 0 if is_chain else self._siblings
         if self._lengths is None:
-            return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
-        self._lengths.hear_load(self.targets.num_present, self.num_elsewhere, self._together.draft)
-        record = session.record
+            return FixedLength(num_draft_tokens, self._config.run_ahead_rounds, siblings)
+        num_elsewhere = sum(peer.load for peer in self.fleet.peers)
+        self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first)
         return self._lengths.open(
-            record.rule, record.seed, num_draft_tokens, session.prompt_length, siblings
+            record.rule, record.seed, num_draft_tokens, record.prompt_length, siblings
         )
 
 

@@ -6,15 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from toy_engine import ToyEngine
 
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
+from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
 from outrider.replica.scheduler import InlineExecutor
@@ -26,12 +25,14 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
-PATIENCE = Timeouts(
-    target_answer_s=30.0,
-    target_gone_s=2.0,
-    target_retry_s=0.05,
-    draft_answer_s=1.0,
-    draft_retry_s=1.0,
+CONFIG = CoordinatorConfig(
+    served_model_name="toy",
+    num_draft_tokens=2,
+    deadline_ms=60_000,
+    length_control=False,
+    resume_grace_ms=0,
+    target_gone_ms=2_000,
+    target_retry_ms=50,
 )
 STEP_S = 0.01
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
@@ -70,13 +71,11 @@ class Bench:
     def __init__(
         self,
         text: Any = None,
-        max_sessions: int = 10,
-        resume_grace_s: float = 0.0,
         store: MemoryStore | None = None,
         name: str = "c",
         target: TargetService | None = None,
         drafts: Mapping[str, Any] | None = None,
-        length_control: bool = False,
+        **settings: Any,
     ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
@@ -85,16 +84,8 @@ class Bench:
         self.target_link = MemoryLink(self.target)
         self.store = store or MemoryStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
-            CoordinatorOptions(
-                name=name,
-                served_model_name="toy",
-                defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
-                length_control=length_control,
-                run_ahead_rounds=8,
-                max_sessions=max_sessions,
-                timeouts=PATIENCE,
-                resume_grace_s=resume_grace_s,
-            ),
+            replace(CONFIG, **{"max_sessions": 10, **settings}),
+            name,
             store=self.store,
             targets={"t": self.target_link},
             drafts=drafts or {"d": MemoryLink(self.draft)},

@@ -6,38 +6,33 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from coordinator.draft_length.policy import RoundLength
+from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.draft_client import DraftClient
-from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeaderWriter, TargetClient, Timeouts
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.target_client import TargetClient
 from outrider.clock import run_virtually
-from outrider.errors import (
-    Unavailable,
-)
-from outrider.messages import (
-    ProposalReply,
-    Refused,
-    ReplicaDescription,
-    VerdictReply,
-)
+from outrider.config import CoordinatorConfig
+from outrider.errors import Unavailable
+from outrider.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
 from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord
+from outrider.sessions.store import CacheState, SessionRecord
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import (
-    Proposal,
-    SealedProposal,
-)
+from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
 from outrider.transport.link import LinkBytes
 
-PATIENCE = Timeouts(
-    target_answer_s=1.0,
-    target_gone_s=4.0,
-    target_retry_s=0.1,
-    draft_answer_s=0.5,
-    draft_retry_s=2.0,
+CONFIG = CoordinatorConfig(
+    target_timeout_ms=1_000,
+    target_gone_ms=4_000,
+    target_retry_ms=100,
+    draft_timeout_ms=500,
+    draft_retry_ms=2_000,
 )
+ANSWER_S, GONE_S, RETRY_S = 0.5, 4.0, 2.0
+"""Of a draft and a target by these settings, and before a draft is asked again."""
 PROMPT = (5, 6, 7, 8)
 
 
@@ -108,41 +103,85 @@ def refuse(error: Any) -> Callable[[Any], Refused]:
     return lambda item: Refused(item.head.key, error.grpc_code, error.message)
 
 
-def session(prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY) -> Session:
-    return Session(SessionRecord.new("0" * 32, "", "me", 3, rule, "{}", prompt))
+def session(
+    prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY, name: str = "0", seed: int = 3
+) -> Session:
+    return Session(SessionRecord.new(name * (32 // len(name)), "", "me", seed, rule, "{}", prompt))
 
 
-def heads(of: Session, observer: RequestObserver = SILENT) -> HeaderWriter:
-    return HeaderWriter(of, SamplingParams(temperature=0.0), 1000.0, observer)
+def context_of(of: Session, observer: RequestObserver = SILENT, **fields: Any) -> SessionContext:
+    record = of.record
+    is_greedy = record.rule is Rule.GREEDY
+    given = {
+        "prompt": of.tokens.since(0, of.prompt_length),
+        "sampling": SamplingParams(temperature=0.0) if is_greedy else SamplingParams(),
+        "max_tokens": 99, "stop": (), "ignore_eos": False, "seed": record.seed, "rule": record.rule,
+        "num_draft_tokens": 8, "deadline_ms": 1_000_000, "logprobs": None, "include_rounds": False,
+    }  # fmt: skip
+    return SessionContext(of, GenerationParameters(**(given | fields)), 1e6, observer)
 
 
 _watching: set[Any] = set()
 
 
-def berth(*links: ScriptedLink, weights: str = "") -> SessionRoute[Any, Any]:
-    """A place with the first of some replicas, named r0, r1 ...; the others are there to go to."""
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool[Any, Any]:
+    """Replicas named r0, r1 ..., that are looked for while they are away."""
+    pool: ReplicaPool[Any, Any] = ReplicaPool(role)
     for index, link in enumerate(links):
         pool.admit(f"r{index}", link, link.description)
     _watching.clear()
     _watching.add(asyncio.ensure_future(pool.watch()))  # Until the test's loop ends.
-    return SessionRoute(pool, "0" * 32, 1, b"key", preferred="r0", weights=weights)
+    return pool
+
+
+def target_of(
+    *links: ScriptedLink, one: Session | None = None, pool: Any = None, **fields: Any
+) -> TargetClient:
+    """A session's target: the first of these replicas; the others are there to go to."""
+    one = one or session()
+    one.target = CacheState("r0", 0)
+    return TargetClient(pool or pool_of(*links), context_of(one, **fields), CONFIG)
+
+
+def draft_of(
+    *links: ScriptedLink,
+    one: Session | None = None,
+    pool: Any = None,
+    config: CoordinatorConfig = CONFIG,
+    **fields: Any,
+) -> DraftClient:
+    """A session's draft, likewise."""
+    one = one or session()
+    one.draft = CacheState("r0", 0)
+    lookup: Any = SessionLookup()
+    return DraftClient(
+        pool or pool_of(*links, role="draft"), context_of(one, **fields), lookup, config
+    )
 
 
 def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(TargetClient(berth(link), heads(one), PATIENCE), one)
+        return await test(target_of(link, one=one), one)
 
     return run_virtually(main())
 
 
-def with_draft(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+def with_draft(
+    link: ScriptedLink,
+    test: Callable[..., Coroutine[Any, Any, Any]],
+    config: CoordinatorConfig = CONFIG,
+) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(DraftClient(berth(link), heads(one), PATIENCE, SessionLookup()), one)
+        return await test(draft_of(link, one=one, config=config), one)
 
     return run_virtually(main())
+
+
+def asked(num_draft_tokens: int, siblings: tuple[int, ...] = (), **fields: Any) -> RoundLength:
+    """The length of a round."""
+    return RoundLength(num_draft_tokens, 0, siblings, **fields)
 
 
 NOISE = RoundNoise(3, Rule.GREEDY, len(PROMPT))

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults, Text
-from coordinator.routing.target_client import Timeouts
+from coordinator.requests.validation import Text
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.client import Client
+from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
-from outrider.limits import HYBRID_MODEL_TOKENS, HYBRID_SCORE_MIN
 from outrider.registry.registry import Registry
 from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
@@ -41,13 +39,19 @@ from target_service.service import TargetService
 
 _WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
 """It fits any target."""
-PATIENCE = Timeouts(
-    target_answer_s=30.0,
-    target_gone_s=5.0,
-    target_retry_s=0.05,
-    draft_answer_s=10.0,
-    draft_retry_s=0.2,
+CONFIG = CoordinatorConfig(
+    served_model_name="model",
+    num_draft_tokens=4,
+    length_control=False,
+    resume_grace_ms=0,
+    audit_share=0,
+    telemetry="prometheus=0",
+    target_gone_ms=5_000,
+    target_retry_ms=50,
+    draft_timeout_ms=10_000,
+    draft_retry_ms=200,
 )
+HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
 RARE = NgramDrafter(NgramConfig(16, 16))
@@ -159,13 +163,10 @@ async def running_stack(
     directory: Path,
     *,
     lookup: LookupDrafter | None = None,
-    lookup_score: float = HYBRID_SCORE_MIN,
+    hybrid: DraftConfig = HYBRID,
     text: Text | None = None,
-    timeouts: Timeouts = PATIENCE,
-    max_sessions: int = 1000,
     look_ahead: int = 8,
     draft_siblings: int = 0,
-    length_control: bool = False,
     observation: Observation = UNOBSERVED,
     target_observer: StepObserver | None = None,
     draft_observer: StepObserver | None = None,
@@ -175,37 +176,33 @@ async def running_stack(
     registry: Registry | None = None,
     grammars: Callable[[], Grammars] | None = None,
     draft_masks: bool = True,
-    **options: Any,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; a `lookup` goes before the draft's, or proposes alone
     where that is None (by default n-grams); an `eagle` in place of both. With a `self_drafter` the
     draft is not asked, and the stand-in for either of these finds next to nothing. Everything is
-    checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By
+    checked and closed at the end. `directory` is for Redis, `settings` the coordinator's. By
     `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = _started_redis(directory, stack)
         target = _target_service(target_engine, target_observer, self_drafter, grammars)
         masks = grammars() if grammars is not None and draft_masks else None
         looks_up = not (draft_engine or eagle or self_drafter)
-        if lookup and draft_engine:
-            options |= {"confident": lookup_score, "model_tokens": HYBRID_MODEL_TOKENS}
+        if looks_up:
+            settings["lookup"] = DraftConfig()
+        elif lookup and draft_engine:
+            settings["lookup"] = hybrid
         draft = _draft_service(draft_engine or eagle, draft_observer, masks)
         target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
         draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
         coordinator = CoordinatorService(
-            CoordinatorOptions(
-                name="coordinator-under-test",
-                served_model_name="model",
-                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
-                length_control=length_control,
-                run_ahead_rounds=8,
-                max_sessions=max_sessions,
-                timeouts=timeouts,
+            replace(
+                CONFIG,
                 look_ahead=0 if draft_siblings else look_ahead,
                 draft_siblings=draft_siblings,
-                looks_up=looks_up,
-                **options,
+                **settings,
             ),
+            "coordinator-under-test",
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
             drafts={} if looks_up else {"d": draft_link(draft_server.address)},

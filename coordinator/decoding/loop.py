@@ -13,11 +13,11 @@ from itertools import chain
 from typing import Final
 
 from coordinator.decoding.committer import Committer
-from coordinator.decoding.detokenizer import Completion, Piece
+from coordinator.decoding.detokenizer import Completion
 from coordinator.draft_length.acceptance import fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
-from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
+from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
+from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.decayed_average import DecayedSums
 from outrider.errors import DataLoss, DeadlineExceeded
@@ -35,53 +35,34 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A round's verdict and the time from question to answer."""
-
-    reply: VerdictReply
-    seconds: float
-
-
+@dataclass(kw_only=True, eq=False)
 class Decoding:
     """Runs the rounds of one open session. The commit of a round and the next round overlap."""
 
-    def __init__(
-        self,
-        *,
-        session: Session,
-        parameters: GenerationParameters,
-        completion: Completion,
-        target: TargetClient,
-        draft: Drafts | None,
-        committer: Committer,
-        lengths: LengthPolicy,
-        length_max: int,
-        meter: RoundMeter,
-        reads_beside: bool = True,
-        observer: RequestObserver = SILENT,
-        ended: FinishReason | None = None,
-    ) -> None:
-        """`length_max` is the target's: of committed tokens and a proposal's together. The draft
-        reads the prompt while the target does, if it `reads_beside`; else with the first round
-        that has a draft. `ended` is why there is nothing to decode, for a completion that was
-        whole when it was resumed."""
-        self.session = session
-        self.parameters = parameters
-        self.completion = completion
-        self.target = target
-        self.draft = draft
-        self.committer = committer
-        self.lengths = lengths
-        self.observer = observer
-        self.output = OutputQueue(session, committer, observer)
-        self._length_max = length_max
+    context: SessionContext
+    completion: Completion
+    target: TargetClient
+    draft: Drafts | None
+    committer: Committer
+    lengths: LengthPolicy
+    length_max: int
+    """The target's: of committed tokens and a proposal's together."""
+    meter: RoundMeter
+    reads_beside: bool = True
+    """Whether the draft reads the prompt while the target does; else it does with the first round
+    that has a draft."""
+    ended: FinishReason | None = None
+    """Why there is nothing to decode, for a completion that was whole when it was resumed."""
+
+    def __post_init__(self) -> None:
+        self.session = self.context.session
+        self.parameters = self.context.parameters
+        self.observer = self.context.observer
+        self.output = OutputQueue(self.session, self.committer, self.observer)
         self._probe: LookupProbe | None = None
-        if draft is not None and draft.lookup is not None and lengths.listens:
-            self._probe = LookupProbe(draft.lookup, lengths, parameters.num_draft_tokens)
-        self._meter = meter
-        self._reads_beside = reads_beside
-        self._ended = ended
+        if self.draft is not None and self.draft.is_lookup and self.lengths.listens:
+            num_draft_tokens = self.parameters.num_draft_tokens
+            self._probe = LookupProbe(self.draft.lookup, self.lengths, num_draft_tokens)
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
 
@@ -99,8 +80,8 @@ class Decoding:
         identify(self.session.session_id, self.observer.trace_id)
         try:
             async with asyncio.timeout_at(deadline) as self._deadline:
-                if self._ended is not None:
-                    return self._ended
+                if self.ended is not None:
+                    return self.ended
                 if self._cancelled:
                     return self._interrupted(FinishReason.CANCELLED)
                 return await self._rounds()
@@ -108,13 +89,16 @@ class Decoding:
             if self._cancelled:
                 return self._interrupted(FinishReason.CANCELLED)
             if self.completion.num_tokens == 0:
-                raise DeadlineExceeded(
-                    f"deadline_ms: {self.parameters.deadline_ms} ms passed before the first token"
-                ) from None
+                raise self.late() from None
             return self._interrupted(FinishReason.DEADLINE)
         finally:
             self._deadline = None
             self.output.close()
+
+    def late(self) -> DeadlineExceeded:
+        """Why a request ends whose deadline passes before the first token."""
+        deadline_ms = self.parameters.deadline_ms
+        return DeadlineExceeded(f"deadline_ms: {deadline_ms} ms passed before the first token")
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
@@ -123,16 +107,15 @@ class Decoding:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
-        if self.draft is not None and self._reads_beside and not self.lengths.begins_plain:
+        if self.draft is not None and self.reads_beside and not self.lengths.begins_plain:
             self.draft.prefill(0, self.parameters.num_draft_tokens)
-        round_index = 0
-        while True:
+        reason, index = None, 0
+        while reason is None:
             await self.committer.room(self.session, self.parameters.num_draft_tokens + 1)
             await self.output.room()
-            reason = await self._round(round_index)
-            if reason is not None:
-                return reason
-            round_index += 1
+            reason = await self._round(index)
+            index += 1
+        return reason
 
     async def _round(self, index: int) -> FinishReason | None:
         """One round; returns why the completion ends with it, if it does."""
@@ -141,29 +124,31 @@ class Decoding:
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self.lengths.choose(index, self.completion.remaining)
         drafted = await self._propose(index, length, noise)
-        verified = await self._verify(index, length, drafted)
+        asked_at = asyncio.get_running_loop().time()
+        reply = await self._verify(index, length, drafted)
+        verify_s = asyncio.get_running_loop().time() - asked_at
+        self.observer.verified(verify_s, reply.queue_ms, reply.compute_ms)
         if self.session.error is not None:
             raise self.session.error  # It was lost meanwhile.
         proposal = drafted.proposal
         outcome = decide(
-            verified.reply.verdict,
+            reply.verdict,
             proposal.token_ids,
             record.rule,
             noise.accept_uniforms(len(proposal), proposal.parents),
             proposal.parents,
         )
-        self.target.settle(verified.reply, start_length + outcome.num_accepted)
+        self.target.settle(reply, start_length + outcome.num_accepted)
         if self.draft is not None:
-            on_spine = proposal.tree.shared_with_spine(outcome.path)
-            self.draft.settle(start_length + on_spine)
+            self.draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
         if self.lengths.listens:
-            self._note(drafted, verified, outcome)
+            self._note(drafted, reply, outcome)
         if self._probe is not None:
             if length.num_draft_tokens == 0:
                 self._probe.committed(noise, outcome.token_ids[0])
             else:
                 self._probe.interrupted()
-        return self._commit(index, drafted, verified, outcome)
+        return self._commit(index, drafted, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
@@ -171,11 +156,10 @@ class Decoding:
         if self.draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self.observer.asked("draft")
-        room = self._length_max - self.session.length - length.num_draft_tokens
-        siblings = fitting(length.siblings, room)
-        drafted = await self.draft.propose(
-            index, length.num_draft_tokens, noise, siblings, length.draft_budget_s, length.is_timed
-        )
+        if length.siblings:
+            room = self.length_max - self.session.length - length.num_draft_tokens
+            length = replace(length, siblings=fitting(length.siblings, room))
+        drafted = await self.draft.propose(index, length, noise)
         self.observer.drafted(
             len(drafted.proposal),
             drafted.source != "fallback",
@@ -186,30 +170,22 @@ class Decoding:
         )
         return drafted
 
-    async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> Verified:
+    async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:
         self.observer.asked("target")
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        wanted = NOTHING_WANTED
-        if self.draft is not None:
-            room = self._length_max - self.session.length - len(drafted.proposal) - 1
-            wanted = self.draft.next_wanted(length, room)
-        reply = await self.target.verify(
-            index, drafted.proposal, length.run_ahead, self.parameters.logprobs, wanted
-        )
-        if self.draft is not None:
-            self.draft.hear(reply)
-            if self.target.found_broken_draft:
-                self.target.found_broken_draft = False
-                self.draft.reject()
-        seconds = loop.time() - start
-        self.observer.verified(seconds, reply.queue_ms, reply.compute_ms)
-        return Verified(reply, seconds)
+        proposal = drafted.proposal
+        if self.draft is None:
+            return await self.target.verify(index, proposal, length.run_ahead)
+        room = self.length_max - self.session.length - len(proposal) - 1
+        wanted = self.draft.next_wanted(length, room)
+        reply = await self.target.verify(index, proposal, length.run_ahead, wanted)
+        self.draft.hear(reply)
+        if self.target.found_broken_draft:
+            self.target.found_broken_draft = False
+            self.draft.reject()
+        return reply
 
-    def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
-        reply, proposal = verified.reply, drafted.proposal
-        accept = reply.verdict.accept_probability
-        tree = proposal.tree
+    def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
+        accept, tree = reply.verdict.accept_probability, drafted.proposal.tree
         played = PlayedRound(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, [accept[i] for i in tree.spine]),
@@ -219,7 +195,7 @@ class Decoding:
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
             queue_s=reply.queue_ms / 1e3,
-            num_siblings=len(proposal) - len(tree.spine),
+            num_siblings=len(drafted.proposal) - len(tree.spine),
             siblings=sibling_chances(tree, accept, drafted.siblings),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
@@ -228,30 +204,52 @@ class Decoding:
         self.lengths.note(played)
 
     def _commit(
-        self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome
+        self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome
     ) -> FinishReason | None:
         first_index = self.completion.num_tokens
         piece = self.completion.push(outcome.token_ids)
-        num_accepted = min(outcome.num_accepted, piece.num_tokens)
-        tokens = self._tokens_event(first_index, piece, verified.reply, outcome)
+        num_tokens, num_drafted = piece.num_tokens, len(drafted.proposal)
+        num_accepted = min(outcome.num_accepted, num_tokens)
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if self.parameters.logprobs is not None:
+            places = (*outcome.path, len(reply.verdict.accept_probability) + outcome.last)
+            logprobs = tuple(reply.logprobs[place] for place in places[:num_tokens])
+        tokens = Tokens(
+            first_index=first_index,
+            token_ids=outcome.token_ids[:num_tokens],
+            text_delta=piece.text,
+            origins=outcome.origins[:num_tokens],
+            logprobs=logprobs,
+        )
         counters = self.session.counters
         self.session.decide(
             tokens.token_ids,
             Counters(
                 counters.num_rounds + 1,
-                counters.num_draft_tokens + len(drafted.proposal),
+                counters.num_draft_tokens + num_drafted,
                 counters.num_accepted_draft_tokens + num_accepted,
             ),
             draft=None if self.draft is None else self.draft.cache_state,
             target=self.target.cache_state,
-            logprobs=[write_logprobs(logprobs) for logprobs in tokens.logprobs],
+            logprobs=[write_logprobs(one) for one in logprobs],
         )
-        self.observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
-        self._meter.decided(drafted, num_accepted, piece.num_tokens)
+        self.observer.decided(num_drafted, num_accepted, num_tokens)
+        self.meter.decided(drafted, num_accepted, num_tokens)
         self.committer.notify(self.session)
         report = None
         if self.parameters.include_rounds:
-            report = _report(index, drafted, verified, num_accepted)
+            report = RoundReport(
+                index=index,
+                proposed_token_ids=drafted.proposal.token_ids,
+                num_accepted=num_accepted,
+                draft_ms=drafted.seconds * 1e3,
+                wire_ms=max(0.0, verify_s * 1e3 - reply.queue_ms - reply.compute_ms),
+                queue_ms=reply.queue_ms,
+                verify_ms=reply.compute_ms,
+                commit_ms=0.0,
+                look_ahead_hit=drafted.ahead,
+                proposed_parents=drafted.proposal.parents,
+            )
         self._write(tokens, report, index)
         return piece.finish_reason
 
@@ -259,48 +257,14 @@ class Decoding:
         """Shows the text that was held back when nothing more will come."""
         text = self.completion.finish()
         if text:
-            self._write(Tokens(self.completion.num_tokens, (), text, (), ()), None)
+            self._write(Tokens(self.completion.num_tokens, (), text, (), ()))
         return reason
 
     def _write(
-        self, tokens: Tokens, report: RoundReport | None, round_index: int | None = None
+        self, tokens: Tokens, report: RoundReport | None = None, round_index: int | None = None
     ) -> None:
         now = asyncio.get_running_loop().time()
         self.output.write(Entry(self.session.length, tokens, report, now, round_index))
-
-    def _tokens_event(
-        self, first_index: int, piece: Piece, reply: VerdictReply, outcome: Outcome
-    ) -> Tokens:
-        logprobs: tuple[PositionLogprobs, ...] = ()
-        if self.parameters.logprobs is not None:
-            num_draft_tokens = len(reply.verdict.accept_probability)
-            accepted = (reply.logprobs[index] for index in outcome.path)
-            last = reply.logprobs[num_draft_tokens + outcome.last]
-            logprobs = (*accepted, last)[: piece.num_tokens]
-        return Tokens(
-            first_index=first_index,
-            token_ids=outcome.token_ids[: piece.num_tokens],
-            text_delta=piece.text,
-            origins=outcome.origins[: piece.num_tokens],
-            logprobs=logprobs,
-        )
-
-
-def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int) -> RoundReport:
-    reply = verified.reply
-    verify_ms = verified.seconds * 1e3
-    return RoundReport(
-        index=index,
-        proposed_token_ids=drafted.proposal.token_ids,
-        num_accepted=num_accepted,
-        draft_ms=drafted.seconds * 1e3,
-        wire_ms=max(0.0, verify_ms - reply.queue_ms - reply.compute_ms),
-        queue_ms=reply.queue_ms,
-        verify_ms=reply.compute_ms,
-        commit_ms=0.0,
-        look_ahead_hit=drafted.ahead,
-        proposed_parents=drafted.proposal.parents,
-    )
 
 
 ENTRIES_UNREAD_MAX: Final = 256

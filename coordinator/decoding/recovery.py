@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import TargetPool
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.limits import REPLAY_TOKENS_INLINE
-from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
-from outrider.sessions.state import Session
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.shared_calls import SharedCalls
 from outrider.speculation.accept_reject import Origin
@@ -45,15 +43,7 @@ class Replayed:
     """Why the completion ends with them, if it does: its end may not be stored."""
 
 
-def parameters_of(record: SessionRecord) -> GenerationParameters:
-    """What the session was opened with. Raises `DataLoss` where that cannot be read."""
-    prompt_ids = record.token_ids[: record.prompt_length]
-    return GenerationParameters.from_json(record.parameters, prompt_ids)
-
-
-def check_weights(
-    session_id: str, weights: str, targets: ReplicaPool[VerifyItem, VerifyAnswer]
-) -> None:
+def check_weights(session_id: str, weights: str, targets: TargetPool) -> None:
     """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
     if targets.newest(weights) is None:
         if not targets.names:
@@ -64,10 +54,13 @@ def check_weights(
         )
 
 
-def check_known(record: SessionRecord, request: ResumeRequest) -> None:
-    """Raises `DataLoss` where the client has tokens that the store lacks, or others than the store,
-    whatever the rule: in bfloat16 no rule is sure to decode the same ones again. A store that lost
-    a take-over may hold what an older owner decided in place of what the client was shown."""
+def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
+    """What the session was opened with. Raises `DataLoss` where that cannot be read, and where the
+    client has tokens that the store lacks, or others than the store, whatever the rule: in bfloat16
+    no rule is sure to decode the same ones again. A store that lost a take-over may hold what an
+    older owner decided in place of what the client was shown."""
+    prompt_ids = record.token_ids[: record.prompt_length]
+    parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
     if request.num_tokens > num_stored:
         raise DataLoss(
@@ -80,6 +73,7 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> None:
             f"tokens_digest: the client's {request.num_tokens} tokens are others than those that "
             f"are stored; the session can be resumed from 0 on"
         )
+    return parameters
 
 
 def replay(
@@ -127,41 +121,8 @@ class Replays:
     def __init__(self) -> None:
         self._calls: SharedCalls[int, object] = SharedCalls(REPLAY_THREADS, "replay")
 
-    async def check(self, record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-        """The session's parameters. Raises what `parameters_of` and `check_known` do."""
-
-        def check() -> GenerationParameters:
-            parameters = parameters_of(record)
-            check_known(record, request)
-            return parameters
-
-        return await self._run(record, check)
-
-    async def replay(
-        self,
-        record: SessionRecord,
-        parameters: GenerationParameters,
-        completion: Completion,
-        request: ResumeRequest,
-    ) -> Replayed:
-        """See `replay`."""
-        return await self._run(record, lambda: replay(record, parameters, completion, request))
-
-    async def resume(
-        self,
-        record: SessionRecord,
-        parameters: GenerationParameters,
-        completion: Completion,
-        request: ResumeRequest,
-    ) -> tuple[Session, Replayed]:
-        """The same, and the session, which hashes all its tokens."""
-
-        def resume() -> tuple[Session, Replayed]:
-            return Session(record), replay(record, parameters, completion, request)
-
-        return await self._run(record, resume)
-
-    async def _run(self, record: SessionRecord, call: Callable[[], T]) -> T:
+    async def run(self, record: SessionRecord, call: Callable[[], T]) -> T:
+        """What the call returns or raises, which reads a session's tokens."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= REPLAY_TOKENS_INLINE:
             return call()

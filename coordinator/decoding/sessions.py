@@ -1,26 +1,27 @@
 """Sessions from their opening to their end: created in a store that may not answer, run, given up,
 and taken over from other coordinators.
 
-    SessionRun       one running session: decoding on one side, its client on the other
-    SessionCreator   opens sessions, and records those that no client waits for
-    RunningSessions  the runs of this coordinator, until what they held is free
-    TakeOvers        sessions whose stream broke, here or elsewhere
+    SessionRun     one running session: decoding on one side, its client on the other
+    SessionWriter  opens sessions in the store, and tells it of those that run no more
+    OwnedSessions  the runs of this coordinator, until what they held is free; and the sessions that
+                   it takes over, as their stream broke, here or elsewhere
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from coordinator.decoding.loop import Decoding, Entry
-from coordinator.decoding.recovery import Replayed, Replays, check_weights
+from coordinator.decoding.recovery import Replayed, Replays, check_known, check_weights
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import TargetPool
 from outrider.backoff import backoff
 from outrider.errors import (
-    DeadlineExceeded,
     NotFound,
     OutriderError,
     StaleEpoch,
@@ -37,12 +38,9 @@ from outrider.limits import (
     TAKE_OVERS_MAX,
     UNTOLD_SESSIONS_MAX,
 )
-from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
-    FIRST_EPOCH,
-    Counters,
     Finish,
     FinishReason,
     SessionRecord,
@@ -58,6 +56,9 @@ _log = logging.getLogger(__name__)
 COMMIT_GRACE_S: Final = 2.0
 """How long tokens that were decided before the deadline may take to be committed after it."""
 
+InBackground = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+"""Begins work that nobody waits for."""
+
 
 class SessionRun:
     """One session from its opening to its last event."""
@@ -71,9 +72,6 @@ class SessionRun:
         self.session = decoding.session
         self.session_id = self.session.session_id
         self.parameters = decoding.parameters
-        self._committer = decoding.committer
-        self._output = decoding.output
-        self._observer = decoding.observer
         self._arrived = arrived
         self._deadline = deadline
         self._first_token_at: float | None = None
@@ -86,7 +84,7 @@ class SessionRun:
         self._num_known = decoding.completion.num_tokens
         """Tokens that another stream may have told."""
         for tokens in () if replayed is None else replayed.events:
-            self._output.write(Entry(self.session.length, tokens, None, arrived))
+            decoding.output.write(Entry(self.session.length, tokens, None, arrived))
         self._task = asyncio.create_task(decoding.run(deadline))
 
     @property
@@ -94,6 +92,11 @@ class SessionRun:
         """Whether the store may still have the session as running here: it has not been told of
         the end, and the session is not another owner's."""
         return not self._is_recorded and self.session.error is None
+
+    @property
+    def record(self) -> SessionRecord:
+        """What is needed to give the session up: without its tokens."""
+        return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
@@ -109,9 +112,13 @@ class SessionRun:
         while not self._is_told:
             try:
                 async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
-                    found = await self._output.read()
+                    found = await self._decoding.output.read()
             except TimeoutError:
-                raise self._late() from None
+                if self._first_token_at is None:
+                    raise self._decoding.late() from None
+                raise StoreUnavailable(
+                    "the session store did not commit in time; tokens are held back"
+                ) from None
             except OutriderError:
                 self._check_here()
                 raise
@@ -129,10 +136,10 @@ class SessionRun:
     async def _last_events(self) -> Sequence[Event]:
         self._check_here()
         reason = await self._task
-        loop = asyncio.get_running_loop()
-        await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
-        finished = self._finished(reason, loop.time())
-        self._observer.finished(finished)
+        now = asyncio.get_running_loop().time
+        await self._finish(reason, max(self._deadline, now()) + COMMIT_GRACE_S)
+        finished = self._finished(reason, now())
+        self._decoding.observer.finished(finished)
         self._is_told = True
         return (finished,) if self._held_back is None else (self._held_back, finished)
 
@@ -150,10 +157,11 @@ class SessionRun:
         """Stops decoding and frees what the session holds everywhere. A session that has not
         ended is recorded as cancelled. Returns whether it had ended."""
         had_ended = self._is_recorded
-        identify(self.session_id, self._observer.trace_id)
+        identify(self.session_id, self._decoding.observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._decoding.close()
+        session, counters = self.session, self.session.counters
         try:
             if not (self._is_recorded or self._handed_over):
                 now = asyncio.get_running_loop().time()
@@ -161,12 +169,11 @@ class SessionRun:
         except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
-            self._committer.remove(self.session)
-            counters = self.session.counters
+            self._decoding.committer.remove(session)
             fields = about(
-                finish_reason=self.session.finish_reason,
-                prompt_tokens=self.session.prompt_length,
-                completion_tokens=self.session.length - self.session.prompt_length,
+                finish_reason=session.finish_reason,
+                prompt_tokens=session.prompt_length,
+                completion_tokens=session.length - session.prompt_length,
                 num_rounds=counters.num_rounds,
                 num_draft_tokens=counters.num_draft_tokens,
                 num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
@@ -174,17 +181,10 @@ class SessionRun:
             _log.debug("the session ended", extra=fields)
         return had_ended
 
-    def _late(self) -> OutriderError:
-        if self._first_token_at is None:
-            return DeadlineExceeded(
-                f"deadline_ms: {self.parameters.deadline_ms} ms passed before the first token"
-            )
-        return StoreUnavailable("the session store did not commit in time; tokens are held back")
-
     async def _finish(self, reason: FinishReason, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                await self._committer.finish(self.session, reason)
+                await self._decoding.committer.finish(self.session, reason)
         except TimeoutError:
             raise StoreUnavailable("the session store did not take the session's end") from None
         self._is_recorded = True
@@ -204,23 +204,21 @@ class SessionRun:
         )
 
 
-class SessionCreator:
-    """Opens the sessions of one coordinator, and records those that nobody wants."""
+class SessionWriter:
+    """Opens the sessions of one coordinator, and records those that run no more."""
 
     def __init__(
         self,
         store: SessionStore,
         owner: str,
         random_bits: Callable[[int], int],
-        random: Callable[[], float],
-        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        in_background: InBackground,
     ) -> None:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
-        bits, `random` is for `backoff`; work that nobody waits for goes `in_background`."""
+        bits."""
         self._store = store
         self._owner = owner
         self._random_bits = random_bits
-        self._random = random
         self._in_background = in_background
         self._telling: dict[str, set[asyncio.Task[OutriderError | None]]] = {}
         """By session: what the store is being told."""
@@ -229,36 +227,33 @@ class SessionCreator:
     async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
         """A session that the store has. Each try opens another one: whether a store that did not
         answer has opened the one before is not known."""
-        for tries_left in range(OPEN_TRIES_MAX - 1, 0, -1):
+        for tries_left in reversed(range(OPEN_TRIES_MAX)):
+            new = SessionRecord.new(
+                session_id=f"{self._random_bits(128):032x}",
+                tenant=tenant,
+                owner=self._owner,
+                seed=parameters.seed,
+                rule=parameters.rule,
+                parameters=parameters.to_json(),
+                prompt_ids=parameters.prompt,
+            )
+            opening = asyncio.create_task(self._store.open(new))
             try:
-                return await self._open_one(tenant, parameters)
-            except StoreUnavailable as error:
+                await asyncio.shield(opening)
+            except (asyncio.CancelledError, StoreUnavailable) as error:
+                self._in_background(self._abandon(opening, new))
+                if isinstance(error, asyncio.CancelledError) or not tries_left:
+                    raise
                 _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
-            await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
-        return await self._open_one(tenant, parameters)
-
-    async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
-        new = SessionRecord.new(
-            session_id=f"{self._random_bits(128):032x}",
-            tenant=tenant,
-            owner=self._owner,
-            seed=parameters.seed,
-            rule=parameters.rule,
-            parameters=parameters.to_json(),
-            prompt_ids=parameters.prompt,
-        )
-        opening = asyncio.create_task(self._store.open(new))
-        try:
-            await asyncio.shield(opening)
-        except (asyncio.CancelledError, StoreUnavailable):
-            self._in_background(self._abandon(opening, new.session_id))
-            raise
+                await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+            else:
+                break
         return Session(new)
 
-    async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
+    async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
         """Records a session as cancelled that nobody wants, once its opening has ended."""
         await asyncio.wait([opening])
-        await self.cancel(session_id, FIRST_EPOCH, Counters())
+        await self.cancel(new)
 
     def is_telling(self, session_id: str) -> bool:
         """Whether a release or an end of the session is on its way to the store. Under an epoch
@@ -270,28 +265,36 @@ class SessionCreator:
         if session_id in self._telling:
             await asyncio.wait(self._telling[session_id], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
-    def release(self, session_id: str, epoch: int) -> asyncio.Task[OutriderError | None]:
+    def release(self, record: SessionRecord) -> asyncio.Task[OutriderError | None]:
         """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
+        session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
 
     def cancel(
-        self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False
+        self, record: SessionRecord, *, is_released: bool = False
     ) -> asyncio.Task[OutriderError | None]:
         """Records a session that runs nowhere as cancelled, unless another stream goes on with
         it. Returns as `_tell`."""
-        owner = released(self._owner) if is_released else self._owner
-        end = Finish(session_id, epoch, owner, None, FinishReason.CANCELLED, counters)
-        return self._tell(session_id, lambda: self._store.finish(end))
+        end = Finish(
+            session_id=record.session_id,
+            epoch=record.epoch,
+            owner=released(self._owner) if is_released else self._owner,
+            length=None,
+            reason=FinishReason.CANCELLED,
+            counters=record.counters,
+        )
+        return self._tell(record.session_id, lambda: self._store.finish(end))
 
-    async def cancel_now(self, session_id: str, epoch: int, counters: Counters) -> None:
+    async def cancel_now(self, record: SessionRecord) -> None:
         """As `cancel`, but raises why it was not recorded: `StoreUnavailable` also where the store
         has not answered for `CANCEL_WAIT_S`. Then, and where the caller is cancelled, the store is
         still asked to record it."""
-        task = self.cancel(session_id, epoch, counters)
+        task = self.cancel(record)
         await asyncio.wait([task], timeout=CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable(
-                f"session {session_id} is recorded as cancelled once the session store answers"
+                f"session {record.session_id} is recorded as cancelled once the session store "
+                "answers"
             )
         error = task.result()
         if error is not None:
@@ -329,39 +332,55 @@ class SessionCreator:
             try:
                 await call()
             except StoreUnavailable as error:
-                _log.debug("the store is told later of session %s: %r", session_id, error)
-                attempt += 1
                 is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
-                if self._closed or (is_full and attempt >= ABANDON_TRIES_MAX):
+                if self._closed or (is_full and attempt + 1 >= ABANDON_TRIES_MAX):
                     _log.warning("the store was not told of session %s: %r", session_id, error)
                     return error
+                _log.debug("the store is told later of session %s: %r", session_id, error)
             except OutriderError as error:
                 _log.debug("session %s is not there, or another's: %r", session_id, error)
                 return error
             else:
                 return None
-            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt - 1, self._random)
+            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self._random)
+            attempt += 1
             await asyncio.sleep(wait_ms / 1e3)
 
+    def _random(self) -> float:
+        return self._random_bits(53) / 2**53
 
-class RunningSessions:
-    """By session: one at a time, and none begins before the one before it is closed."""
+
+class OwnedSessions:
+    """The sessions that run here: each once, and none begins before the one before it is closed.
+    Others are taken over, a bounded number at a time: when a coordinator dies, all of its clients
+    ask the others at once, and each of their sessions is read and replayed."""
 
     def __init__(
         self,
-        opener: SessionCreator,
+        store: SessionStore,
+        owner: str,
+        writer: SessionWriter,
+        targets: TargetPool,
         resume_grace_s: float,
-        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        in_background: InBackground,
     ) -> None:
         """A session whose client is gone may be resumed for so many seconds before it counts as
-        cancelled; work that nobody waits for goes `in_background`."""
-        self._opener = opener
+        cancelled."""
+        self.replays = Replays()
+        self._store = store
+        self._owner = owner
+        self._writer = writer
+        self._targets = targets
         self._resume_grace_s = resume_grace_s
         self._in_background = in_background
         self._running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[bool]] = {}
         """What closes runs that are not among them any more."""
         self._closing = asyncio.Event()
+        self._taking: list[str] = []
+        """Sessions that are being taken over; one may be twice, for two clients."""
+        self._unsettled: set[str] = set()
+        """Sessions of which the store is asked for a take-over."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -369,14 +388,6 @@ class RunningSessions:
     @property
     def session_ids(self) -> set[str]:
         return set(self._running)
-
-    def has(self, session_id: str) -> bool:
-        """Whether the session runs here, or is being closed."""
-        return session_id in self._running or session_id in self._ending
-
-    @property
-    def is_closing(self) -> bool:
-        return self._closing.is_set()
 
     def get(self, session_id: str) -> SessionRun | None:
         """The session's run; None where it does not run here."""
@@ -393,7 +404,7 @@ class RunningSessions:
             return
         if is_gone and self._resume_grace_s > 0:
             ending = self._free(run, run.hand_over())
-            self.wait_for_client(run.session_id, run.session.epoch, run.session.counters, ending)
+            self.wait_for_client(run.record, ending)
         else:
             ending = self._free(run, run.close())
             ending.add_done_callback(lambda _: self._release_unrecorded(run))
@@ -414,19 +425,16 @@ class RunningSessions:
             await asyncio.wait([ending])
 
     def wait_for_client(
-        self,
-        session_id: str,
-        epoch: int,
-        counters: Counters,
-        ending: asyncio.Task[bool] | None = None,
+        self, record: SessionRecord, ending: asyncio.Task[bool] | None = None
     ) -> None:
         """Nothing is decoded for a client that is gone. It may come back, to any coordinator: the
         session is released from this one's lease. Else it counts as cancelled. Where this
         coordinator closes, that is left to others."""
-        self._in_background(self._wait(session_id, epoch, counters, ending))
+        self._in_background(self._wait(record, ending))
 
     def close(self) -> None:
         """Cancels what runs."""
+        self.replays.close()
         self._closing.set()
         for run in self._running.values():
             run.cancel()
@@ -435,7 +443,7 @@ class RunningSessions:
         """The store did not take the end of a run: the session is given up as one whose client is
         gone."""
         if run.is_unrecorded and not self._closing.is_set():
-            self.wait_for_client(run.session_id, run.session.epoch, run.session.counters)
+            self.wait_for_client(run.record)
 
     def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
         session_id = run.session_id
@@ -444,79 +452,40 @@ class RunningSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
         return ending
 
-    async def _wait(
-        self, session_id: str, epoch: int, counters: Counters, ending: asyncio.Task[bool] | None
-    ) -> None:
+    async def _wait(self, record: SessionRecord, ending: asyncio.Task[bool] | None) -> None:
         if ending is not None and await ending:
             return
-        await self._opener.release(session_id, epoch)
+        await self._writer.release(record)
         try:
             async with asyncio.timeout(self._resume_grace_s):
                 await self._closing.wait()
         except TimeoutError:
-            await self._opener.cancel(session_id, epoch, counters, is_released=True)
+            await self._writer.cancel(record, is_released=True)
 
-
-class Place:
-    """One of the take-overs that run at a time."""
-
-    def __init__(self, session_id: str, taken: set[Place]) -> None:
-        self.session_id = session_id
-        self._taken = taken
-        taken.add(self)
-
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """The session runs here now, or will not. Leaving again changes nothing."""
-        self._taken.discard(self)
-
-
-class TakeOvers:
-    """Takes sessions over, a bounded number at a time: when a coordinator dies, all of its clients
-    ask the others at once, and each of their sessions is read and replayed."""
-
-    def __init__(
-        self,
-        store: SessionStore,
-        owner: str,
-        opener: SessionCreator,
-        runs: RunningSessions,
-        targets: ReplicaPool[VerifyItem, VerifyAnswer],
-        replays: Replays,
-    ) -> None:
-        self._store = store
-        self._owner = owner
-        self._opener = opener
-        self._runs = runs
-        self._targets = targets
-        self._replays = replays
-        self._taken: set[Place] = set()
-        self._unsettled: set[str] = set()
-        """Sessions of which the store is asked for a take-over."""
-
-    def place(self, session_id: str) -> Place:
-        """A place to take this session over. Raises `Unavailable` where there is none."""
-        if len(self._taken) >= TAKE_OVERS_MAX:
+    @contextmanager
+    def taking_over(self, session_id: str) -> Iterator[None]:
+        """This session is being taken over, until it runs here or will not. Raises `Unavailable`
+        where too many are."""
+        if len(self._taking) >= TAKE_OVERS_MAX:
             raise Unavailable(
                 f"this coordinator takes {TAKE_OVERS_MAX} sessions over already; try again",
                 retry_after_ms=TAKE_OVER_RETRY_MS,
             )
-        return Place(session_id, self._taken)
+        self._taking.append(session_id)
+        try:
+            yield
+        finally:
+            self._taking.remove(session_id)
 
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
         """A session that this coordinator may go on with under a new epoch, or one that has
-        finished. Raises what keeps it from being resumed (`Replays.check`, `check_weights`) before
+        finished. Raises what keeps it from being resumed (`check_known`, `check_weights`) before
         anything changes, or afterwards where its tokens have changed since `record` was read, and
         as `SessionStore.take_over`. A session that was, or may have been, taken over by then is
         released."""
-        parameters = await self._replays.check(record, request)
+        parameters = await self.replays.run(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
         check_weights(record.session_id, parameters.weights, self._targets)
@@ -526,30 +495,29 @@ class TakeOvers:
             len(record.token_ids),
         ):
             try:
-                parameters = await self._replays.check(found, request)
+                parameters = await self.replays.run(found, lambda: check_known(found, request))
             except BaseException:
-                self._opener.release(found.session_id, found.epoch)
+                self._writer.release(found)
                 raise
         return found, parameters
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
         `Unavailable` for one that another coordinator has, and where the store does not answer."""
-        if record.finish_reason is not None:
-            return
-        found = await self._take_over(record)
-        if found.finish_reason is None:
-            try:
-                await self._opener.cancel_now(found.session_id, found.epoch, found.counters)
-            except StaleEpoch:
-                raise contended(found.session_id) from None
+        if record.finish_reason is None:
+            found = await self._take_over(record)
+            if found.finish_reason is None:
+                try:
+                    await self._writer.cancel_now(found)
+                except StaleEpoch:
+                    raise contended(found.session_id) from None
 
     async def release_wanted(self, session_id: str) -> None:
         """Releases a session that another coordinator was asked for, if the store counts it as
         this one's and it does not run here: a failover has lost its release, and the lease keeps it
         from others. Where the store does not answer nothing is done: a session that is still wanted
         is named again."""
-        if self._is_here(session_id) or self._runs.is_closing:
+        if self._is_here(session_id) or self._closing.is_set():
             return
         try:
             record = await self._store.load(session_id)
@@ -558,18 +526,16 @@ class TakeOvers:
             return
         is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
         if is_ours and not self._is_here(session_id):
-            self._runs.wait_for_client(session_id, record.epoch, record.counters)
+            self.wait_for_client(record)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs here, or soon will, or the store is told of its end."""
-        return (
-            self._runs.has(session_id)
-            or self._is_unsettled(session_id)
-            or any(place.session_id == session_id for place in self._taken)
-        )
+        """Whether the session runs here, or soon will, or is being closed, or the store is told of
+        its end."""
+        places = (self._running, self._ending, self._taking)
+        return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
     def _is_unsettled(self, session_id: str) -> bool:
-        return session_id in self._unsettled or self._opener.is_telling(session_id)
+        return session_id in self._unsettled or self._writer.is_telling(session_id)
 
     async def _take_over(self, seen: SessionRecord) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
@@ -581,20 +547,15 @@ class TakeOvers:
         if self._is_unsettled(session_id):
             raise contended(session_id)
         self._unsettled.add(session_id)
-        is_sent = False
-
-        def note() -> None:
-            nonlocal is_sent
-            is_sent = True
-
+        sent = asyncio.Event()
         try:
-            return await self._store.take_over(seen, self._owner, note)
+            return await self._store.take_over(seen, self._owner, sent.set)
         except BaseException as error:
             is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
                 error, StoreUnavailable
             )
-            if is_sent and not is_refused:
-                self._opener.release(session_id, seen.epoch + 1)
+            if sent.is_set() and not is_refused:
+                self._writer.release(replace(seen, epoch=seen.epoch + 1))
             raise
         finally:
             self._unsettled.discard(session_id)

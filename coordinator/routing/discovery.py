@@ -1,4 +1,4 @@
-"""Who is in the pools: those that the registry has.
+"""Keeps the pools in step with the registry, and shows the fleet.
 
 A replica joins once it says itself what it runs, and that fits. It is left when it says that it
 leaves, and taken out when the registry has not had it for as long as a lease, in which one that
@@ -15,9 +15,9 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, DraftPool, ReplicaPool, TargetPool
 from outrider.errors import OutriderError
 from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, Registry, ReplicaRecord, Role
 from outrider.transport.link import Link
@@ -29,12 +29,9 @@ READ_PERIOD_S: Final = 0.5
 REFUSED_S: Final = 10.0
 """A replica that could not join is asked again after so long."""
 
-_ROLES: Final[tuple[Role, ...]] = ("target", "draft")
-Hear = Callable[[Role, Sequence[ReplicaRecord]], None]
-"""Is told what the registry has of a role, each time that it is read."""
-
-
-def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None: ...
+State = Literal["serving", "away", "leaving", "joining"]
+"""`away`: it could not be reached; `leaving`: it ends soon; `joining`: it is announced, and has not
+said yet what it runs, or does not fit."""
 
 
 async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[str, str]]:
@@ -43,35 +40,126 @@ async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[st
     that has lost everything. Raises `StoreUnavailable`."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + LEASE_S
+    roles: tuple[Role, ...] = ("target", "draft")
     while True:
         targets, drafts = [
             {one.name: one.address for one in await registry.records(role) if not one.leaving}
-            for role in _ROLES
+            for role in roles
         ]
         if targets or loop.time() >= give_up_at:
             return targets, drafts
         await asyncio.sleep(READ_PERIOD_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenReplica:
+    """One replica, as this coordinator sees it."""
+
+    role: Role
+    name: str
+    model: str
+    node: str
+    """Machine that it runs on; empty where that is not known."""
+    device: str
+    load: int
+    """Sessions: of a coordinator all that it runs, of others those that this coordinator has
+    there."""
+    state: State
+    here: bool = False
+    """Whether it is the coordinator that says this."""
+    figures: Figures = NO_FIGURES
+
+
+class FleetView:
+    """Puts together what the registry had when it was last read, and what this coordinator has
+    found out by itself. Nothing is asked of anybody, however many look."""
+
+    def __init__(self, own_name: str, targets: TargetPool, drafts: DraftPool) -> None:
+        """`own_name` is what the coordinator is called in the registry."""
+        self.pools: dict[Role, ReplicaPool[Any, Any]] = {"target": targets, "draft": drafts}
+        self._own_name = own_name
+        self._records: dict[Role, dict[str, ReplicaRecord]] = {}
+        self._heard_at: float | None = None
+
+    def hear(self, role: Role, records: Sequence[ReplicaRecord]) -> None:
+        """What the registry has of a role now."""
+        self._records[role] = {record.name: record for record in records}
+        self._heard_at = asyncio.get_running_loop().time()
+
+    @property
+    def heard_ms_ago(self) -> float | None:
+        """How long ago the registry was read; None where there is none."""
+        if self._heard_at is None:
+            return None
+        return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
+
+    @property
+    def peers(self) -> list[ReplicaRecord]:
+        """The other coordinators, which share the replicas, and so their time."""
+        known = self._records.get("coordinator", {})
+        return [record for name, record in known.items() if name != self._own_name]
+
+    def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
+        """All of them: coordinators, targets, drafts, each role by name. This coordinator serves
+        `model`, runs `load` sessions, and says these `figures` of itself."""
+        own = SeenReplica(
+            role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
+            device="", load=load, state="serving", here=True, figures=figures,
+        )  # fmt: skip
+        coordinators = [own, *(_announced(one, "serving", one.load) for one in self.peers)]
+        roles = [coordinators, *(self._of(role) for role in self.pools)]
+        return [one for role in roles for one in sorted(role, key=lambda one: one.name)]
+
+    def _of(self, role: Role) -> list[SeenReplica]:
+        records, replicas = self._records.get(role, {}), self.pools[role].replicas
+        seen = [
+            _announced(one, "joining", 0) for name, one in records.items() if name not in replicas
+        ]
+        for name, replica in replicas.items():
+            state: State = "away" if replica.away else "serving"
+            record = records.get(name)
+            seen.append(
+                SeenReplica(
+                    role=role,
+                    name=name,
+                    model=replica.description.model,
+                    node=record.host if record else "",
+                    device=record.device if record else "",
+                    load=len(replica.routes),
+                    state="leaving" if replica.leaving else state,
+                    figures=record.figures if record else NO_FIGURES,
+                )
+            )
+        return seen
+
+
+def _announced(record: ReplicaRecord, state: State, load: int) -> SeenReplica:
+    """One of which no more is known than it says of itself."""
+    return SeenReplica(
+        role=record.role, name=record.name, model=record.model, node=record.host,
+        device=record.device, load=load, state="leaving" if record.leaving else state,
+        figures=record.figures,
+    )  # fmt: skip
+
+
 class Discovery:
-    """Keeps the pool of one role in step with the registry."""
+    """Tells the view of the fleet what the registry has of one role, and keeps its pool in step;
+    there is none of coordinators."""
 
     def __init__(
         self,
         role: Role,
-        pool: ReplicaPool[Any, Any],
+        fleet: FleetView,
         registry: Registry,
-        link: Callable[[str], Link[Any, Any]],
+        link: Callable[[str], Link[Any, Any]] | None = None,
         begun_with: Mapping[str, str] | None = None,
-        hear: Hear = _ignore,
     ) -> None:
         """`link(address)` leads to a replica; nothing is sent before it is asked something.
         `begun_with` are the addresses of those that are in the pool already, by name."""
         self._role = role
-        self._pool = pool
+        self._fleet = fleet
         self._registry = registry
-        self._link = link
-        self._tell = hear
+        self._link: Any = link
         self._heard_at: dict[str, float] = {}
         """When the registry had each that is in the pool, s of the loop's clock."""
         self._addresses: dict[str, str] = dict(begun_with or {})
@@ -105,15 +193,22 @@ class Discovery:
             # None of them could say its name meanwhile.
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._away = False
-        self._tell(self._role, records)
+        self._fleet.hear(self._role, records)
+        pool = self._fleet.pools.get(self._role)
+        if pool is not None:
+            self._follow(pool, records, now)
+
+    def _follow(
+        self, pool: ReplicaPool[Any, Any], records: Sequence[ReplicaRecord], now: float
+    ) -> None:
         for record in records:
-            self._hear(record, now)
+            self._hear(pool, record, now)
         taken = {record.address for record in records}
-        for name in self._pool.names:
+        for name in pool.names:
             if now - self._heard_at.setdefault(name, now) > LEASE_S and name not in self._tasks:
                 is_replaced = self._addresses.get(name) in taken
-                self._tasks[name] = asyncio.create_task(self._doubt(name, is_replaced))
-        known = {record.name for record in records}.union(self._pool.names)
+                self._begin(name, self._doubt(pool, name, is_replaced))
+        known = {record.name for record in records}.union(pool.names)
         of_names: tuple[dict[str, Any], ...] = (
             self._heard_at, self._addresses, self._not_before
         )  # fmt: skip
@@ -121,179 +216,37 @@ class Discovery:
             for name in notes.keys() - known:
                 del notes[name]
 
-    def _hear(self, record: ReplicaRecord, now: float) -> None:
+    def _hear(self, pool: ReplicaPool[Any, Any], record: ReplicaRecord, now: float) -> None:
         name = record.name
-        self._heard_at[name] = now
-        self._addresses[name] = record.address
-        has_others = record.weights and self._pool.newest(record.weights)
-        if record.leaving and (name in self._pool.names or has_others):
-            self._pool.retire(name)
-        elif (
-            name not in self._pool.names
-            and name not in self._tasks
-            and now >= self._not_before.get(name, now)
-        ):
-            self._tasks[name] = asyncio.create_task(self._join(record))
+        self._heard_at[name], self._addresses[name] = now, record.address
+        is_known = name in pool.names
+        if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
+            pool.retire(name)
+        elif not (is_known or name in self._tasks) and now >= self._not_before.get(name, now):
+            self._begin(name, self._join(pool, record))
 
-    async def _doubt(self, name: str, is_replaced: bool) -> None:
+    def _begin(self, name: str, work: Any) -> None:
+        self._tasks[name] = asyncio.create_task(work)
+        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
+
+    async def _doubt(self, pool: ReplicaPool[Any, Any], name: str, is_replaced: bool) -> None:
         """Takes out a replica that is announced no more, unless it answers: it may be the one that
         does not reach the registry. Who answers at the address of another one is that one."""
-        try:
-            if not is_replaced and await self._pool.answers(name):
-                self._heard_at[name] = asyncio.get_running_loop().time()
-            else:
-                _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
-                await self._pool.leave(name)
-        finally:
-            del self._tasks[name]
+        replica = pool.replicas.get(name)
+        if replica is None:
+            return
+        if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
+            self._heard_at[name] = asyncio.get_running_loop().time()
+        else:
+            _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
+            await pool.leave(name)
 
-    async def _join(self, record: ReplicaRecord) -> None:
+    async def _join(self, pool: ReplicaPool[Any, Any], record: ReplicaRecord) -> None:
         try:
-            await self._pool.join(record.name, self._link(record.address))
+            await pool.join(record.name, self._link(record.address))
             if record.leaving:  # Its sessions may have nowhere else to go.
-                self._pool.retire(record.name)
+                pool.retire(record.name)
             _log.info("the %s %s has joined", self._role, record.name)
         except OutriderError as error:
             _log.warning("the %s %s cannot join: %s", self._role, record.name, error)
             self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
-        finally:
-            del self._tasks[record.name]
-
-
-class Loaded(Protocol):
-    """Who minds what its peers run."""
-
-    num_elsewhere: int
-    """Sessions of theirs."""
-
-
-class Peers:
-    """The other coordinators, which share the replicas, and so their time."""
-
-    def __init__(
-        self, registry: Registry, own_name: str, told: Loaded, hear: Hear = _ignore
-    ) -> None:
-        self._registry = registry
-        self._tell = hear
-        self._own_name = own_name
-        self._told = told
-
-    async def run(self) -> None:
-        """Follows the registry until it is cancelled."""
-        while True:
-            await asyncio.sleep(READ_PERIOD_S)
-            try:
-                records = await self._registry.records("coordinator")
-            except OutriderError as error:
-                _log.debug("what other coordinators run is not known: %s", error)
-                continue
-            self._tell("coordinator", records)
-            self._told.num_elsewhere = sum(
-                record.load for record in records if record.name != self._own_name
-            )
-
-
-State = Literal["serving", "away", "leaving", "joining"]
-"""`away`: it could not be reached; `leaving`: it ends soon; `joining`: it is announced, and has not
-said yet what it runs, or does not fit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenReplica:
-    """One replica, as this coordinator sees it."""
-
-    role: Role
-    name: str
-    model: str
-    node: str
-    """Machine that it runs on; empty where that is not known."""
-    device: str
-    load: int
-    """Sessions: of a coordinator all that it runs, of others those that this coordinator has
-    there."""
-    state: State
-    here: bool
-    """Whether it is the coordinator that says this."""
-    figures: Figures = NO_FIGURES
-
-
-class FleetView:
-    """Puts together what the registry had when it was last read, and what this coordinator has
-    found out by itself. Nothing is asked of anybody, however many look."""
-
-    def __init__(
-        self, own_name: str, targets: ReplicaPool[Any, Any], drafts: ReplicaPool[Any, Any]
-    ) -> None:
-        """`own_name` is what the coordinator is called in the session store: behind the name of its
-        deployment, if it has one."""
-        self._own_name = own_name.rpartition("/")[2]
-        self._pools: tuple[ReplicaPool[Any, Any], ...] = (targets, drafts)
-        self._records: dict[Role, dict[str, ReplicaRecord]] = {}
-        self._heard_at: float | None = None
-
-    def hear(self, role: Role, records: Sequence[ReplicaRecord]) -> None:
-        """What the registry has of a role now."""
-        self._records[role] = {record.name: record for record in records}
-        self._heard_at = asyncio.get_running_loop().time()
-
-    @property
-    def heard_ms_ago(self) -> float | None:
-        """How long ago the registry was read; None where there is none."""
-        if self._heard_at is None:
-            return None
-        return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
-
-    def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """All of them: coordinators, targets, drafts, each role by name. This coordinator serves
-        `model`, runs `load` sessions, and says these `figures` of itself."""
-        own = SeenReplica(
-            role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
-            device="", load=load, state="serving", here=True, figures=figures,
-        )  # fmt: skip
-        peers = [
-            _announced(record, "leaving" if record.leaving else "serving", record.load)
-            for record in self._records.get("coordinator", {}).values()
-            if record.name != self._own_name
-        ]
-        seen = sorted([own, *peers], key=lambda one: one.name)
-        for pool in self._pools:
-            seen += self._of(pool)
-        return seen
-
-    def _of(self, pool: ReplicaPool[Any, Any]) -> list[SeenReplica]:
-        records = self._records.get(pool.role, {})
-        seen = []
-        for name, replica in pool.replicas.items():
-            state: State = "serving"
-            if replica.leaving:
-                state = "leaving"
-            elif replica.away:
-                state = "away"
-            record = records.get(name)
-            seen.append(
-                SeenReplica(
-                    role=pool.role,
-                    name=name,
-                    model=replica.description.model,
-                    node="" if record is None else record.host,
-                    device="" if record is None else record.device,
-                    load=replica.num_boxes,
-                    state=state,
-                    here=False,
-                    figures=NO_FIGURES if record is None else record.figures,
-                )
-            )
-        seen += [
-            _announced(record, "leaving" if record.leaving else "joining", 0)
-            for name, record in records.items()
-            if name not in pool.replicas
-        ]
-        return sorted(seen, key=lambda one: one.name)
-
-
-def _announced(record: ReplicaRecord, state: State, load: int) -> SeenReplica:
-    """One of which no more is known than it says of itself."""
-    return SeenReplica(
-        role=record.role, name=record.name, model=record.model, node=record.host,
-        device=record.device, load=load, state=state, here=False, figures=record.figures,
-    )  # fmt: skip

@@ -1,20 +1,15 @@
-"""Where a session's proposals come from: a protocol, and look-ups in this process.
-
-`DraftClient` (`draft_client.py`) asks a replica for them; `SelfDraftClient` (there, too) has them
-from the target; `LookupDrafts` looks them up here.
-"""
+"""Where a session's proposals come from: what the decode loop asks, answered here by a look-up in
+this process; `draft_client.py` asks replicas."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import ClassVar, Final, Literal
 
 from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import check
 from outrider.messages import VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
@@ -65,54 +60,6 @@ class NextWanted:
 NOTHING_WANTED: Final = NextWanted()
 
 
-class Drafts(Protocol):
-    """One session's proposals. A round always gets one: a request must not suffer from a draft."""
-
-    @property
-    def lookup(self) -> SessionLookup | None: ...
-
-    @property
-    def cache_state(self) -> CacheState | None:
-        """What the store is told of this side; None where no replica drafts."""
-        ...
-
-    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
-        """The prompt is being read, for a round without a proposal; the next one may want up to so
-        many tokens. Waits for nothing."""
-        ...
-
-    async def propose(
-        self,
-        round_index: int,
-        num_draft_tokens: int,
-        noise: RoundNoise,
-        siblings: tuple[int, ...] = (),
-        draft_budget_s: float = math.inf,
-        is_timed: bool = True,
-    ) -> Drafted:
-        """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
-        most, drawn in so many seconds, or, unless it `is_timed`, without any bound of time. Never
-        raises for a draft's sake."""
-        ...
-
-    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """What the target is to propose for the next round with its verdict on one of this length;
-        `room` is left in the target's context then."""
-        ...
-
-    def hear(self, reply: VerdictReply) -> None: ...
-
-    def settle(self, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
-        ...
-
-    def reject(self) -> None:
-        """The replica that drafts is broken: this session takes no more proposals from it."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SessionLookup:
     """The look-up that proposes for one session: alone, where it is confident, or where no replica
     answers."""
@@ -148,67 +95,52 @@ class SessionLookup:
         self._lookup.release(self._session.session_id)
 
 
-class LookupDrafts:
-    """Implements `Drafts` by a look-up in this process. The proposals are chains."""
+class Drafts:
+    """One session's proposals; of this class by a look-up alone. A round always gets one, and
+    nothing here raises: a request must not suffer from a draft."""
+
+    is_lookup: ClassVar[bool] = True
+    """Whether all proposals are look-ups."""
 
     def __init__(self, lookup: SessionLookup) -> None:
         self.lookup = lookup
 
     @property
     def cache_state(self) -> CacheState | None:
+        """What the store is told of the draft's side; None where no replica drafts."""
         return None
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
-        """See `Drafts.prefill`: the first look-up indexes the prompt, about 1 us a token."""
+        """The prompt is being read, for a round without a proposal; the next one may want up to so
+        many tokens. Waits for nothing."""
 
-    async def propose(
-        self,
-        round_index: int,
-        num_draft_tokens: int,
-        noise: RoundNoise,
-        siblings: tuple[int, ...] = (),
-        draft_budget_s: float = math.inf,
-        is_timed: bool = True,
-    ) -> Drafted:
-        """See `Drafts.propose`. It waits for nothing."""
+    async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        """A proposal of at most the tokens, and the siblings beside each, of a round's length,
+        drawn within its time. A look-up waits for nothing; it indexes the prompt when it is first
+        asked, at about 1 us a token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        proposal = self.lookup.propose(num_draft_tokens, noise)
-        return Drafted(proposal, "local", loop.time() - start, num_draft_tokens)
+        proposal = self.lookup.propose(length.num_draft_tokens, noise)
+        return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """See `Drafts.next_wanted`: the target proposes nothing."""
+        """What the target is to propose for the next round with its verdict on one of this length;
+        `room` is left in the target's context then."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """See `Drafts.hear`."""
+        """A verdict has come, with what was wanted."""
 
     def settle(self, common_length: int) -> None:
-        """See `Drafts.settle`."""
+        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
 
     def reject(self) -> None:
-        """See `Drafts.reject`: a look-up sends no distribution that could be unreadable."""
+        """What drafts sends distributions that cannot be read: this session takes no more proposals
+        from it. A look-up sends none."""
 
     def close(self) -> None:
-        """See `Drafts.close`."""
+        """The session ends."""
         self.lookup.close()
-
-
-def check_wanted(
-    proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
-) -> None:
-    """Raises `InvariantError` for more tokens, or other siblings, than were asked for."""
-    tree = proposal.tree
-    check(
-        tree.num_depths <= num_draft_tokens and len(proposal) <= num_draft_tokens + sum(siblings),
-        f"{len(proposal)} tokens in {tree.num_depths} places, "
-        f"{num_draft_tokens} and siblings {siblings} asked",
-    )
-    for group in tree.groups:
-        depth, others = tree.depths[group[0]], len(group) - 1
-        allowed = siblings[depth] if depth < len(siblings) else 0
-        different = len({proposal.token_ids[index] for index in group}) == len(group)
-        check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")
 
 
 WATCH_ROUNDS_MIN: Final = 8
@@ -218,7 +150,7 @@ WATCH_ROUNDS_MAX: Final = 64
 
 
 class LookupProbe:
-    """The look-ups of one session that nothing is drafted from."""
+    """Look-ups in rounds without a draft, of which only the length control is told."""
 
     def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
         """Looks up at most `num_draft_tokens` tokens at a time, and tells `lengths` of them."""

@@ -1,9 +1,10 @@
-"""The replicas of one role that a coordinator knows, and each session's place among them.
+"""The replicas of one role that a coordinator knows, and each session's way to one of them.
 
-    Mailbox            the answers to one session from one side
-    ReplicaConnection  one replica's link, and the mailboxes of its sessions
+    ReplicaConnection  one replica's link, and the routes of its sessions
     ReplicaPool        the replicas: they join, leave, are away and are back
-    SessionRoute       the replica of a session; it changes when that is away or is to be left
+    SessionContext     a session as messages describe it
+    SessionRoute       the replica of a session, and its answers; the replica changes when it is
+                       away or is to be left
 
 A session that moves takes nothing along: its new replica is sent the committed tokens, and begins
 with the pages that it has of them.
@@ -13,103 +14,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
 
-from coordinator.routing.affinity import choose
+from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.affinity import affinity, choose
 from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
 from outrider.limits import MAILBOX_REPLIES_MAX, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
     ProposalReply,
     Refused,
     ReplicaDescription,
-    ReplyKey,
     Resync,
+    RoundHead,
     VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
 )
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
-from outrider.telemetry.observer import Side
+from outrider.telemetry.observer import SILENT, RequestObserver, Side
 from outrider.transport.link import Link, LinkBytes
 
-REPEATS_MAX: Final = 4_096
-"""Answers of one replica that are known to come a second time."""
+_log = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S: Final = 10.0
+"""How long a replica that is new may take to say what it runs ..."""
+PROBE_TIMEOUT_S: Final = 2.0
+"""... and one that was away, to be there again."""
+PROBE_PERIOD_S: Final = 0.1
+"""Between two looks at the replicas that are away."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
-
-
-class Mailbox(Generic[Answer]):
-    """Answers to one session from one side. Stale and repeated ones are dropped here: the first
-    verdict or proposal of a round wins."""
-
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._round = 0
-        self._answers: dict[int, Answer] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._lost: Exception | None = None
-        self.heard = False
-        """Whether anything came since this was last set to False."""
-        self.on_pushed: Callable[[ProposalReply], None] | None = None
-        """Hears of proposals that assume something; without it they are dropped."""
-
-    def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round. Returns False for one that comes when
-        its round is over, or is another's."""
-        key = answer.key
-        if key.epoch != self._epoch:
-            return False
-        self.heard = True
-        if isinstance(answer, ProposalReply) and answer.assumed:
-            if self.on_pushed is not None:
-                self.on_pushed(answer)
-            return True
-        if key.round < self._round:
-            return False
-        known = self._answers.get(key.round)
-        if isinstance(known, VerdictReply | ProposalReply):
-            return False
-        if known is None and len(self._answers) >= MAILBOX_REPLIES_MAX:
-            return False  # A replica that answers what nobody asked; what is needed is asked again.
-        self._answers[key.round] = answer
-        self._wake()
-        return True
-
-    def lose(self, error: Exception) -> None:
-        self._lost = error
-        self._wake()
-
-    def begin(self, round_index: int) -> bool:
-        """Forgets answers to earlier rounds. Returns whether the stream has broken since somebody
-        waited here last: whatever was asked for must then be asked for again."""
-        self._round = round_index
-        self._answers = {r: a for r, a in self._answers.items() if r >= round_index}
-        lost, self._lost = self._lost is not None, None
-        return lost
-
-    def forget_loss(self) -> None:
-        self._lost = None
-
-    async def take(self, round_index: int) -> Answer:
-        """Waits for the answer to a round. Raises `LinkLost` when the stream breaks meanwhile.
-        One waiter at a time."""
-        check(self._waiter is None, "two waiters on one mailbox")
-        while (answer := self._answers.pop(round_index, None)) is None:
-            if self._lost is not None:
-                lost, self._lost = self._lost, None
-                raise LinkLost(str(lost))
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return answer
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class ReplicaConnection(Generic[Item, Answer]):
@@ -122,7 +64,7 @@ class ReplicaConnection(Generic[Item, Answer]):
         description: ReplicaDescription,
         on_away: Callable[[], None] = lambda: None,
     ) -> None:
-        self.link: Link[Item, Answer] = link
+        self.link = link
         self.name = name
         """The replica's name in the session store."""
         self.description = description
@@ -133,102 +75,54 @@ class ReplicaConnection(Generic[Item, Answer]):
         runs."""
         self.num_stale = 0
         """Proposals and verdicts that came when their round or session was over."""
+        self.routes: dict[str, SessionRoute[Item, Answer]] = {}
+        """Of its sessions."""
         self._on_away = on_away
-        self._boxes: dict[str, Mailbox[Answer]] = {}
-        self._repeats: dict[ReplyKey, None] = {}
-        """Questions that are answered already, the oldest first: see `expect_repeat`."""
         link.listen(self._deliver, self.lose)
 
     @property
     def is_open(self) -> bool:
         return not (self.leaving or self.away)
 
-    @property
-    def sessions(self) -> list[str]:
-        return list(self._boxes)
-
-    @property
-    def num_boxes(self) -> int:
-        return len(self._boxes)
-
-    def open(self, session_id: str, box: Mailbox[Answer]) -> None:
-        check(session_id not in self._boxes, f"session {session_id} has a mailbox already")
-        self._boxes[session_id] = box
-
-    def send(self, item: Item) -> None:
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether it says in time what it runs."""
         try:
-            self.link.send(item)
-        except LinkLost:
-            self.miss()
-            raise
+            await self.link.describe(timeout_s)
+        except OutriderError:
+            return False
+        return True
 
     def miss(self) -> None:
+        """It cannot be reached, or cannot go on."""
         self.away = True
         self._on_away()
 
-    def leave(self, session_id: str) -> None:
-        """Answers to a session go nowhere until it comes back, if ever."""
-        self._boxes.pop(session_id, None)
-
-    def close(self, session_id: str, epoch: int) -> None:
-        """The session ends here: the replica may forget it, and hears no more of this epoch."""
-        self.leave(session_id)
-        self.link.release(session_id, epoch)
-
-    def expect_repeat(self, key: ReplyKey) -> None:
-        """A proposal that was pushed has met the question for it on the way. The replica answers
-        the question with the same proposal, which is not stale when it comes."""
-        self._repeats[key] = None
-        if len(self._repeats) > REPEATS_MAX:
-            del self._repeats[next(iter(self._repeats))]
-
     def lose(self, error: Exception) -> None:
+        """Its stream has broken."""
         self.miss()
-        self._repeats.clear()
-        for box in self._boxes.values():
-            box.lose(error)
+        for route in self.routes.values():
+            route.lose(error)
 
     def _deliver(self, answer: Answer) -> None:
-        box = self._boxes.get(answer.key.session_id)
-        is_kept = box is not None and box.put(answer)
-        if _brings(answer) and not self._is_repeat(answer.key) and not is_kept:
-            self.num_stale += 1
-
-    def _is_repeat(self, key: ReplyKey) -> bool:
-        is_expected = key in self._repeats
-        self._repeats.pop(key, None)
-        return is_expected
-
-
-def _brings(answer: VerdictReply | ProposalReply | Resync | Refused) -> bool:
-    """Whether it has what a round would have used: not where nothing was asked for, and not where
-    it was pushed for an outcome, of which most do not come true."""
-    if isinstance(answer, ProposalReply):
-        return bool(answer.proposal) and not answer.assumed
-    return isinstance(answer, VerdictReply)
-
-
-_log = logging.getLogger(__name__)
-
-
-DESCRIBE_TIMEOUT_S: Final = 10.0
-"""How long a replica that is new may take to say what it runs ..."""
-PROBE_TIMEOUT_S: Final = 2.0
-"""... and one that was away, to be there again."""
-PROBE_PERIOD_S: Final = 0.1
-"""Between two looks at the replicas that are away."""
+        route = self.routes.get(answer.key.session_id)
+        is_kept = route is not None and route.put(answer)
+        # What was pushed for an outcome mostly does not come true, and an empty proposal answers a
+        # prompt that was read.
+        if isinstance(answer, ProposalReply):
+            is_kept |= not answer.proposal or bool(answer.assumed)
+        self.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
 class ReplicaPool(Generic[Item, Answer]):
     """The replicas of one role. Those of other weights may be among them, as while new ones come
     in: a session may have to stay with the weights that it began with."""
 
-    def __init__(
-        self, role: Side, fits: Callable[[ReplicaDescription], None] = lambda description: None
-    ) -> None:
-        """`fits` raises an `OutriderError` for a replica that cannot be used here."""
+    def __init__(self, role: Side, targets: TargetPool | None = None) -> None:
+        """Drafts must fit the first of the `targets`."""
         self.role = role
-        self._fits = fits
+        self.first: ReplicaDescription | None = None
+        """What the replica ran that joined first of all: the others must go with it."""
+        self._targets = targets
         self._replicas: dict[str, ReplicaConnection[Item, Answer]] = {}
         self._left = LinkBytes()
         """Of replicas that are known no more ..."""
@@ -258,7 +152,7 @@ class ReplicaPool(Generic[Item, Answer]):
     def is_full(self) -> bool:
         """Whether all that are present have as many sessions as share a step of theirs."""
         return all(
-            replica.num_boxes >= replica.description.max_num_seqs
+            len(replica.routes) >= replica.description.max_num_seqs
             for replica in self._replicas.values()
             if replica.is_open
         )
@@ -274,14 +168,6 @@ class ReplicaPool(Generic[Item, Answer]):
         """Their answers that came too late; may be read on any thread."""
         return self._num_stale_left + sum(one.num_stale for one in list(self._replicas.values()))
 
-    @property
-    def description(self) -> ReplicaDescription:
-        """What the replica runs that joined first of those that are known. Raises `Unavailable`
-        where there is none."""
-        for replica in self._replicas.values():
-            return replica.description
-        raise Unavailable(f"no {self.role} is known")
-
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """What the replica runs that joined last of those that are present, or else of all; None
         where none is known. Only of those with these `weights` (`ReplicaDescription.weights`);
@@ -295,11 +181,12 @@ class ReplicaPool(Generic[Item, Answer]):
 
     async def join(self, name: str, link: Link[Item, Answer]) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
-        does not say what it runs, and what `fits` raises; then it is not taken in."""
+        does not say what it runs, `Incompatible` where that does not fit; then it is not taken
+        in."""
         check(name not in self._replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
-            self._fits(description)
+            self._check(description)
         except BaseException:
             await link.close()
             raise
@@ -311,43 +198,30 @@ class ReplicaPool(Generic[Item, Answer]):
         found = await asyncio.gather(
             *(self.join(name, link) for name, link in links.items()), return_exceptions=True
         )
-        errors = [error for error in found if error is not None]
-        for name, error in zip(links, found, strict=True):
-            if error is not None:
-                _log.warning("the %s %s cannot join: %s", self.role, name, error)
+        errors = {name: error for name, error in zip(links, found, strict=True) if error}
+        for name, error in errors.items():
+            _log.warning("the %s %s cannot join: %s", self.role, name, error)
         if errors and not self._replicas:
-            raise errors[0]
-
-    async def answers(self, name: str) -> bool:
-        replica = self._replicas.get(name)
-        if replica is None or replica.away:
-            return False
-        try:
-            await replica.link.describe(PROBE_TIMEOUT_S)
-        except OutriderError:
-            return False
-        return True
+            raise next(iter(errors.values()))
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
+        self.first = self.first or description
         self._replicas[name] = ReplicaConnection(link, name, description, self._lost.set)
         self._tell_found()
 
     def retire(self, name: str) -> None:
         """A replica is to be left: it gets no more sessions, and those that it has move at the
         beginning of their next round, where there is another."""
-        replica = self._replicas.get(name)
-        if replica is not None:
-            replica.leaving = True
+        if name in self._replicas:
+            self._replicas[name].leaving = True
 
     async def leave(self, name: str) -> None:
         """A replica is gone: its sessions hear that it is lost, and move."""
         replica = self._replicas.pop(name, None)
         if replica is not None:
-            self._left = LinkBytes(
-                self._left.sent + replica.link.num_bytes.sent,
-                self._left.received + replica.link.num_bytes.received,
-            )
+            left, one = self._left, replica.link.num_bytes
+            self._left = LinkBytes(left.sent + one.sent, left.received + one.received)
             self._num_stale_left += replica.num_stale
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
@@ -361,7 +235,7 @@ class ReplicaPool(Generic[Item, Answer]):
         numerics: str = "",
     ) -> ReplicaConnection[Item, Answer] | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
-        `rendezvous.choose`; to `preferred` before all others, and to none of `without`. One that is
+        `affinity.choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token."""
@@ -375,14 +249,13 @@ class ReplicaPool(Generic[Item, Answer]):
             present = fitting
         if preferred in present:
             return present[preferred]
-        if numerics:
-            alike = {
-                name: replica
-                for name, replica in present.items()
-                if replica.description.numerics == numerics
-            }
-            present = alike or present
-        loads = {name: replica.num_boxes for name, replica in present.items()}
+        alike = {
+            name: replica
+            for name, replica in present.items()
+            if numerics and replica.description.numerics == numerics
+        }
+        present = alike or present
+        loads = {name: len(replica.routes) for name, replica in present.items()}
         seats = min((one.description.max_num_seqs for one in present.values()), default=0)
         name = choose(affinity, loads, seats)
         return None if name is None else present[name]
@@ -420,28 +293,12 @@ class ReplicaPool(Generic[Item, Answer]):
             await self.change(left_s)
         return found
 
-    def _tell_found(self) -> None:
-        self._found.set()
-        self._found = asyncio.Event()
-
-    async def _probe(self, replica: ReplicaConnection[Item, Answer]) -> None:
-        """One that answers is there again, perhaps as another: it was started anew."""
-        try:
-            description = await replica.link.describe(PROBE_TIMEOUT_S)
-            self._fits(description)
-        except OutriderError as error:
-            _log.debug("the %s %s is still away: %s", self.role, replica.name, error)
-        else:
-            _log.info("the %s %s is there again", self.role, replica.name)
-            replica.description, replica.away = description, False
-            self._tell_found()
-
     async def healthy(self, timeout_s: float) -> bool:
         """Whether a replica answers, after no more than twice `timeout_s`: one that should is asked
         first, and where it does not all others at once."""
         replicas = sorted(self._replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
-            if any(await asyncio.gather(*(_answers(replica, timeout_s) for replica in some))):
+            if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
                 return True
         return False
 
@@ -450,175 +307,52 @@ class ReplicaPool(Generic[Item, Answer]):
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
         """Raises `InvariantError` unless these sessions, `every` one or some, and no others have a
-        mailbox, and in one replica."""
-        boxes = [name for replica in self._replicas.values() for name in replica.sessions]
-        check(len(boxes) == len(set(boxes)), "a session with two mailboxes")
-        check(set(boxes) <= sessions, "a mailbox without a session")
-        check(not every or set(boxes) == sessions, "a session without a mailbox")
+        route, and to one replica."""
+        routed = [name for replica in self._replicas.values() for name in replica.routes]
+        check(len(routed) == len(set(routed)), "a session with two routes")
+        check(set(routed) <= sessions, "a route without a session")
+        check(not every or set(routed) == sessions, "a session without a route")
 
+    def _tell_found(self) -> None:
+        self._found.set()
+        self._found = asyncio.Event()
 
-async def _answers(replica: ReplicaConnection[Any, Any], timeout_s: float) -> bool:
-    try:
-        await replica.link.describe(timeout_s)
-    except Unavailable:
-        return False
-    return True
+    async def _probe(self, replica: ReplicaConnection[Item, Answer]) -> None:
+        """One that answers is there again, perhaps as another: it was started anew."""
+        try:
+            description = await replica.link.describe(PROBE_TIMEOUT_S)
+            self._check(description)
+        except OutriderError as error:
+            _log.debug("the %s %s is still away: %s", self.role, replica.name, error)
+        else:
+            _log.info("the %s %s is there again", self.role, replica.name)
+            replica.description, replica.away = description, False
+            self._tell_found()
 
-
-def route_of(
-    pool: ReplicaPool[Item, Answer],
-    session: Session,
-    affinity: bytes,
-    held: CacheState,
-    weights: str = "",
-) -> SessionRoute[Item, Answer]:
-    """A place for a session, with the replica that holds the most of it where that is there."""
-    return SessionRoute(pool, session.session_id, session.epoch, affinity, held.replica, weights)
-
-
-class SessionRoute(Generic[Item, Answer]):
-    """One session's place: with a replica, or, while none is known, with nobody. Its mailbox goes
-    along when it moves. It may come back to where it was, so no replica is told that it has left:
-    what a release has ended does not begin again. Of what it keeps there others may take the pages,
-    as of any session that says nothing."""
-
-    def __init__(
-        self,
-        pool: ReplicaPool[Item, Answer],
-        session_id: str,
-        epoch: int,
-        affinity: bytes,
-        preferred: str = "",
-        weights: str = "",
-    ) -> None:
-        """`affinity` is `rendezvous.affinity`; `preferred` the replica that may have the session's
-        tokens, if there is one. Only replicas with these `weights` will do; empty = any."""
-        self.mailbox: Mailbox[Answer] = Mailbox(epoch)
-        self._pool = pool
-        self._session_id = session_id
-        self._epoch = epoch
-        self._affinity = affinity
-        self._weights = weights
-        self._numerics = ""
-        """Those of the replica that it began with."""
-        self._replica: ReplicaConnection[Item, Answer] | None = None
-        self._left: list[ReplicaConnection[Item, Answer]] = []
-        """Where it was before."""
-        self._rejected: list[ReplicaConnection[Item, Answer]] = []
-        """Where it does not go again."""
-        self._num_moves = 0
-        self._enter(pool.find(affinity, weights, preferred=preferred))
-
-    @property
-    def replica(self) -> str:
-        """The replica's name in the session store; empty where there is none."""
-        return "" if self._replica is None else self._replica.name
-
-    @property
-    def is_left(self) -> bool:
-        """Whether it should move as soon as there is somewhere to go."""
-        return self._replica is None or not self._replica.is_open
-
-    def number(self, round_index: int) -> int:
-        """What a round is called where it is now: a greater number than any that was asked for, or
-        run ahead of, where it was before. So what is late from there answers nothing when it comes
-        back."""
-        return round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
-
-    def send(self, item: Item) -> None:
-        """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
-        may have been started anew, as another."""
-        replica = self._replica
-        if replica is None:
-            raise LinkLost(f"no {self._pool.role} is known")
-        if replica.away:
-            raise LinkLost(f"the {self._pool.role} {replica.name} is away")
-        if self._weights not in ("", replica.description.weights):
-            raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
-        replica.send(item)
-
-    def expect_repeat(self, key: ReplyKey) -> None:
-        if self._replica is not None:
-            self._replica.expect_repeat(key)
-
-    async def change(self, timeout_s: float) -> None:
-        await self._pool.change(timeout_s)
-
-    def give_up(self) -> None:
-        """The replica says that it cannot go on: it counts as away until it says what it runs."""
-        if self._replica is not None:
-            self._replica.miss()
-
-    def reject(self) -> None:
-        """What the replica answers is wrong: a session that leaves it does not come back."""
-        if self._replica is not None and self._replica not in self._rejected:
-            self._rejected.append(self._replica)
-
-    def move(self) -> bool:
-        """Goes to another replica with the same weights that can be reached, and that was not
-        rejected. Returns whether there
-        is one. Nothing that was asked for is answered then, and what the new one holds is not
-        known."""
-        without = [*self._rejected] if self._replica is None else [*self._rejected, self._replica]
-        found = self._pool.find(self._affinity, self._weights, without, numerics=self._numerics)
-        if found is None:
-            return False
-        _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.name)
-        if self._replica is not None:
-            self._replica.leave(self._session_id)
-            self._left = [one for one in self._left if one is not self._replica] + [self._replica]
-        self._num_moves += 1
-        self._enter(found)
-        return True
-
-    def close(self) -> None:
-        """The session ends: all replicas that it has been with may forget it."""
-        for replica in (self._replica, *self._left):
-            if replica is not None:
-                replica.close(self._session_id, self._epoch)
-        self._replica, self._left, self._rejected = None, [], []
-
-    def _enter(self, replica: ReplicaConnection[Item, Answer] | None) -> None:
-        if replica is not None:
-            replica.open(self._session_id, self.mailbox)
-            self.mailbox.forget_loss()
-            self._numerics = self._numerics or replica.description.numerics
-            self._replica = replica
-
-
-class Compatibility:
-    """What the replicas of a coordinator have in common: with the first of each role."""
-
-    def __init__(self) -> None:
-        self.target: ReplicaDescription | None = None
-        self.draft: ReplicaDescription | None = None
-
-    def check_target(self, target: ReplicaDescription) -> None:
+    def _check(self, found: ReplicaDescription) -> None:
         """Raises `Incompatible` for a target whose tokens mean something else than the first one's,
-        or that drafts in another way."""
-        if self.target is None:
-            self.target = target
-        elif _kind(target) != _kind(self.target):
+        or that drafts in another way; and for a draft that does not go with the targets, or goes on
+        from something else than the first one."""
+        if self.role == "draft":
+            if self._targets is not None and self._targets.first is not None:
+                _check_pair(self._targets.first, found)
+            if self.first is not None and found.reads_features != self.first.reads_features:
+                raise Incompatible(
+                    f"of the drafts {found.model!r} and {self.first.model!r} only one goes on from "
+                    "what its target's head reads"
+                )
+        elif self.first is not None and _kind(found) != _kind(self.first):
             raise Incompatible(
-                f"the target {target.model!r} has another vocabulary, tokenizer or way of "
-                f"drafting than {self.target.model!r}"
-            )
-
-    def check_draft(self, draft: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a draft that does not go with the targets, or goes on from
-        something else than the first one."""
-        if self.target is not None:
-            check_compatible(self.target, draft)
-        if self.draft is None:
-            self.draft = draft
-        elif draft.reads_features != self.draft.reads_features:
-            raise Incompatible(
-                f"of the drafts {draft.model!r} and {self.draft.model!r} only one goes on from "
-                "what its target's head reads"
+                f"the target {found.model!r} has another vocabulary, tokenizer or way of "
+                f"drafting than {self.first.model!r}"
             )
 
 
-def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
+TargetPool = ReplicaPool[VerifyItem, VerifyAnswer]
+DraftPool = ReplicaPool[DraftItem, DraftAnswer]
+
+
+def _kind(target: ReplicaDescription) -> tuple[object, ...]:
     return (
         target.vocab_size,
         target.tokenizer_fingerprint,
@@ -627,9 +361,8 @@ def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
     )
 
 
-def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:
-    """Raises `Incompatible` unless the draft's tokens mean what the target's mean, and it is shown
-    what it reads."""
+def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
+    """The draft's tokens must mean what the target's mean, and it must be shown what it reads."""
     known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
     if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise Incompatible(
@@ -641,3 +374,253 @@ def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> N
             f"the draft {draft.model!r} goes on from what its target's head reads, which "
             f"{target.model!r} does not show"
         )
+
+
+@dataclass(slots=True)
+class SessionContext:
+    """A session as messages describe it."""
+
+    session: Session
+    parameters: GenerationParameters
+    deadline: float
+    """Of the event loop's clock."""
+    observer: RequestObserver = SILENT
+    _sampling_hash: int = field(init=False)
+    _constraint_hash: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        constraint = self.parameters.constraint
+        self._sampling_hash = self.parameters.sampling.hash()
+        self._constraint_hash = b"" if constraint is None else constraint.digest()
+
+    def head(self, side: Side, round_index: int, cached_length: int) -> RoundHead:
+        """The head of a message to a replica that is thought to hold so many committed tokens."""
+        session = self.session
+        base_length = min(cached_length, session.length - 1)
+        left = self.deadline - asyncio.get_running_loop().time()
+        return RoundHead(
+            session_id=session.session_id,
+            tenant=session.record.tenant,
+            epoch=session.epoch,
+            round=round_index,
+            base_length=base_length,
+            prefix_digest=session.tokens.digest(base_length),
+            append=session.tokens.since(base_length),
+            prompt_length=session.prompt_length,
+            rule=session.record.rule,
+            seed=session.record.seed,
+            sampling=self.parameters.sampling,
+            sampling_hash=self._sampling_hash,
+            deadline_ms=max(1, math.ceil(left * 1e3)),
+            traceparent=self.observer.context(side),
+            constraint=self.parameters.constraint,
+            constraint_hash=self._constraint_hash,
+        )
+
+
+class SessionRoute(Generic[Item, Answer]):
+    """One session's replica, or, while none is known, nothing; and the answers from there. Stale
+    and repeated answers are dropped here: the first verdict or proposal of a round wins. The
+    session may come back to a replica that it left, so no replica is told that it has left: what a
+    release has ended does not begin again."""
+
+    def __init__(self, pool: ReplicaPool[Item, Answer], context: SessionContext) -> None:
+        """Begins with the replica that holds the most of the session where that is there. Only
+        targets with the weights of the session will do."""
+        session = context.session
+        is_target = pool.role == "target"
+        held = session.target if is_target else session.draft
+        self.context = context
+        self.heard = False
+        """Whether anything came since this was last set to False."""
+        self.was_lost = False
+        """Whether the stream broke before the current round, since somebody waited here last:
+        whatever was asked for must then be asked for again."""
+        self.on_pushed: Callable[[ProposalReply], None] | None = None
+        """Hears of proposals that assume something; without it they are dropped."""
+        self._pool = pool
+        self._affinity = affinity(
+            session.record.tenant, session.tokens.ids[: session.prompt_length]
+        )
+        self._weights = context.parameters.weights if is_target else ""
+        self._numerics = ""
+        """Those of the replica that it began with."""
+        self._replica: ReplicaConnection[Item, Answer] | None = None
+        self._left: dict[str, ReplicaConnection[Item, Answer]] = {}
+        """Where it was before, by name."""
+        self._rejected: list[ReplicaConnection[Item, Answer]] = []
+        """Where it does not go again."""
+        self._num_moves = 0
+        self._round = 0
+        self._answers: dict[int, Answer] = {}
+        self._pushed_round = -1
+        """The last round that a push has answered while its question was on the way."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: Exception | None = None
+        self._enter(pool.find(self._affinity, self._weights, preferred=held.replica))
+        self.cached_length = held.held_by(self.replica)
+        """Committed tokens that the replica is thought to hold."""
+
+    @property
+    def replica(self) -> str:
+        """The replica's name in the session store; empty where there is none."""
+        return "" if self._replica is None else self._replica.name
+
+    @property
+    def cache_state(self) -> CacheState:
+        return CacheState(self.replica, self.cached_length)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it should move as soon as there is somewhere to go."""
+        return self._replica is None or not self._replica.is_open
+
+    def begin(self, round_index: int) -> int:
+        """Begins a round, or goes on with it elsewhere: forgets answers to earlier ones. Returns
+        what the round is called where the session is now: a greater number than any that was asked
+        for, or run ahead of, where it was before. So what is late from there answers nothing when
+        it comes back."""
+        self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
+        self._answers = {r: a for r, a in self._answers.items() if r >= self._round}
+        self.was_lost, self._lost = self._lost is not None, None
+        return self._round
+
+    def head(self, number: int) -> RoundHead:
+        """Of a message of a round, as `begin` calls it."""
+        return self.context.head(self._pool.role, number, self.cached_length)
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
+        may have been started anew, as another."""
+        replica = self._replica
+        if replica is None:
+            raise LinkLost(f"no {self._pool.role} is known")
+        if replica.away:
+            raise LinkLost(f"the {self._pool.role} {replica.name} is away")
+        if self._weights not in ("", replica.description.weights):
+            raise LinkLost(f"the {self._pool.role} {replica.name} has other weights now")
+        try:
+            replica.link.send(item)
+        except LinkLost:
+            replica.miss()
+            raise
+
+    async def take(self) -> Answer:
+        """Waits for the answer to the current round. Raises `LinkLost` when the stream breaks
+        meanwhile. One waiter at a time."""
+        check(self._waiter is None, "two waiters on one route")
+        while (answer := self._answers.pop(self._round, None)) is None:
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                raise LinkLost(str(lost))
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return answer
+
+    def put(self, answer: Answer) -> bool:
+        """Keeps an answer to the current or a later round. Returns False for one that comes when
+        its round is over, or is another's."""
+        key = answer.key
+        if key.epoch != self.context.session.epoch:
+            return False
+        self.heard = True
+        if isinstance(answer, ProposalReply) and answer.assumed:
+            if self.on_pushed is not None:
+                self.on_pushed(answer)
+            return True
+        if key.round == self._pushed_round:
+            self._pushed_round = -1
+            return True
+        if key.round < self._round:
+            return False
+        known = self._answers.get(key.round)
+        if isinstance(known, VerdictReply | ProposalReply):
+            return False
+        if known is None and len(self._answers) >= MAILBOX_REPLIES_MAX:
+            return False  # A replica that answers what nobody asked; what is needed is asked again.
+        self._answers[key.round] = answer
+        self._wake()
+        return True
+
+    def put_pushed(self, answer: Answer) -> None:
+        """A proposal that was pushed has met the question for it on the way. The replica answers
+        the question with the same proposal, which is not stale when it comes."""
+        if self.put(answer):
+            self._pushed_round = answer.key.round
+
+    def lose(self, error: Exception) -> None:
+        """The stream to the replica has broken."""
+        self._lost = error
+        self._wake()
+
+    def resync(self, answer: Resync) -> None:
+        """The replica lacks the prefix that was stated; the next message states what it holds."""
+        tokens = self.context.session.tokens
+        known = tokens.holds(answer.cached_length, answer.prefix_digest)
+        self.cached_length = answer.cached_length if known else 0
+        self.context.observer.resynced(self._pool.role)
+
+    async def change(self, timeout_s: float) -> None:
+        """See `ReplicaPool.change`."""
+        await self._pool.change(timeout_s)
+
+    def give_up(self) -> None:
+        """The replica says that it cannot go on: it counts as away until it says what it runs."""
+        if self._replica is not None:
+            self._replica.miss()
+
+    def reject(self) -> None:
+        """What the replica answers is wrong: a session that leaves it does not come back."""
+        if self._replica is not None:
+            self._rejected.append(self._replica)
+
+    def move(self) -> bool:
+        """Goes to another replica with the same weights that can be reached, and that was not
+        rejected. Returns whether there is one. Nothing that was asked for is answered then, and
+        the new one is thought to hold nothing."""
+        before = self._replica
+        without = self._rejected if before is None else [*self._rejected, before]
+        found = self._pool.find(self._affinity, self._weights, without, numerics=self._numerics)
+        if found is None:
+            return False
+        session_id = self.context.session.session_id
+        _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
+        if before is not None:
+            del before.routes[session_id]
+            self._left[before.name] = before
+        self._num_moves += 1
+        self._enter(found)
+        self.cached_length = 0
+        self.context.observer.moved(self._pool.role)
+        return True
+
+    def close(self) -> None:
+        """The session ends: all replicas that it has been with may forget it, and hear no more of
+        this epoch."""
+        session = self.context.session
+        if self._replica is not None:
+            self._left[self._replica.name] = self._replica
+        for replica in self._left.values():
+            replica.routes.pop(session.session_id, None)
+            replica.link.release(session.session_id, session.epoch)
+        self._replica, self._left = None, {}
+
+    def _enter(self, replica: ReplicaConnection[Item, Answer] | None) -> None:
+        if replica is not None:
+            session_id = self.context.session.session_id
+            check(session_id not in replica.routes, f"session {session_id} has a route already")
+            replica.routes[session_id] = self
+            self._lost = None
+            self._numerics = self._numerics or replica.description.numerics
+            self._replica = replica
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+TargetRoute = SessionRoute[VerifyItem, VerifyAnswer]
+DraftRoute = SessionRoute[DraftItem, DraftAnswer]

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
@@ -222,9 +221,12 @@ class Deployment:
                 password=passwords.redis,
                 sentinel_password=passwords.sentinel,
             )
+            from outrider.sessions.redis_store import RedisStore
+
             with blaming("redis_url"):
-                store = await connect_store(
-                    self.config.coordinator.reaching(with_password(reached))
+                store = await RedisStore.connect(
+                    with_password(reached),
+                    wait_replicas=self.config.coordinator.redis_wait_replicas,
                 )
                 await store.close()
         elif self.config.coordinator.redis_wait_replicas:

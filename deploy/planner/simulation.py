@@ -13,23 +13,20 @@ import math
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
 from coordinator.routing.discovery import Discovery
-from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.client import Client
 from outrider.client.failover import ResumingTransport
 from outrider.clock import cancelling_others, run_virtually
-from outrider.config import DeploymentConfig
+from outrider.config import DeploymentConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
@@ -422,20 +419,21 @@ class _Coordinator:
         settings = scenario.config.coordinator
         looks_up = pair.k > 0 and not pair.has_drafts
         store: Any = _Store(fleet.store, self)
+        registry: Any = fleet
         self.service = CoordinatorService(
-            CoordinatorOptions(
-                name=name,
+            replace(
+                settings,
                 served_model_name="simulated",
-                defaults=RequestDefaults(pair.k, DEADLINE_MS_MAX),
+                num_draft_tokens=pair.k,
+                deadline_ms=DEADLINE_MS_MAX,
                 length_control=False,
-                run_ahead_rounds=settings.run_ahead_rounds,
-                max_sessions=settings.max_sessions,
-                timeouts=Timeouts.of(settings),
-                follows=True,
+                drafting_delays=False,
+                draft_siblings=0,
                 look_ahead=pair.look_ahead if pair.has_drafts else 0,
-                resume_grace_s=settings.resume_grace_ms / 1e3,
-                looks_up=looks_up,
+                lookup=DraftConfig() if looks_up else None,
+                membership=None,
             ),
+            name,
             store=store,
             targets={one.name: self.link(one.name) for one in fleet.present("target")},
             drafts={one.name: self.link(one.name) for one in fleet.present("draft")},
@@ -443,15 +441,16 @@ class _Coordinator:
             text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(SEED_BITS),
+            registry=registry,
         )
 
     async def start(self) -> None:
         """Serves, and follows the replicas that come and go."""
         service, registry = self.service, self._fleet
         await service.start()
-        for role, pool in (("target", service.targets), ("draft", service.drafts)):
+        for role, pool in service.fleet.pools.items():
             known = {name: name for name in pool.names}
-            discovery = Discovery(role, pool, registry, self.link, known)  # type: ignore[arg-type]
+            discovery = Discovery(role, service.fleet, registry, self.link, known)  # type: ignore[arg-type]
             self._fleet.begin(discovery.run())
 
     def link(self, name: str) -> _Link:

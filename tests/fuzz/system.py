@@ -66,7 +66,7 @@ async def main() -> None:
             running_stack(
                 target, draft, directory / "redis", text=text, max_sessions=256,
                 grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
-                resume_grace_s=0.5, length_control=True,
+                resume_grace_ms=500, length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, Detail(0, 0)),
             ) as stack,
             AsyncExitStack() as exits,

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from models import byte_level_tokenizer
-from stack import PATIENCE, Stack, running_stack
+from stack import Stack, running_stack
 from toy_engine import ToyEngine, toy_logits
 
 from outrider import limits
@@ -142,12 +142,11 @@ async def test_get_session(stack: Stack) -> None:
 async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
     """A target that takes 20 ms a step."""
     spec = EmulatedSpec(vocab_size=16, support=8, verify_ms=20.0, draft_ms=1.0)
-    timeouts = replace(PATIENCE, target_gone_s=1.0)
     async with running_stack(
         EmulatedEngine(spec, "target"),
         EmulatedEngine(spec, "draft"),
         tmp_path,
-        timeouts=timeouts,
+        target_gone_ms=1_000,
         max_sessions=3,
     ) as running:
         yield running

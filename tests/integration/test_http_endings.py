@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import openai
 import pytest
 from http_front import http_front
 from openai import AsyncOpenAI
-from stack import PATIENCE, Stack, running_stack
+from stack import Stack, running_stack
 
 from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.engine.emulated import EmulatedEngine
@@ -41,9 +40,8 @@ async def slow(
 ) -> AsyncIterator[Stack]:
     """Three sessions at most, and clients that may come back: those by gRPC, for longer than a
     test lasts."""
-    timeouts = replace(PATIENCE, target_gone_s=1.0)
     async with running_stack(
-        *engines, tmp_path, timeouts=timeouts, max_sessions=3, resume_grace_s=60.0
+        *engines, tmp_path, target_gone_ms=1_000, max_sessions=3, resume_grace_ms=60_000
     ) as running:
         yield running
 
@@ -83,7 +81,7 @@ async def test_a_client_that_goes_takes_its_sessions_with_it(
             response = await calling
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: {")
-        ids = slow.coordinator._runs.session_ids
+        ids = slow.coordinator._sessions.session_ids
         await until(lambda: all(engine.length(one) for engine in engines for one in ids))
         if stream:
             await response.aclose()

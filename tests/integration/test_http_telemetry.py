@@ -14,8 +14,8 @@ from scraping import Page, watched_stack
 from stack import running_stack
 from test_service_telemetry import REQUEST, Memory, observed_stack
 
-from coordinator.actor import CoordinatorActor
 from coordinator.auth.access_control import OPEN
+from coordinator.host import CoordinatorHost
 from outrider.config import CoordinatorConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -29,10 +29,9 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
     """As a coordinator's actor serves them, with what its own port for Prometheus shows."""
     async with watched_stack(tmp_path) as watched:
-        actor = CoordinatorActor()
-        actor._exports = watched.exports["coordinator"]
-        config = CoordinatorConfig(port=0)
-        address = await actor._serve_http(watched.stack.coordinator, config, OPEN)
+        host = CoordinatorHost(CoordinatorConfig(port=0))
+        host.exports = watched.exports["coordinator"]
+        address = await host.serve_http(watched.stack.coordinator, OPEN)
         async with httpx.AsyncClient(base_url=f"http://{address}") as http:
             await http.post("/v1/completions", json=BODY)
             async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as one:
@@ -48,8 +47,8 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
             await http.get("/health")
             page = Page.parse((await http.get("/metrics")).text)
         own = await watched.page("coordinator")
-        assert actor._http is not None
-        await actor._http.stop()
+        assert host.http is not None
+        await host.http.stop()
     for method, route, status, num in (
         ("POST", "/v1/completions", 200, 2),
         ("POST", "/v1/completions", 400, 1),
@@ -69,27 +68,27 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
 
 async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
     """By HTTP, where the models are; not without HTTP. No port is opened, and nothing audited."""
-    actor, config = CoordinatorActor(), CoordinatorConfig(port=0)
-    observation = actor._observe(config)
+    host = CoordinatorHost(CoordinatorConfig(port=0))
+    observation = host.observe()
     target, draft = (EmulatedEngine(EmulatedSpec(verify_ms=1.0), role) for role in ("t", "d"))
     async with running_stack(target, draft, tmp_path, observation=observation) as stack:
-        address = await actor._serve_http(stack.coordinator, config, OPEN)
+        address = await host.serve_http(stack.coordinator, OPEN)
         async with httpx.AsyncClient(base_url=f"http://{address}") as http:
             assert (await http.get("/v1/models")).status_code == 200
             for _ in range(2):
                 assert (await http.post("/v1/completions", json=BODY)).status_code == 200
             found = await http.get("/metrics")
-        assert actor._http is not None
-        assert actor._exports is not None
-        await actor._http.stop()
+        assert host.http is not None
+        assert host.exports is not None
+        await host.http.stop()
     assert found.status_code == 200
     page = Page.parse(found.text)
     assert page.value(TIMES, http_route="/v1/completions", http_response_status_code="200") == 2
     assert page.value("outrider_generation_tokens_total") == 2 * BODY["max_tokens"]
-    assert actor._exports.scrape is not None
-    assert actor._exports.scrape.address == ""
-    await actor._exports.close()
-    assert CoordinatorActor()._observe(CoordinatorConfig(http=False)) is UNOBSERVED
+    assert host.exports.scrape is not None
+    assert host.exports.scrape.address == ""
+    await host.exports.close()
+    assert CoordinatorHost(CoordinatorConfig(http=False)).observe() is UNOBSERVED
 
 
 async def test_a_call_is_a_span_with_what_grpc_s_has(tmp_path: Path) -> None:

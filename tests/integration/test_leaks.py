@@ -19,8 +19,8 @@ from stack import Stack, running_stack
 
 from coordinator.decoding.sessions import SessionRun
 from coordinator.routing.draft_client import DraftClient
-from coordinator.routing.replica_pool import Mailbox
-from coordinator.routing.target_client import HeaderWriter, TargetClient
+from coordinator.routing.replica_pool import SessionContext, SessionRoute
+from coordinator.routing.target_client import TargetClient
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -49,7 +49,15 @@ SETTLED_S = 60.0
 """By when whatever has ended has given everything back, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
 """A third ends by itself, a third is cancelled by its client, a third loses its connection."""
-EVERYTHING = {SessionRun, Session, Mailbox, HeaderWriter, TargetClient, DraftClient, StepRequest}
+EVERYTHING = {
+    SessionRun,
+    Session,
+    SessionRoute,
+    SessionContext,
+    TargetClient,
+    DraftClient,
+    StepRequest,
+}
 """Of these there is none but for sessions that run."""
 
 
@@ -176,7 +184,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "admissions": stack.coordinator._num_admitted,
         "commits": stack.coordinator._committer.num_sessions,
         "background work": len(stack.coordinator._background),
-        "runs that end": len(stack.coordinator._runs._ending),
+        "runs that end": len(stack.coordinator._sessions._ending),
     }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
         offices: Any = pool._replicas.values()
@@ -236,7 +244,7 @@ async def test_nothing_is_left_of_sessions_however_they_end(tmp_path: Path, numb
         EmulatedEngine(SPEC, "target"),
         EmulatedEngine(SPEC, "draft"),
         tmp_path,
-        resume_grace_s=GRACE_S,
+        resume_grace_ms=int(GRACE_S * 1e3),
         length_control=True,
         lifetimes=Lifetimes(finished_ttl_ms=FINISHED_MS),
     ) as stack:

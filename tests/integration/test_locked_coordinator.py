@@ -97,7 +97,7 @@ class Locked:
 async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
     target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
     async with (
-        running_stack(target, draft, tmp_path / "redis", resume_grace_s=5.0) as stack,
+        running_stack(target, draft, tmp_path / "redis", resume_grace_ms=5_000) as stack,
         AsyncExitStack() as exits,
     ):
         found = Locked(stack, tmp_path / "keys")
@@ -286,7 +286,7 @@ async def test_a_session_by_http_is_its_tenants_alone(locked: Locked) -> None:
     ):  # fmt: skip
         read = response.aiter_lines()
         await anext(read)
-        (session_id,) = locked.stack.coordinator._runs.session_ids
+        (session_id,) = locked.stack.coordinator._sessions.session_ids
         for call in (eve.get_session, eve.cancel):
             with pytest.raises(NotFound, match="there is no session"):
                 await call(session_id)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import PATIENCE, Stack, running_stack
+from stack import CONFIG, Stack, running_stack
 
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
 from outrider.drafters.lookup import NgramDrafter
@@ -38,26 +36,18 @@ REQUEST = GenerateRequest(
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
-    async with running_stack(target, draft, tmp_path, resume_grace_s=5.0) as running:
+    async with running_stack(target, draft, tmp_path, resume_grace_ms=5_000) as running:
         yield running
 
 
 async def another_coordinator(exits: AsyncExitStack, stack: Stack) -> RpcServer:
     service = CoordinatorService(
-        CoordinatorOptions(
-            name="another",
-            served_model_name="model",
-            defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
-            length_control=False,
-            run_ahead_rounds=8,
-            max_sessions=10,
-            timeouts=PATIENCE,
-        ),
+        CONFIG,
+        "another",
         store=await RedisStore.connect(stack.redis.url),
         targets={"t": target_link(stack.target_server.address)},
         drafts={"d": draft_link(stack.draft_server.address)},
         fallback=NgramDrafter(),
-        text=None,
     )
     await service.start()
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

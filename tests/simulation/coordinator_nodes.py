@@ -10,11 +10,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.discovery import Discovery, Peers, replicas_at_first
-from coordinator.routing.target_client import Timeouts
+from coordinator.routing.discovery import Discovery, replicas_at_first
 from coordinator.service import CoordinatorService
+from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
 from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
@@ -22,16 +20,21 @@ from outrider.request import Event, GenerateRequest, ResumeRequest
 from tests.simulation.network import Network
 from tests.simulation.processes import Process
 
-PATIENCE = Timeouts(
-    target_answer_s=0.2,
-    target_gone_s=30.0,
-    target_retry_s=0.02,
-    draft_answer_s=0.1,
-    draft_retry_s=0.2,
+PATIENT = CoordinatorConfig(
+    served_model_name="toy",
+    num_draft_tokens=4,
+    run_ahead_rounds=4,
+    max_sessions=16,
+    resume_grace_ms=60_000,
+    target_timeout_ms=200,
+    target_gone_ms=30_000,
+    target_retry_ms=20,
+    draft_timeout_ms=100,
+    draft_retry_ms=200,
 )
-HASTY = replace(PATIENCE, draft_answer_s=0.009, draft_retry_s=0.001)
+HASTY = replace(PATIENT, draft_timeout_ms=9, draft_retry_ms=1)
 """Less than a draft takes for all that it is asked for."""
-RESUME_GRACE_S = 60.0
+HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
 _numbers = itertools.count()
 
 
@@ -40,15 +43,14 @@ class CoordinatorNode:
 
     role: Role = "coordinator"
 
-    def __init__(self, name: str, shape: dict[str, Any]) -> None:
-        """`shape` are options of the service that differ between seeds."""
+    def __init__(self, name: str, settings: CoordinatorConfig) -> None:
         self.name = name
         self.process = Process(name)
         self.address = ""
         self.service: Any = None
         self.calls: set[Call] = set()
         """Those that clients make."""
-        self._shape = shape
+        self._settings = settings
         self._following: list[asyncio.Task[None]] = []
         self._announcer: Lease | None = None
         self._ended = asyncio.Event()
@@ -74,9 +76,9 @@ class CoordinatorNode:
         self._following = [
             self.process.start(one.run())
             for one in (
-                Discovery("target", self.service.targets, registry, link, begun_with["target"]),
-                Discovery("draft", self.service.drafts, registry, link, begun_with["draft"]),
-                Peers(registry, self.name, self.service),
+                Discovery("target", self.service.fleet, registry, link, begun_with["target"]),
+                Discovery("draft", self.service.fleet, registry, link, begun_with["draft"]),
+                Discovery("coordinator", self.service.fleet, registry),
             )
         ]
         self._announcer = Lease(world.redis.registry(), self._record)
@@ -91,24 +93,16 @@ class CoordinatorNode:
     def _built(self, links: dict[str, dict[str, Any]], world: Any) -> CoordinatorService:
         rng = world.rng
         return CoordinatorService(
-            CoordinatorOptions(
-                name=self.name,
-                served_model_name="toy",
-                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
-                run_ahead_rounds=4,
-                max_sessions=16,
-                resume_grace_s=RESUME_GRACE_S,
-                follows=True,
-                **self._shape,
-            ),
+            self._settings,
+            self.name,
             store=world.redis.store(),
             targets=links["target"],
             drafts=links["draft"],
             fallback=NgramDrafter(),
-            text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(64),
             observation=world.moves,
+            registry=world.redis.registry(),
         )
 
     def _record(self) -> ReplicaRecord:
@@ -122,9 +116,7 @@ class CoordinatorNode:
         if self.service is None:
             return False
         pools = (self.service.targets, self.service.drafts)
-        return any(
-            replica in pool._replicas and pool._replicas[replica].num_boxes for pool in pools
-        )
+        return any(replica in pool._replicas and pool._replicas[replica].routes for pool in pools)
 
     def knows(self, role: Role) -> set[str]:
         """The replicas of a role that it may use."""

@@ -10,9 +10,9 @@ import pytest
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.loop import OutputQueue
-from coordinator.decoding.sessions import TakeOvers
+from coordinator.decoding.sessions import OwnedSessions
 from coordinator.routing.discovery import Discovery
-from coordinator.routing.replica_pool import Mailbox, SessionRoute
+from coordinator.routing.replica_pool import SessionRoute
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.kv_cache.session_table import Aligned, SessionTable
@@ -96,14 +96,14 @@ def test_a_take_over_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> No
     """The lease of the coordinator that did not hear of it never lapses, and that one does not heed
     that the session is wanted elsewhere."""
 
-    async def unreleased(self: TakeOvers, seen: SessionRecord) -> SessionRecord:
+    async def unreleased(self: OwnedSessions, seen: SessionRecord) -> SessionRecord:
         return await self._store.take_over(seen, self._owner)
 
-    async def ignored(self: TakeOvers, session_id: str) -> None:
+    async def ignored(self: OwnedSessions, session_id: str) -> None:
         return None
 
-    monkeypatch.setattr(TakeOvers, "_take_over", unreleased)
-    monkeypatch.setattr(TakeOvers, "release_wanted", ignored)
+    monkeypatch.setattr(OwnedSessions, "_take_over", unreleased)
+    monkeypatch.setattr(OwnedSessions, "release_wanted", ignored)
     assert found(monkeypatch, "unheard_take_over")
 
 
@@ -181,10 +181,10 @@ def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch
     move = SessionRoute.move
 
     def and_release(self: Any) -> bool:
-        before = self._replica
+        before, session = self._replica, self.context.session
         moves = move(self)
         if moves and before is not None:
-            before.link.release(self._session_id, self._epoch)
+            before.link.release(session.session_id, session.epoch)
         return moves
 
     monkeypatch.setattr(SessionRoute, "move", and_release)
@@ -192,11 +192,11 @@ def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_belief_in_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def any_round(self: Mailbox[Any], answer: Any) -> None:
+    def any_round(self: SessionRoute[Any, Any], answer: Any) -> None:
         self._answers.setdefault(self._round, answer)
         self._wake()
 
-    monkeypatch.setattr(Mailbox, "put", any_round)
+    monkeypatch.setattr(SessionRoute, "put", any_round)
     assert found(monkeypatch)
 
 
@@ -212,8 +212,8 @@ def test_an_owner_that_forgets_what_the_store_lost(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_roster_that_believes_in_names_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stays(self: Discovery, name: str, is_replaced: bool) -> None:
-        del self._tasks[name]
+    async def stays(self: Discovery, pool: Any, name: str, is_replaced: bool) -> None:
+        pass
 
     monkeypatch.setattr(Discovery, "_doubt", stays)
     assert found(monkeypatch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,13 +15,20 @@ from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
 from outrider.client.failover import ResumingTransport
-from outrider.config import load_config
+from outrider.config import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver, Side
 from tests.simulation.adversary import Adversary
-from tests.simulation.coordinator_nodes import HASTY, PATIENCE, Call, CoordinatorNode, PortTransport
+from tests.simulation.coordinator_nodes import (
+    HASTY,
+    HYBRID,
+    PATIENT,
+    Call,
+    CoordinatorNode,
+    PortTransport,
+)
 from tests.simulation.machines import Machines, Node, SimulatedActor
 from tests.simulation.network import Network, Wire
 from tests.simulation.processes import Process
@@ -88,15 +96,15 @@ class World:
         is_hasty = rng.random() < HASTY_SHARE
         self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
-        self._shape = {
-            "timeouts": HASTY if is_hasty else PATIENCE,
+        shape = {
             "length_control": rng.random() < 0.5,
             "look_ahead": look_ahead,
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
-            "confident": None if is_hasty else rng.choice((None, 0.5)),
-            "model_tokens": 16 if is_hasty else 2,
-            "looks_up": not is_hasty and rng.random() < LOOK_UP_SHARE,
+            "lookup": None if is_hasty else rng.choice((None, HYBRID)),
         }
+        if not is_hasty and rng.random() < LOOK_UP_SHARE:
+            shape["lookup"] = DraftConfig()
+        self._settings = replace(HASTY if is_hasty else PATIENT, **shape)
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, tuple[Node, Any]] = {}
         """Nodes and their services, by address."""
@@ -120,7 +128,7 @@ class World:
 
     def _built(self, role: str, name: str) -> Node:
         if role == "coordinator":
-            return CoordinatorNode(name, self._shape)
+            return CoordinatorNode(name, self._settings)
         return ReplicaNode(role, name, self._services[role])  # type: ignore[arg-type]
 
     async def start(self) -> None:
@@ -256,7 +264,7 @@ class World:
     @property
     def looks_ahead(self) -> bool:
         """Whether drafts work out rounds before these begin."""
-        return bool(self._shape["look_ahead"])
+        return bool(self._settings.look_ahead)
 
     @property
     def actors(self) -> list[SimulatedActor]:

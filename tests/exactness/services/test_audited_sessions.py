@@ -10,13 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stack import PATIENCE
+from stack import CONFIG
 from toy_engine import ToyEngine
 
 import coordinator.audit
 import target_service.verifier
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
@@ -67,16 +65,8 @@ class Bench:
         draft = ToyEngine(VOCAB, salt=2, max_model_len=128)
         self.draft = DraftService.with_model(draft, executor, max_num_seqs=8)
         self.service = CoordinatorService(
-            CoordinatorOptions(
-                name="c",
-                served_model_name="toy",
-                defaults=RequestDefaults(num_draft_tokens=3, deadline_ms=60_000),
-                length_control=False,
-                run_ahead_rounds=8,
-                max_sessions=100,
-                timeouts=PATIENCE,
-                audit_share=audit_share,
-            ),
+            replace(CONFIG, audit_share=audit_share),
+            "c",
             store=MemoryStore(lambda: loop.time() * 1e3),
             targets={"t": MemoryLink(self.target)},
             drafts={"d": MemoryLink(self.draft)},

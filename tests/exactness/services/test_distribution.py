@@ -29,7 +29,7 @@ from models import (
     twin,
 )
 from small_grammar import CONSTRAINT, END, constrained_law, grammars, letters
-from stack import RARE, Stack, running_stack
+from stack import HYBRID, RARE, Stack, running_stack
 from verdict_laws import NoiseRows
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
@@ -418,7 +418,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         draft,
         directory,
         lookup=lookup,
-        lookup_score=CONFIDENT,
+        hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT),
         draft_siblings=cell.siblings,
         length_control=cell.length_control,
         self_drafter=self_drafter,

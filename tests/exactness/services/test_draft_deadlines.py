@@ -14,26 +14,24 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, fit
+from session_links import asked, context_of, session
 from toy_engine import ToyEngine, toy_logits
 
 from coordinator.routing import draft_client as draft_side
 from coordinator.routing.draft_client import DraftClient
-from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeaderWriter, Timeouts
+from coordinator.routing.replica_pool import ReplicaPool
 from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
 from outrider.clock import run_virtually
+from outrider.config import CoordinatorConfig
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, Overloaded
-from outrider.grammar.constraint import Constraint
 from outrider.grammar.token_mask import TokenMask
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
 from outrider.replica.scheduler import InlineExecutor
 from outrider.replica.token_budget import TokenBudget
-from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
@@ -147,8 +145,6 @@ def first_tokens(
     num_rounds: int = NUM_ROUNDS,
     siblings: tuple[int, ...] = (),
     pass_s: float = PASS_S,
-    look_ahead: int = 0,
-    constraint: Constraint | None = None,
     fallback: Any = None,
     link: Callable[[DraftService], MemoryLink[DraftItem, DraftAnswer]] = MemoryLink,
 ) -> Found:
@@ -163,16 +159,14 @@ def first_tokens(
         )
         pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
         pool.admit("r0", link(service), DESCRIPTION)
-        timeouts = Timeouts(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
+        config = CoordinatorConfig(draft_timeout_ms=10_000, draft_retry_ms=2_000)
         for seed in range(1, num_rounds + 1):
-            new = SessionRecord.new(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
-            session = Session(new)
             pool.replicas["r0"].away = False
-            berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            heads = HeaderWriter(session, PLAIN, 1e9, constraint=constraint)
-            side = DraftClient(berth, heads, timeouts, fallback or NoLookUp(), look_ahead)
+            one = session(PROMPT, rule, f"{seed:032x}", seed)
+            context = context_of(one, draft_deadline_ms=deadline_ms)
+            side = DraftClient(pool, context, fallback or NoLookUp(), config)
             noise = RoundNoise(seed, rule, len(PROMPT))
-            drafted = await side.propose(1, K, noise, siblings)
+            drafted = await side.propose(1, asked(K, siblings), noise)
             side.close()
             await service.drain()
             proposal = drafted.proposal.open()
@@ -279,17 +273,6 @@ def test_no_time_for_a_first_token_is_told_at_once() -> None:
     assert found.waits == {DEADLINE_MS / 1e3}
 
 
-def test_no_time_is_told_at_once_where_a_constraint_keeps_a_session_from_looking_ahead() -> None:
-    """Its items say that it would look ahead, but no token of a round is drawn before that is
-    asked for."""
-    constraint = Constraint.of_regex("a*")
-    found = first_tokens(
-        Rule.TOKEN, DEADLINE_MS, 20, pass_s=0.4, look_ahead=4, constraint=constraint
-    )
-    assert found.lengths.keys() == {0}
-    assert found.waits == {DEADLINE_MS / 1e3}
-
-
 @pytest.mark.parametrize("beside_ms", [None, 60_000])
 def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | None) -> None:
     """One with 250 ms has an answer a pass later at most, with what it has drawn; the other goes on
@@ -306,14 +289,12 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
         pool.admit("r0", MemoryLink(service), DESCRIPTION)
 
         async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
-            new = SessionRecord.new(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
-            session = Session(new)
-            berth = SessionRoute(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            timeouts = Timeouts(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
+            one = session(PROMPT, Rule.TOKEN, f"{name:032x}", 7)
+            context = context_of(one, draft_deadline_ms=deadline_ms)
             fallback: Any = NoLookUp()
-            side = DraftClient(berth, HeaderWriter(session, PLAIN, 1e9), timeouts, fallback)
+            side = DraftClient(pool, context, fallback, CoordinatorConfig(draft_timeout_ms=60_000))
             noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
-            return await side.propose(1, num_tokens, noise)
+            return await side.propose(1, asked(num_tokens), noise)
 
         short, long = await asyncio.gather(drafted(1, 250, 8), drafted(2, beside_ms, 16))
         await service.drain()

@@ -10,19 +10,14 @@ from dataclasses import replace
 import pytest
 from session_links import TOY, ScriptedLink
 
-from coordinator.actor import _owner
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.target_client import Timeouts
+from coordinator.host import owner_name
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import Unavailable
-from outrider.registry.registry import Membership
+from outrider.registry.registry import Membership, MemoryRegistry
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
-
-PATIENCE = Timeouts(1.0, 1.0, 0.1, 1.0, 1.0)
 
 
 def config(deployment: str, name: str) -> CoordinatorConfig:
@@ -34,13 +29,13 @@ def test_no_two_coordinators_of_one_store_are_called_the_same() -> None:
     """Those of other deployments may have its name; such as are not announced have none."""
     alike = [config("one", "coordinator-0"), config("two", "coordinator-0")]
     others = [config("one", "coordinator-1"), CoordinatorConfig(), CoordinatorConfig()]
-    assert len({_owner(one) for one in (*alike, *others)}) == 5
+    assert len({owner_name(one) for one in (*alike, *others)}) == 5
 
 
 def test_a_coordinator_that_is_started_anew_has_another_name_in_the_store() -> None:
     """Else its lease would keep the sessions of the one before from all others."""
     same = config("one", "coordinator-0")
-    assert _owner(same) != _owner(same)
+    assert owner_name(same) != owner_name(same)
 
 
 @asynccontextmanager
@@ -50,10 +45,7 @@ async def started(
     target = ScriptedLink()
     target.description = replace(TOY, drafts_itself=drafts_itself)
     service = CoordinatorService(
-        CoordinatorOptions(
-            name="a", served_model_name="", defaults=RequestDefaults(4, 1000), length_control=True,
-            run_ahead_rounds=8, max_sessions=8, timeouts=PATIENCE, follows=follows,
-        ),
+        CoordinatorConfig(), "a", registry=MemoryRegistry() if follows else None,
         store=MemoryStore(lambda: 0.0), targets={"t": target},
         drafts={} if draft is None else {"d": draft}, fallback=NgramDrafter(), text=None,
     )  # fmt: skip

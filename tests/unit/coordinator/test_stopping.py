@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.actor import CoordinatorActor
+from coordinator.host import CoordinatorHost
+from outrider.config import CoordinatorConfig
 
 
 class Part:
@@ -46,12 +47,12 @@ async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
         finally:
             heard.append("follows no more")
 
-    actor = CoordinatorActor()
-    actor._followers = [asyncio.create_task(follow())]
-    actor._announcer, actor._server = (Part(name, heard) for name in ("announcer", "server"))  # type: ignore[assignment]
-    actor._service = Serving("service", heard)  # type: ignore[assignment]
+    host = CoordinatorHost(CoordinatorConfig())
+    host.followers = [asyncio.create_task(follow())]
+    host.announcer, host.server = (Part(name, heard) for name in ("announcer", "server"))  # type: ignore[assignment]
+    host.service = Serving("service", heard)  # type: ignore[assignment]
     await asyncio.sleep(0)
-    await actor.stop(1.0)
+    await host.stop(1.0)
     assert heard == [
         "end lease", "withdraw announcer", "stop server", "follows no more", "close service",
         "close announcer",
@@ -62,14 +63,14 @@ async def test_it_ends_everything_whatever_one_part_raises() -> None:
     """The first error of a part that is closed is raised in the end."""
     heard: list[str] = []
     names = ("announcer", "server", "http", "gate", "exports")
-    actor = CoordinatorActor()
-    actor._announcer, actor._server, actor._http, actor._access, actor._exports = (
+    host = CoordinatorHost(CoordinatorConfig())
+    host.announcer, host.server, host.http, host.access, host.exports = (
         Part(name, heard, fails=True)  # type: ignore[assignment]
         for name in names
     )
-    actor._service = Serving("service", heard, fails=True)  # type: ignore[assignment]
+    host.service = Serving("service", heard, fails=True)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="announcer fails"):
-        await actor.stop(1.0)
+        await host.stop(1.0)
     assert heard == [
         "end lease", "withdraw announcer", "stop server", "stop http", "close service",
         "close announcer", "close gate", "close exports",

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from constrained import CONSTRAINTS, EndingEngine, eos, grammar, grammars, hf_tokenizer
-from coordinator_bench import PATIENCE
+from coordinator_bench import CONFIG
 from test_recovery import nobody, taken, tokens_of
 
-from coordinator.requests.validation import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest
@@ -47,17 +46,8 @@ async def served(store: MemoryStore, name: str, text: Any = None) -> AsyncIterat
     target = TargetService(EndingEngine(1), executor, max_num_seqs=8, grammars=grammars())
     draft = DraftService.with_model(EndingEngine(2), executor, max_num_seqs=8, grammars=grammars())
     service = CoordinatorService(
-        CoordinatorOptions(
-            name=name,
-            served_model_name="toy",
-            defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
-            length_control=False,
-            run_ahead_rounds=8,
-            max_sessions=10,
-            timeouts=PATIENCE,
-            resume_grace_s=10.0,
-            look_ahead=4,
-        ),
+        replace(CONFIG, resume_grace_ms=10_000, look_ahead=4),
+        name,
         store=store,
         targets={"t": MemoryLink(target)},
         drafts={"d": MemoryLink(draft)},

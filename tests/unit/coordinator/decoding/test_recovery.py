@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,6 @@ from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
 from session_links import described
 from virtual_time import virtually
 
-from coordinator.decoding.recovery import parameters_of
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -64,7 +64,7 @@ SEEDED = replace(REQUEST, seed=7, rule=Rule.COUPLED, max_tokens=30)
 @virtually
 async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
     """The whole is what an unbroken stream gives: noise is keyed by place."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         whole = tokens_of(await made.events(SEEDED))
         async with aclosing(made.service.generate(SEEDED)) as events:
             heard, session_id, num = await taken(events, 10)
@@ -85,8 +85,8 @@ async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
 @virtually
 async def test_after_its_coordinator_died_a_session_needs_little_of_its_target() -> None:
     """The record says what the target holds, and nobody told it to forget that."""
-    async with bench(resume_grace_s=5.0) as made:
-        other = Bench(resume_grace_s=5.0, store=made.store, name="d", target=made.target)
+    async with bench(resume_grace_ms=5_000) as made:
+        other = Bench(resume_grace_ms=5_000, store=made.store, name="d", target=made.target)
         await other.service.start()
         events = made.service.generate(SEEDED)
         heard, session_id, num = await taken(events, 10)
@@ -120,7 +120,7 @@ async def unheard(appends: Any) -> list[Any]:
 
 @virtually
 async def test_it_goes_on_with_the_same_weights_alone() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             _, session_id, num = await taken(events, 3)
         office = made.service.targets._replicas["t"]
@@ -133,7 +133,7 @@ async def test_it_goes_on_with_the_same_weights_alone() -> None:
 @virtually
 async def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
     """As in an upgrade: those that have begun stay with targets that are as long as theirs."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             _, session_id, num = await taken(events, 3)
         before = made.service.targets._replicas["t"].description
@@ -149,7 +149,7 @@ async def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
 @virtually
 async def test_a_coordinator_that_knows_no_target_says_that_it_cannot_now() -> None:
     """Another one may, or itself once a target has said its name again."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             _, session_id, num = await taken(events, 3)
         await made.service.targets.leave("t")
@@ -160,7 +160,7 @@ async def test_a_coordinator_that_knows_no_target_says_that_it_cannot_now() -> N
 @virtually
 async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weights() -> None:
     """So it can be resumed, also where none was known when it was asked for."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         office = made.service.targets._replicas.pop("t")
         events = made.service.generate(SEEDED)
         first = asyncio.create_task(anext(events))
@@ -172,7 +172,7 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
         assert isinstance(started, Started)
         await drained(events)
         record = await made.store.load(started.session_id)
-        assert parameters_of(record).weights == office.description.weights != ""
+        assert json.loads(record.parameters)["weights"] == office.description.weights != ""
         made.service.targets._replicas.clear()
         with pytest.raises(Unavailable, match="no target is known"):
             await drained(made.service.generate(SEEDED))
@@ -181,7 +181,7 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
 @pytest.mark.parametrize("turns", range(6))
 @virtually
 async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         old = made.service.generate(SEEDED)
         heard, session_id, num = await taken(old, 3)
         waiting = asyncio.create_task(drained(old))
@@ -214,7 +214,7 @@ async def drained(events: Any) -> None:
 @virtually
 async def test_a_resume_that_is_given_up_leaves_nothing_behind(turns: int) -> None:
     """The integrity of the coordinator is checked at the end; and it may be resumed again."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         old = made.service.generate(SEEDED)
         heard, session_id, num = await taken(old, 3)
         waiting = asyncio.create_task(drained(old))
@@ -232,7 +232,7 @@ async def test_a_resume_that_is_given_up_leaves_nothing_behind(turns: int) -> No
 
 @virtually
 async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         events = made.service.generate(SEEDED)
         _, session_id, _ = await taken(events, 3)
         with pytest.raises(DataLoss, match="num_tokens"):
@@ -245,8 +245,8 @@ async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
 @virtually
 async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None:
     """At once."""
-    async with bench(resume_grace_s=5.0) as made:
-        other = Bench(resume_grace_s=5.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=5_000) as made:
+        other = Bench(resume_grace_ms=5_000, store=made.store, name="d")
         await other.service.start()
         async with aclosing(made.service.generate(SEEDED)) as events:
             heard, session_id, num = await taken(events, 3)
@@ -258,7 +258,7 @@ async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None
 
 @virtually
 async def test_what_is_left_of_the_deadline_counts() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         long = replace(SEEDED, max_tokens=60)
         async with aclosing(made.service.generate(long)) as events:
             _, session_id, num = await taken(events, 3)
@@ -281,7 +281,7 @@ class Tailed(SlowText):
 @virtually
 async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
     """Before, a session that is resumed might tell it again."""
-    async with bench(text=Tailed(), resume_grace_s=5.0) as made:
+    async with bench(text=Tailed(), resume_grace_ms=5_000) as made:
         finishes, finish = [], made.store.finish
 
         async def noted(*arguments: Any) -> int:
@@ -302,7 +302,7 @@ async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
 
 @virtually
 async def test_resumes_are_admitted_as_requests_are() -> None:
-    async with bench(resume_grace_s=5.0, max_sessions=2) as made:
+    async with bench(resume_grace_ms=5_000, max_sessions=2) as made:
         ids = []
         for _ in range(3):
             async with aclosing(made.service.generate(SEEDED)) as events:
@@ -320,7 +320,7 @@ async def test_resumes_are_admitted_as_requests_are() -> None:
 async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
     """A coordinator died with twice as many: those beyond the bound are told when to ask again,
     and all go on in the end."""
-    async with bench(resume_grace_s=60.0, max_sessions=1_000) as made:
+    async with bench(resume_grace_ms=60_000, max_sessions=1_000) as made:
         ids = []
         for _ in range(2 * TAKE_OVERS_MAX):
             async with aclosing(made.service.generate(SEEDED)) as events:
@@ -361,7 +361,7 @@ async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
 @virtually
 async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> None:
     """Its coordinator lives and holds its lease, but does not hold this session."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         ids = []
         for _ in range(2):
             async with aclosing(made.service.generate(SEEDED)) as events:
@@ -378,7 +378,7 @@ async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> Non
 
 @virtually
 async def test_a_client_that_does_not_come_back_has_cancelled() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             _, session_id, num = await taken(events, 3)
         await asyncio.sleep(0.1)
@@ -396,7 +396,7 @@ async def test_a_client_that_does_not_come_back_has_cancelled() -> None:
 
 @virtually
 async def test_a_client_that_is_gone_may_still_cancel() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             _, session_id, _ = await taken(events, 3)
         await made.service.cancel(session_id)
@@ -406,7 +406,7 @@ async def test_a_client_that_is_gone_may_still_cancel() -> None:
 
 @virtually
 async def test_who_may_resume_what() -> None:
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         with pytest.raises(NotFound):
             await anext(made.service.resume(ResumeRequest("f" * 32)))
         async with aclosing(made.service.generate(SEEDED, tenant="a")) as events:
@@ -418,8 +418,8 @@ async def test_who_may_resume_what() -> None:
 @virtually
 async def test_another_coordinators_session_is_waited_for() -> None:
     """While it runs there: it may still decide tokens. When its client is gone, it is released."""
-    async with bench(resume_grace_s=5.0) as made:
-        other = Bench(resume_grace_s=5.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=5_000) as made:
+        other = Bench(resume_grace_ms=5_000, store=made.store, name="d")
         await other.service.start()
         async with aclosing(made.service.generate(SEEDED)) as events:
             heard, session_id, num = await taken(events, 3)
@@ -450,8 +450,8 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted(
     by_cancel: bool,
 ) -> None:
     """The coordinator that lives and is stored as its owner learns it with its lease."""
-    async with bench(resume_grace_s=60.0) as made:
-        other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=60_000) as made:
+        other = Bench(resume_grace_ms=60_000, store=made.store, name="d")
         await other.service.start()
         heard, session_id, num = await left(made)
         await lose_release(made, session_id)
@@ -476,7 +476,7 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted(
 @virtually
 async def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> None:
     """So does one that is just being taken over: its stream would end with `StaleEpoch`."""
-    async with bench(resume_grace_s=60.0) as made:
+    async with bench(resume_grace_ms=60_000) as made:
         events = made.service.generate(SEEDED)
         heard, session_id, num = await taken(events, 3)
         if begins:
@@ -487,7 +487,7 @@ async def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> N
 
             async def watched(*arguments: Any) -> SessionRecord:
                 record = await take_over(*arguments)
-                await made.service._take_overs.release_wanted(session_id)
+                await made.service._sessions.release_wanted(session_id)
                 wanted.append(session_id)
                 return record
 
@@ -496,7 +496,7 @@ async def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> N
             assert wanted
         else:
             load, made.store.load = made.store.load, nobody  # type: ignore[method-assign]
-            await made.service._take_overs.release_wanted(session_id)
+            await made.service._sessions.release_wanted(session_id)
             made.store.load = load  # type: ignore[method-assign]
             rest = [e async for e in events]
         assert len(tokens_of(heard) + tokens_of(rest)) == 30
@@ -505,11 +505,11 @@ async def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> N
 @virtually
 async def test_a_session_whose_release_was_lost_is_cancelled_if_it_is_not_resumed() -> None:
     """Its client asked once and then stayed away: the time that it has begins anew."""
-    async with bench(resume_grace_s=5.0) as made:
+    async with bench(resume_grace_ms=5_000) as made:
         _, session_id, _ = await left(made)
         await lose_release(made, session_id)
         await asyncio.sleep(6.0)
-        await made.service._take_overs.release_wanted(session_id)
+        await made.service._sessions.release_wanted(session_id)
         await asyncio.sleep(4.0)
         assert (await made.store.load(session_id)).owner == released("c")
         await asyncio.sleep(2.0)
@@ -519,13 +519,13 @@ async def test_a_session_whose_release_was_lost_is_cancelled_if_it_is_not_resume
 
 @virtually
 async def test_a_cancel_that_is_recorded_later_is_not_undone_when_the_session_is_wanted() -> None:
-    async with bench(resume_grace_s=600.0) as made:
+    async with bench(resume_grace_ms=600_000) as made:
         _, session_id, _ = await left(made)
         until = asyncio.get_running_loop().time() + 15.0
         made.store.finish = failing(made.store.finish, until)  # type: ignore[method-assign]
         with pytest.raises(StoreUnavailable, match="once the session store answers"):
             await made.service.cancel(session_id)
-        await made.service._take_overs.release_wanted(session_id)
+        await made.service._sessions.release_wanted(session_id)
         await asyncio.sleep(20.0)
         record = await made.store.load(session_id)
         assert record.finish_reason is FinishReason.CANCELLED
@@ -535,13 +535,13 @@ async def test_a_cancel_that_is_recorded_later_is_not_undone_when_the_session_is
 async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> None:
     """Its epoch may be given once more by a store that has lost it, and the release would end what
     runs under it."""
-    async with bench(resume_grace_s=600.0) as made:
+    async with bench(resume_grace_ms=600_000) as made:
         heard, session_id, num = await left(made)
         before = made.store.snapshot()
         await made.store.take_over(await made.store.load(session_id), "c")
         release, until = made.store.release, asyncio.get_running_loop().time() + 5.0
         made.store.release = failing(release, until)  # type: ignore[method-assign]
-        await made.service._take_overs.release_wanted(session_id)
+        await made.service._sessions.release_wanted(session_id)
         await asyncio.sleep(0.5)
         made.store.restore(before)
         request = ResumeRequest(session_id, num)
@@ -554,7 +554,7 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
 
 @virtually
 async def test_text_of_a_resumed_session_goes_on() -> None:
-    async with bench(text=SlowText(), resume_grace_s=5.0) as made:
+    async with bench(text=SlowText(), resume_grace_ms=5_000) as made:
         async with aclosing(made.service.generate(SEEDED)) as events:
             heard, session_id, num = await taken(events, 10)
         rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
@@ -569,8 +569,8 @@ async def test_a_take_over_whose_answer_is_lost_leaves_the_session_to_others(
     by_cancel: bool, away_s: float
 ) -> None:
     """The store carried it out. The coordinator that asked lives, but does not run the session."""
-    async with bench(resume_grace_s=60.0) as made:
-        other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=60_000) as made:
+        other = Bench(resume_grace_ms=60_000, store=made.store, name="d")
         await other.service.start()
         heard, session_id, num = await left(made)
         take_over, release = made.store.take_over, made.store.release
@@ -598,7 +598,7 @@ async def test_a_take_over_whose_answer_is_lost_leaves_the_session_to_others(
 async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
     """The store has not carried out the first one, so the second is given the same epoch: the
     release would end it."""
-    async with bench(resume_grace_s=60.0) as made:
+    async with bench(resume_grace_ms=60_000) as made:
         heard, session_id, num = await left(made)
         take_over, release = made.store.take_over, made.store.release
 
@@ -625,8 +625,8 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
 
 @virtually
 async def test_a_client_that_leaves_during_a_take_over_leaves_the_session_to_others() -> None:
-    async with bench(resume_grace_s=60.0) as made:
-        other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=60_000) as made:
+        other = Bench(resume_grace_ms=60_000, store=made.store, name="d")
         await other.service.start()
         heard, session_id, num = await left(made)
         take_over = made.store.take_over
@@ -652,8 +652,8 @@ async def test_a_client_that_leaves_during_a_take_over_leaves_the_session_to_oth
 @virtually
 async def test_a_take_over_that_is_refused_releases_nothing() -> None:
     """Another coordinator's lease lasts, or cannot be read: it runs the session."""
-    async with bench(resume_grace_s=5.0) as made:
-        other = Bench(resume_grace_s=5.0, store=made.store, name="d")
+    async with bench(resume_grace_ms=5_000) as made:
+        other = Bench(resume_grace_ms=5_000, store=made.store, name="d")
         await other.service.start()
         releases: list[Any] = []
 
@@ -685,7 +685,7 @@ async def test_a_take_over_that_is_refused_releases_nothing() -> None:
 @virtually
 async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
     """It is recorded later, once the store answers."""
-    async with bench(resume_grace_s=600.0) as made:
+    async with bench(resume_grace_ms=600_000) as made:
         _, session_id, _ = await left(made)
         until = asyncio.get_running_loop().time() + 60.0
         made.store.finish = failing(made.store.finish, until)  # type: ignore[method-assign]
@@ -698,7 +698,7 @@ async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
 
 @virtually
 async def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
-    async with bench(resume_grace_s=1.0) as made:
+    async with bench(resume_grace_ms=1_000) as made:
         finish = made.store.finish
         until = asyncio.get_running_loop().time() + 60.0
         made.store.finish = failing(finish, until)  # type: ignore[method-assign]
@@ -730,7 +730,7 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
 
 @virtually
 async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -> None:
-    async with bench(resume_grace_s=30.0, max_sessions=1_000) as made:
+    async with bench(resume_grace_ms=30_000, max_sessions=1_000) as made:
         done = (await made.events(SEEDED))[0]
         assert isinstance(done, Started)
         async with aclosing(made.service.generate(SEEDED)) as events:
@@ -749,7 +749,7 @@ async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -
 @virtually
 async def test_a_client_is_checked_against_the_record_that_is_taken_over() -> None:
     """Other tokens were stored after the record was read for the first time."""
-    async with bench(resume_grace_s=60.0) as made:
+    async with bench(resume_grace_ms=60_000) as made:
         heard, session_id, num = await left(made)
         take_over = made.store.take_over
 

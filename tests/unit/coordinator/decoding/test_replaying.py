@@ -18,7 +18,6 @@ from coordinator.decoding.recovery import (
     TOKENS_PER_EVENT,
     Replays,
     check_known,
-    parameters_of,
     replay,
     told_again,
 )
@@ -26,6 +25,7 @@ from coordinator.requests.validation import GenerationParameters
 from outrider.errors import DataLoss
 from outrider.messages import PositionLogprobs
 from outrider.request import Finished, ResumeRequest, Started, Tokens
+from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, SessionState
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -80,13 +80,14 @@ def completion(stop: tuple[str, ...] = ("cd",), eos: Sequence[int] = ()) -> Comp
 
 
 def test_parameters_survive_the_store() -> None:
-    assert parameters_of(RECORD) == PARAMETERS
+    assert check_known(RECORD, asked(3)) == PARAMETERS
+    assert PARAMETERS.as_request().sampling == PARAMETERS.sampling
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sampling":{"logit_bias":[]}}'])
 def test_parameters_that_cannot_be_read_are_lost_data(text: str) -> None:
     with pytest.raises(DataLoss, match="parameters"):
-        parameters_of(replace(RECORD, parameters=text))
+        check_known(replace(RECORD, parameters=text), asked(0))
 
 
 def asked(known: int, characters: int | None = None) -> ResumeRequest:
@@ -215,12 +216,13 @@ async def test_a_long_replay_leaves_the_event_loop() -> None:
         )
 
     async def resume() -> None:
-        session, replayed = await replays.resume(record, parameters, long(), request)
+        session, replayed = await replays.run(
+            record, lambda: (Session(record), replay(record, parameters, long(), request))
+        )
         assert session.length == len(token_ids)
         assert "".join(event.text_delta for event in replayed.events) == "".join(
             chr(ord("a") + token_id - 10) for token_id in token_ids[-3:]
         )
-        assert (await replays.replay(record, parameters, long(), request)).events == replayed.events
 
     try:
         taken, stalled = await longest_stall(asyncio.ensure_future(resume()))
@@ -231,12 +233,9 @@ async def test_a_long_replay_leaves_the_event_loop() -> None:
 
 async def test_a_short_replay_takes_no_thread() -> None:
     """It would wait behind long ones."""
-    num_threads = threading.active_count()
     replays = Replays()
-    request = ResumeRequest(RECORD.session_id)
-    session, replayed = await replays.resume(RECORD, PARAMETERS, completion(), request)
-    assert (session.length, len(replayed.events)) == (5, 1)
-    assert threading.active_count() == num_threads
+    thread = await replays.run(RECORD, threading.current_thread)
+    assert thread is threading.main_thread()
     replays.close()
 
 

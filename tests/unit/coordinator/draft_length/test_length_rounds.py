@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from toy_engine import ToyEngine
 
-from coordinator.options import CoordinatorOptions
-from coordinator.requests.validation import RequestDefaults
-from coordinator.routing.target_client import Timeouts
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
+from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -34,7 +32,7 @@ from target_service.service import TargetService
 WIRE_S = 0.002
 STEP_S = 0.010
 NUM_TOKENS = 900
-PATIENCE = Timeouts(30.0, 2.0, 0.05, 1.0, 1.0)
+CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000, target_retry_ms=50)
 
 
 class Counts(RequestObserver, Observation):
@@ -131,17 +129,12 @@ def generate(
         target_link, draft_link = MemoryLink(target, deliver), MemoryLink(draft, deliver)
         lookups = CountedLookups()
         service = CoordinatorService(
-            CoordinatorOptions(
-                name="c",
-                served_model_name="toy",
-                defaults=RequestDefaults(4, 600_000),
-                length_control=True,
-                run_ahead_rounds=8,
-                max_sessions=4,
-                timeouts=PATIENCE,
+            replace(
+                CONFIG,
                 drafting_delays=drafting_delays,
-                looks_up=looks_up,
+                lookup=DraftConfig() if looks_up else None,
             ),
+            "c",
             store=MemoryStore(lambda: loop.time() * 1e3),
             targets={"t": target_link},
             drafts={} if looks_up else {"d": draft_link},

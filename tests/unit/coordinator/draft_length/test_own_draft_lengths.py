@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from session_links import session
+from session_links import context_of, session
 
-from coordinator.decoding.loop import Decoding, Verified
+from coordinator.decoding.loop import Decoding
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import DraftedBeside, PlayedRound
 from coordinator.routing.drafts import Drafted
@@ -81,18 +81,16 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
             notes.append(played)
 
     async def main() -> None:
-        parts: Any = dict.fromkeys(
-            ("parameters", "completion", "target", "draft", "committer", "meter")
-        )
+        parts: Any = dict.fromkeys(("completion", "target", "draft", "committer", "meter"))
         lengths: Any = Lengths()
-        decoding = Decoding(session=session(), lengths=lengths, length_max=99, **parts)
+        decoding = Decoding(context=context_of(session()), lengths=lengths, length_max=99, **parts)
         reply = VerdictReply(
             ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
             queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
         )  # fmt: skip
         beside = DraftedBeside(3, 0.02, 0.01)
         drafted = Drafted(NOTHING_SEALED, "local", 0.0, 2, beside=beside)
-        decoding._note(drafted, Verified(reply, 0.05), decide(reply.verdict, (), Rule.GREEDY, ()))
+        decoding._note(drafted, reply, decide(reply.verdict, (), Rule.GREEDY, ()))
 
     run_virtually(main())
     [played] = notes

@@ -17,8 +17,8 @@ from made_certificates import Made
 from test_http_server import WAIT_S, Service, serving, trusting
 from told_coordinator import FINISHED, STARTED
 
-from coordinator.actor import _report_health
 from coordinator.auth.access_control import access_control_of
+from coordinator.host import report_health
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.request import Event
 
@@ -248,7 +248,7 @@ async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(server._server, "on_tick", broken)
-    monkeypatch.setattr("coordinator.actor.HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr("coordinator.host.HEALTH_PERIOD_S", 0.01)
     told = asyncio.Queue[bool]()
 
     class Healthy:
@@ -262,7 +262,7 @@ async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> N
             told.put_nowait(serving)
 
     await server.start()
-    reporting = asyncio.create_task(_report_health(Healthy(), Rpc(), server))  # type: ignore[arg-type]
+    reporting = asyncio.create_task(report_health(Healthy(), Rpc(), server))  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S):
         assert await told.get() is False
         reporting.cancel()

@@ -8,8 +8,6 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from session_links import TOY, ScriptedLink
@@ -18,12 +16,12 @@ from coordinator.routing.discovery import (
     READ_PERIOD_S,
     REFUSED_S,
     Discovery,
-    Peers,
+    FleetView,
     replicas_at_first,
 )
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import DraftPool, TargetPool
 from outrider.clock import run_virtually
-from outrider.errors import Incompatible, StoreUnavailable
+from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
 from outrider.registry.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord
 
@@ -47,17 +45,14 @@ def record(name: str) -> ReplicaRecord:
     return ReplicaRecord(role="target", name=name, address=f"{name}:1", host="h", pid=7)
 
 
-def fits(description: ReplicaDescription) -> None:
-    if description.vocab_size != TOY.vocab_size:
-        raise Incompatible("another vocabulary")
-
-
 class World:
     """A registry, and a pool of targets that is kept in step with it."""
 
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
-        self.pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+        self.pool: TargetPool = TargetPool("target")
+        self.pool.first = TOY
+        self.fleet = FleetView("a", self.pool, DraftPool("draft"))
         self.follow({})
         self.prepared: dict[str, ScriptedLink] = {}
         """By address: links other than such as answer at once."""
@@ -71,7 +66,7 @@ class World:
         """Anew, with these in the pool."""
         if hasattr(self, "following"):
             self.following.cancel()
-        self.roster = Discovery("target", self.pool, self.registry, self._link, begun_with)
+        self.roster = Discovery("target", self.fleet, self.registry, self._link, begun_with)
         self.following = asyncio.create_task(self.roster.run())
 
     def _link(self, address: str) -> ScriptedLink:
@@ -124,19 +119,20 @@ def play(scene: Callable[[World], Awaitable[None]]) -> None:
 
 def test_what_other_coordinators_run_is_known() -> None:
     async def scene(world: World) -> None:
-        told = SimpleNamespace(num_elsewhere=0)
-        following = asyncio.create_task(Peers(world.registry, "a", told).run())
-        for name, load in (("a", 5), ("b", 7), ("c", 11)):
-            one = replace(record(name), role="coordinator", load=load)
-            await world.registry.announce(one)
+        def load() -> int:
+            return sum(peer.load for peer in world.fleet.peers)
+
+        following = asyncio.create_task(Discovery("coordinator", world.fleet, world.registry).run())
+        for name, one in (("a", 5), ("b", 7), ("c", 11)):
+            await world.registry.announce(replace(record(name), role="coordinator", load=one))
         await asyncio.sleep(SOON_S)
-        assert told.num_elsewhere == 18
+        assert load() == 18
         world.registry.failure = StoreUnavailable("away")
         await asyncio.sleep(SOON_S)
-        assert told.num_elsewhere == 18
+        assert load() == 18
         world.registry.failure = None
         await asyncio.sleep(LEASE_S)
-        assert told.num_elsewhere == 0
+        assert load() == 0
         following.cancel()
 
     play(scene)

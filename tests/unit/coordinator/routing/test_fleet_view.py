@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.routing.discovery import READ_PERIOD_S, Discovery, FleetView, Peers, SeenReplica
+from coordinator.routing.discovery import Discovery, FleetView, SeenReplica
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
@@ -25,10 +25,6 @@ class SilentLink:
 
     async def close(self) -> None:
         pass
-
-
-class Own:
-    num_elsewhere = 0
 
 
 def description(model: str) -> ReplicaDescription:
@@ -67,7 +63,7 @@ async def test_without_a_registry_there_is_what_it_has_found_itself(pools: Any) 
 async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any) -> None:
     """Away and leaving is what the pool has found; one that is no member yet is joining."""
     targets, drafts = pools
-    view = FleetView("deployment/c1", targets, drafts)
+    view = FleetView("c1", targets, drafts)
     registry = MemoryRegistry()
     for one in (
         record("target", "t1", device="cpu", figures=Figures(busy=0.5)),
@@ -77,12 +73,10 @@ async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any)
         record("coordinator", "c2", load=3),
     ):
         await registry.announce(one)
-    roster = Discovery("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
+    roster = Discovery("target", view, registry, lambda address: SilentLink())  # type: ignore[arg-type, return-value]
     roster._not_before = {"t9": 1e12}
     await roster.look()
-    peers = asyncio.create_task(Peers(registry, "c1", Own(), view.hear).run())
-    await asyncio.sleep(READ_PERIOD_S * 1.5)
-    peers.cancel()
+    await Discovery("coordinator", view, registry).look()
     targets.replicas["t2"].away = True
     seen = by_name(view)
     assert {name: one.state for name, one in seen.items()} == {
@@ -103,8 +97,7 @@ async def test_records_say_where_a_replica_is_and_its_pool_how_it_is(pools: Any)
 async def test_sessions_are_counted_where_they_are(pools: Any) -> None:
     targets, drafts = pools
     view = FleetView("c", targets, drafts)
-    office = targets.replicas["t2"]
-    office._boxes = dict.fromkeys(("a", "b"))
+    targets.replicas["t2"].routes = dict.fromkeys(("a", "b"))
     assert (by_name(view)["t1"].load, by_name(view)["t2"].load) == (0, 2)
 
 
@@ -113,7 +106,7 @@ async def test_while_the_registry_is_away_what_was_heard_grows_old(pools: Any) -
     view = FleetView("c", targets, drafts)
     registry = MemoryRegistry()
     await registry.announce(replace(record("target", "t1"), host="here"))
-    roster = Discovery("target", targets, registry, lambda address: SilentLink(), hear=view.hear)  # type: ignore[arg-type, return-value]
+    roster = Discovery("target", view, registry, lambda address: SilentLink())  # type: ignore[arg-type, return-value]
     await roster.look()
     first = view.heard_ms_ago
     assert first is not None

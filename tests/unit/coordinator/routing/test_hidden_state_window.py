@@ -19,11 +19,11 @@ def test_the_newest_are_kept_and_told_once() -> None:
     assert window.news is None
     window.put(rows(5, 7), 5 + 1)
     assert window.news == rows(5, 7)
-    window.told()
+    window.tell()
     assert window.news is None
     window.put(rows(7, 10), 7 + 1)
     assert window.news == rows(7, 10)
-    window.forgotten()
+    window.told = 0
     assert window.news == rows(5, 10)
 
 

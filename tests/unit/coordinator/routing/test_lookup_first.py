@@ -8,27 +8,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from session_links import asked, context_of, session
 from toy_engine import ToyEngine
 from virtual_time import virtually
 
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import Drafted, SessionLookup
-from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
-from coordinator.routing.target_client import HeaderWriter, Timeouts
+from coordinator.routing.replica_pool import ReplicaPool
 from draft_service.service import DraftService
+from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
 from outrider.replica.scheduler import InlineExecutor
-from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, SessionRecord
+from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 
-CONFIDENT, MODEL_TOKENS = 0.7, 2
+MODEL_TOKENS = 2
+HYBRID = DraftConfig(
+    model="hybrid:ngram,some/model", hybrid_min_score=0.7, hybrid_model_tokens=MODEL_TOKENS
+)
+CONFIG = CoordinatorConfig(draft_timeout_ms=10_000, lookup=HYBRID)
 PLAIN = SamplingParams()
 REPEATS = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
 NEW = (5, 6, 7, 8, 9, 1, 2, 3)
@@ -61,13 +65,10 @@ class Side:
         pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
         self.link = Link(self.service)
         pool.admit("r0", self.link, self.service.describe())
-        new = SessionRecord.new("0" * 32, "", "me", seed, Rule.TOKEN, "{}", prompt)
-        self.session = Session(new)
-        berth = SessionRoute(pool, self.session.session_id, 1, b"k", preferred="r0", weights="")
+        self.session = session(prompt, Rule.TOKEN, seed=seed)
         self.side = DraftClient(
-            berth, HeaderWriter(self.session, PLAIN, 1e9), Timeouts(1.0, 4.0, 0.1, 10.0, 2.0),
-            SessionLookup(lookup(), self.session, PLAIN), look_ahead, confident=CONFIDENT,
-            model_tokens=MODEL_TOKENS,
+            pool, context_of(self.session), SessionLookup(lookup(), self.session, PLAIN),
+            replace(CONFIG, look_ahead=look_ahead),
         )  # fmt: skip
         self.round_index = 0
 
@@ -77,7 +78,7 @@ class Side:
             self.session.decide(committed, Counters(0, 0, 0))
         self.round_index += 1
         noise = RoundNoise(self.session.record.seed, Rule.TOKEN, self.session.length)
-        drafted = await self.side.propose(self.round_index, num_draft_tokens, noise)
+        drafted = await self.side.propose(self.round_index, asked(num_draft_tokens), noise)
         await asyncio.sleep(1)
         self.side.settle(self.session.length)
         return drafted

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from session_links import (
+    CONFIG,
     NOISE,
-    PATIENCE,
     PROMPT,
-    TOY,
     ScriptedLink,
-    SessionLookup,
-    berth,
-    heads,
+    asked,
+    draft_of,
     proposal,
     session,
 )
+from virtual_time import virtually
 
-from coordinator.routing import replica_pool as mailbox
-from coordinator.routing.draft_client import DraftClient, PushedProposals
-from coordinator.routing.replica_pool import ReplicaConnection
-from outrider.clock import run_virtually
+from coordinator.routing.draft_client import PushedProposals
 from outrider.errors import LinkLost
 from outrider.messages import ProposalReply, ReplyKey
-from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.tokens import TokenSequence
@@ -95,41 +89,28 @@ def test_a_proposal_is_cut_with_its_q() -> None:
     assert SealedProposal((1, 2, 3)).cut(2) == SealedProposal((1, 2))
 
 
-def with_draft(
-    link: ScriptedLink, test: Callable[[DraftClient, Session], Coroutine[Any, Any, None]]
-) -> None:
-    async def main() -> None:
-        one = session()
-        await test(
-            DraftClient(berth(link), heads(one), PATIENCE, SessionLookup(), look_ahead=6), one
-        )
-
-    run_virtually(main())
-
-
-def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
+@virtually
+async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     link = ScriptedLink()
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        draft.prefill(0, 3)
-        link.on_answer(pushed(1, 4, (9,)))
-        one.decide((9,), Counters())
-        drafted = await draft.propose(1, 2, NOISE)
-        assert (drafted.proposal.token_ids, drafted.ahead, drafted.source != "fallback") == (
-            (1, 2), True, True,
-        )  # fmt: skip
-        await asyncio.sleep(0)  # Whoever writes the verification to its stream has this turn.
-        assert len(link.sent) == 1
-        await asyncio.sleep(0)
-        assert len(link.sent) == 2
-        draft.settle(5)
-        link.on_answer(pushed(2, 5, (1, 7)))
-        one.decide((1, 7), Counters())
-        assert (await draft.propose(2, 3, NOISE)).ahead
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    with_draft(link, test)
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(0, 3)
+    link.on_answer(pushed(1, 4, (9,)))
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(2), NOISE)
+    assert (drafted.proposal.token_ids, drafted.ahead, drafted.source != "fallback") == (
+        (1, 2), True, True,
+    )  # fmt: skip
+    await asyncio.sleep(0)  # Whoever writes the verification to its stream has this turn.
+    assert len(link.sent) == 1
+    await asyncio.sleep(0)
+    assert len(link.sent) == 2
+    draft.settle(5)
+    link.on_answer(pushed(2, 5, (1, 7)))
+    one.decide((1, 7), Counters())
+    assert (await draft.propose(2, asked(3), NOISE)).ahead
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     prefill, first, second = link.sent
     assert (prefill.held, prefill.num_draft_tokens, prefill.look_ahead) == ((), 3, 6)
     # It has the prompt, and was told of what it proposed as far as that was cut.
@@ -137,83 +118,64 @@ def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     assert (second.held, second.head.base_length, second.head.append) == ((1, 2, 3), 6, (7,))
 
 
-def test_a_miss_asks_and_learns_nothing_of_the_others() -> None:
+@virtually
+async def test_a_miss_asks_and_learns_nothing_of_the_others() -> None:
     link = ScriptedLink(None, proposal)
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        draft.prefill(0, 3)
-        link.on_answer(pushed(1, 4, (8,)))
-        one.decide((9,), Counters())
-        drafted = await draft.propose(1, 3, NOISE)
-        assert (drafted.proposal.token_ids, drafted.ahead) == ((0, 1, 2), False)
-
-    with_draft(link, test)
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(0, 3)
+    link.on_answer(pushed(1, 4, (8,)))
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(3), NOISE)
+    assert (drafted.proposal.token_ids, drafted.ahead) == ((0, 1, 2), False)
     assert link.sent[1].held is None
 
 
-def test_a_push_that_crosses_the_question_answers_it() -> None:
+@virtually
+async def test_a_push_that_crosses_the_question_answers_it() -> None:
     """The answer that follows is the same, and is dropped; so is a push of another outcome. It is
-    not stale, also when its round is over, or its session; a third one would be."""
+    not stale, also when its round is over; a third one would be."""
     link = ScriptedLink()
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        [office] = draft._route._pool.replicas.values()
-        draft.prefill(0, 3)
-        one.decide((9,), Counters())
-        loop = asyncio.get_running_loop()
-        loop.call_later(0.1, link.on_answer, pushed(1, 4, (8,), tokens=(5, 5, 5)))
-        loop.call_later(0.2, link.on_answer, pushed(1, 4, (9,)))
-        drafted = await draft.propose(1, 2, NOISE)
-        assert loop.time() == pytest.approx(0.2)
-        assert (drafted.proposal.token_ids, drafted.source != "fallback") == ((1, 2), True)
-        draft.settle(5)
-        link.on_answer(pushed(2, 5, (7,)))
-        one.decide((7,), Counters())
-        assert (await draft.propose(2, 3, NOISE)).ahead
-        link.on_answer(proposal(link.sent[1]))
-        assert office.num_stale == 0
-        link.on_answer(proposal(link.sent[1]))
-        assert office.num_stale == 1
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        one.decide((1,), Counters())
-        loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
-        await draft.propose(3, 2, NOISE)
-        draft.close()
-        link.on_answer(proposal(link.sent[-1]))
-        assert office.num_stale == 1
-
-    with_draft(link, test)
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    [replica] = draft._route._pool.replicas.values()
+    draft.prefill(0, 3)
+    one.decide((9,), Counters())
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.1, link.on_answer, pushed(1, 4, (8,), tokens=(5, 5, 5)))
+    loop.call_later(0.2, link.on_answer, pushed(1, 4, (9,)))
+    drafted = await draft.propose(1, asked(2), NOISE)
+    assert loop.time() == pytest.approx(0.2)
+    assert (drafted.proposal.token_ids, drafted.source != "fallback") == ((1, 2), True)
+    draft.settle(5)
+    link.on_answer(pushed(2, 5, (7,)))
+    one.decide((7,), Counters())
+    assert (await draft.propose(2, asked(3), NOISE)).ahead
+    link.on_answer(proposal(link.sent[1]))
+    assert replica.num_stale == 0
+    link.on_answer(proposal(link.sent[1]))
+    assert replica.num_stale == 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    one.decide((1,), Counters())
+    loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
+    await draft.propose(3, asked(2), NOISE)
+    link.on_answer(proposal(link.sent[-1]))
+    assert replica.num_stale == 1
+    draft.close()
 
 
-def test_a_repeat_that_never_comes_takes_no_room_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that a broken connection keeps from coming."""
-    monkeypatch.setattr(mailbox, "REPEATS_MAX", 2)
-    link = ScriptedLink()
-    office: ReplicaConnection[Any, Any] = ReplicaConnection(link, "r0", TOY)
-    for number in range(3):
-        office.expect_repeat(ReplyKey("0" * 32, 1, number))
-    for number in range(3):
-        link.on_answer(pushed(number, 4, ()))
-        assert office.num_stale == 1
-    office.expect_repeat(ReplyKey("0" * 32, 1, 4))
-    office.lose(LinkLost("down"))
-    link.on_answer(pushed(4, 4, ()))
-    assert office.num_stale == 2
-
-
-def test_a_hit_stands_though_the_draft_has_gone() -> None:
+@virtually
+async def test_a_hit_stands_though_the_draft_has_gone() -> None:
     link = ScriptedLink(None, LinkLost("down"))
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        draft.prefill(0, 3)
-        link.on_answer(pushed(1, 4, (9,)))
-        one.decide((9,), Counters())
-        assert (await draft.propose(1, 3, NOISE)).ahead
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        one.decide((4,), Counters())
-        drafted = await draft.propose(2, 3, NOISE)
-        assert drafted.source == "fallback"
-
-    with_draft(link, test)
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(0, 3)
+    link.on_answer(pushed(1, 4, (9,)))
+    one.decide((9,), Counters())
+    assert (await draft.propose(1, asked(3), NOISE)).ahead
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    one.decide((4,), Counters())
+    drafted = await draft.propose(2, asked(3), NOISE)
+    assert drafted.source == "fallback"

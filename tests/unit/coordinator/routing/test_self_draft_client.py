@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from session_links import CONFIG, asked, context_of, session
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
 from coordinator.routing.drafts import NextWanted, SessionLookup
 from outrider.clock import run_virtually
+from outrider.config import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
-from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
@@ -26,16 +27,19 @@ Q = DraftDistribution((4, 5), (2**15, 2**15))
 
 
 def self_drafts(
-    rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8
+    rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8, **fields: Any
 ) -> SelfDraftClient:
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
-    new = SessionRecord.new(
-        session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
-        prompt_ids=PROMPT,
-    )  # fmt: skip
-    session = Session(new)
-    fallback = SessionLookup(NgramDrafter(), session, SamplingParams())
-    return SelfDraftClient(session, fallback, confident, model_tokens=model_tokens)
+    one = session(PROMPT, rule, NAME, seed=1)
+    config = CONFIG
+    if confident is not None:
+        hybrid = DraftConfig(
+            model="hybrid:ngram,medusa:heads", hybrid_min_score=confident,
+            hybrid_model_tokens=model_tokens,
+        )  # fmt: skip
+        config = replace(CONFIG, lookup=hybrid)
+    lookup = SessionLookup(NgramDrafter(), one, SamplingParams())
+    return SelfDraftClient(context_of(one, **fields), lookup, config)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
@@ -65,15 +69,16 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
 def test_how_much_of_the_next_round_is_asked_for(
     length: RoundLength, room: int, wanted: NextWanted
 ) -> None:
-    assert self_drafts().next_wanted(length, room) == wanted
+    assert replace(self_drafts().next_wanted(length, room), budget_us=0) == wanted
 
 
 def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
     """However many a look-up may propose."""
     drafts = self_drafts(confident=0.6, model_tokens=2)
     length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
-    assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1))
-    assert drafts.next_wanted(replace(length, next_max=1), 99) == NextWanted(1, (2,))
+    assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1), budget_us=500_000)
+    fewer = drafts.next_wanted(replace(length, next_max=1), 99)
+    assert fewer == NextWanted(1, (2,), budget_us=500_000)
 
 
 async def test_heads_of_a_hybrid_count_as_asked_for_the_whole_round() -> None:
@@ -81,7 +86,7 @@ async def test_heads_of_a_hybrid_count_as_asked_for_the_whole_round() -> None:
     drafts = self_drafts(confident=4.0, model_tokens=1)
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(1)))
-    drafted = await drafts.propose(1, 3, NOISE)
+    drafted = await drafts.propose(1, asked(3), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(1), 3)
 
 
@@ -91,23 +96,21 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
-    drafted = await drafts.propose(1, 2, NOISE)
+    drafted = await drafts.propose(1, asked(2), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
     assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25, 0.125))
-    again = await drafts.propose(2, 2, NOISE)
+    again = await drafts.propose(2, asked(2), NOISE)
     assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
 
 
 async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     """Of a proposal that it had no more time for nothing is learned beyond its tokens."""
-    session = self_drafts()._session
-    fallback = SessionLookup(NgramDrafter(), session, SamplingParams())
-    drafts = SelfDraftClient(session, fallback, None, draft_s=0.025)
+    drafts = self_drafts(draft_deadline_ms=25)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
     assert drafts.next_wanted(untimed, 99).budget_us == 0
     assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000
     drafts.hear(replace(verdict(sealed(2)), next_out_of_time=True))
-    drafted = await drafts.propose(1, 3, NOISE)
+    drafted = await drafts.propose(1, asked(3), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
 
 
@@ -117,10 +120,10 @@ async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: 
     drafts = self_drafts(confident=confident)
     drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
     drafts.hear(verdict(sealed(2)))
-    drafted = await drafts.propose(1, 2, NOISE)
+    drafted = await drafts.propose(1, asked(2), NOISE)
     assert drafted.num_asked == 2
     assert drafted.proposal.token_ids == ((2, 3) if is_sure else (4, 5))
-    assert (await drafts.propose(2, 2, NOISE)).num_asked == (2 if is_sure else 0)
+    assert (await drafts.propose(2, asked(2), NOISE)).num_asked == (2 if is_sure else 0)
 
 
 @pytest.mark.parametrize(("confident", "by_stand_in"), [(0.5, True), (4.0, False)])
@@ -133,7 +136,7 @@ async def test_who_proposes_says_nothing_of_what_the_target_drew(
         drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
         drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
-        drafted = await drafts.propose(1, 2, NOISE)
+        drafted = await drafts.propose(1, asked(2), NOISE)
         assert (drafted.beside is None) is by_stand_in
         assert drafted.num_asked == 2
         assert drafted.proposal.token_ids == ((2, 3) if by_stand_in else token_ids)
@@ -143,7 +146,7 @@ async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(1, 0, next_max=1), 99)
     drafts.hear(verdict(sealed(1)))
-    drafted = await drafts.propose(1, 4, NOISE)
+    drafted = await drafts.propose(1, asked(4), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(1), 1)
 
 
@@ -154,11 +157,11 @@ async def test_siblings_come_with_their_tokens() -> None:
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
     tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
     drafts.hear(verdict(tree))
-    drafted = await drafts.propose(1, 2, NOISE)
+    drafted = await drafts.propose(1, asked(2), NOISE)
     assert drafted.proposal.open() == Proposal((4, 5, 1, 2, 3), (Q, other), (-1, -1, 0, 0, 0))
     assert (drafted.num_asked, drafted.siblings) == (2, (1, 2))
     drafts.hear(verdict(SealedProposal.of(Proposal((4, 1, 2), (None, other), (-1, 0, 0)))))
-    assert (await drafts.propose(1, 1, NOISE)).proposal == SealedProposal.of(
+    assert (await drafts.propose(1, asked(1), NOISE)).proposal == SealedProposal.of(
         Proposal((4,), (None,))
     )
 
@@ -169,14 +172,14 @@ async def test_a_missing_proposal_counts_as_a_stand_in_where_one_was_wanted() ->
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
         drafts.next_wanted(length, 99)
         drafts.hear(verdict(SealedProposal()))
-        assert ((await drafts.propose(1, 2, NOISE)).source == "fallback") is wanted
+        assert ((await drafts.propose(1, asked(2), NOISE)).source == "fallback") is wanted
 
 
 async def test_what_extends_something_else_is_not_used() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
-    assert (await drafts.propose(1, 2, NOISE)).proposal.token_ids == (2, 3)
+    assert (await drafts.propose(1, asked(2), NOISE)).proposal.token_ids == (2, 3)
 
 
 async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
@@ -184,7 +187,7 @@ async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
     drafts.hear(verdict(SealedProposal()))
-    assert (await drafts.propose(1, 2, NOISE)).num_asked == 0
+    assert (await drafts.propose(1, asked(2), NOISE)).num_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ async def test_what_nobody_asked_for_is_not_used(
     drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
     drafts.hear(verdict(proposal))
     assert message in caplog.text
-    assert (await drafts.propose(1, 2, NOISE)).num_asked == 0
+    assert (await drafts.propose(1, asked(2), NOISE)).num_asked == 0
 
 
 def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
@@ -212,5 +215,5 @@ def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None
     drafts.reject()
     assert drafts.next_wanted(RoundLength(1, 0, next_max=3), 99) == NextWanted()
     drafts.hear(verdict(sealed(3)))
-    drafted = run_virtually(drafts.propose(1, 3, NOISE))
+    drafted = run_virtually(drafts.propose(1, asked(3), NOISE))
     assert drafted.proposal.token_ids == (2, 3, 1)

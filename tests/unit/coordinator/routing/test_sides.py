@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 from session_links import (
+    ANSWER_S,
     NOISE,
-    PATIENCE,
     PROMPT,
+    RETRY_S,
+    TOY,
     ScriptedLink,
-    SessionLookup,
-    berth,
-    heads,
+    asked,
+    draft_of,
     proposal,
     refuse,
     session,
+    target_of,
     verdict,
-    with_draft,
     with_target,
 )
 from virtual_time import virtually
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.drafts import NextWanted
 from coordinator.routing.target_client import TargetClient
-from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -55,17 +54,16 @@ from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import RequestObserver
 
 
-def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
+@virtually
+async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     link = ScriptedLink(verdict, verdict)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        reply = await target.verify(0, NOTHING_SEALED, 0, None)
-        target.settle(reply, one.length)
-        one.decide((9,), Counters())
-        await target.verify(1, SealedProposal((1, 2)), 0, None)
-        assert target.cache_state == CacheState("r0", 4)
-
-    with_target(link, test)
+    one = session()
+    target = target_of(link, one=one)
+    reply = await target.verify(0, NOTHING_SEALED)
+    target.settle(reply, one.length)
+    one.decide((9,), Counters())
+    await target.verify(1, SealedProposal((1, 2)))
+    assert target.cache_state == CacheState("r0", 4)
     first, second = (item.head for item in link.sent)
     assert (first.base_length, first.append) == (0, PROMPT)
     assert (second.base_length, second.append) == (4, (9,))
@@ -75,41 +73,36 @@ def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
     link = ScriptedLink(None, None, verdict)
 
     async def test(target: TargetClient, one: Session) -> float:
-        await target.verify(0, NOTHING_SEALED, 0, None)
+        await target.verify(0, NOTHING_SEALED)
         return asyncio.get_running_loop().time()
 
     assert with_target(link, test) == pytest.approx(3.0)  # 1 s, then 2 s.
     assert len(link.sent) == 3
 
 
-def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
+@virtually
+async def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
     """Its stream stands, but its steps may hang."""
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
-
-    async def main() -> None:
-        one = session()
-        target = TargetClient(berth(hanging, other), heads(one), PATIENCE)
-        reply = await target.verify(0, NOTHING_SEALED, 0, None)
-        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-        target.settle(reply, one.length)
-        assert target.cache_state.replica == "r1"
-
-    run_virtually(main())
+    one = session()
+    target = target_of(hanging, other, one=one)
+    reply = await target.verify(0, NOTHING_SEALED)
+    assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+    target.settle(reply, one.length)
+    assert target.cache_state.replica == "r1"
     assert len(hanging.sent) == 2
     assert [item.head.base_length for item in other.sent] == [0]
 
 
-def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
+@virtually
+async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     def resync(length: int, digest_of: tuple[int, ...]) -> Callable[[Any], Resync]:
         digest = session(digest_of).tokens.digest()
         return lambda item: Resync(item.head.key, length, digest)
 
     link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        await target.verify(0, NOTHING_SEALED, 0, None)
-
-    with_target(link, test)
+    target = target_of(link)
+    await target.verify(0, NOTHING_SEALED)
     assert [item.head.base_length for item in link.sent] == [0, 2, 0]
 
 
@@ -118,19 +111,17 @@ def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
 
     async def test(target: TargetClient, one: Session) -> float:
         with pytest.raises(Unavailable, match="no target can be reached"):
-            await target.verify(0, NOTHING_SEALED, 0, None)
+            await target.verify(0, NOTHING_SEALED)
         return asyncio.get_running_loop().time()
 
     assert 4.0 <= with_target(link, test) <= 6.0
 
 
-def test_a_target_that_comes_back_is_used_again() -> None:
+@virtually
+async def test_a_target_that_comes_back_is_used_again() -> None:
     link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        await target.verify(0, NOTHING_SEALED, 0, None)
-
-    with_target(link, test)
+    target = target_of(link)
+    await target.verify(0, NOTHING_SEALED)
 
 
 @pytest.mark.parametrize(
@@ -144,13 +135,12 @@ def test_a_target_that_comes_back_is_used_again() -> None:
         (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
     ],
 )
-def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
-    async def test(target: TargetClient, one: Session) -> None:
-        with pytest.raises(becomes) as caught:
-            await target.verify(0, NOTHING_SEALED, 0, None)
-        assert caught.value.grpc_code == becomes.grpc_code
-
-    with_target(ScriptedLink(refuse(refusal)), test)
+@virtually
+async def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
+    target = target_of(ScriptedLink(refuse(refusal)))
+    with pytest.raises(becomes) as caught:
+        await target.verify(0, NOTHING_SEALED)
+    assert caught.value.grpc_code == becomes.grpc_code
 
 
 def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
@@ -158,11 +148,11 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
     link = ScriptedLink(verdict, verdict)
 
     async def test(target: TargetClient, one: Session) -> float:
-        reply = await target.verify(0, NOTHING_SEALED, 8, None)
+        reply = await target.verify(0, NOTHING_SEALED, 8)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
         link.on_lost(LinkLost("keepalive"))
-        await target.verify(1, NOTHING_SEALED, 8, None)
+        await target.verify(1, NOTHING_SEALED, 8)
         return asyncio.get_running_loop().time()
 
     assert with_target(link, test) < 0.01
@@ -177,7 +167,7 @@ def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> N
         for index in range(10):
             sent = len(link.sent)
             link.script = [None]
-            task = asyncio.create_task(target.verify(index, NOTHING_SEALED, 8, None))
+            task = asyncio.create_task(target.verify(index, NOTHING_SEALED, 8))
             await asyncio.sleep(0.01)
             if len(link.sent) > sent:
                 asked.append(index)
@@ -191,42 +181,41 @@ def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> N
     assert with_target(link, test) == [0, 5]
 
 
-def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
+@virtually
+async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
     link = ScriptedLink(verdict)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        reply = await target.verify(0, NOTHING_SEALED, 0, None)
-        target.settle(reply, one.length)
-        one.decide((9,), Counters())
-        link.script = [None]
-        task = asyncio.create_task(target.verify(1, NOTHING_SEALED, 0, None))
-        await asyncio.sleep(0.01)
-        stale, item = link.sent
-        link.on_answer(verdict(stale, correction=1))
-        link.on_answer(verdict(item, correction=2))
-        link.on_answer(verdict(item, correction=3))
-        assert (await task).verdict.correction == (2,)
-
-    with_target(link, test)
+    one = session()
+    target = target_of(link, one=one)
+    reply = await target.verify(0, NOTHING_SEALED)
+    target.settle(reply, one.length)
+    one.decide((9,), Counters())
+    link.script = [None]
+    task = asyncio.create_task(target.verify(1, NOTHING_SEALED))
+    await asyncio.sleep(0.01)
+    stale, item = link.sent
+    link.on_answer(verdict(stale, correction=1))
+    link.on_answer(verdict(item, correction=2))
+    link.on_answer(verdict(item, correction=3))
+    assert (await task).verdict.correction == (2,)
 
 
-def test_a_draft_reads_the_prompt_once() -> None:
+@virtually
+async def test_a_draft_reads_the_prompt_once() -> None:
     link = ScriptedLink(proposal, proposal)
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        draft.prefill(0, 3)
-        one.decide((9,), Counters())
-        drafted = await draft.propose(1, 3, NOISE)
-        assert drafted.source != "fallback"
-        assert drafted.proposal.token_ids == (0, 1, 2)
-
-    with_draft(link, test)
+    one = session()
+    draft = draft_of(link, one=one)
+    draft.prefill(0, 3)
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(3), NOISE)
+    assert drafted.source != "fallback"
+    assert drafted.proposal.token_ids == (0, 1, 2)
     prefill, item = link.sent
     assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
     assert (item.head.base_length, item.head.append) == (4, (9,))
 
 
-def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
+@virtually
+async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     """What it has not answered to; all that are kept where it asks for a resync."""
 
     def resync(item: Any) -> Resync:
@@ -238,95 +227,83 @@ def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
         return VerdictReply(key, Verdict((), (9,)), 0, features=features)
 
     link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
-
-    async def main() -> None:
-        one = session()
-        draft = DraftClient(berth(link), heads(one), PATIENCE, SessionLookup(), reads_features=True)
-        wanted = draft.next_wanted(RoundLength(2, 0), 9)
-        assert wanted == NextWanted(features=True)
-        for index in range(5):
-            await draft.propose(index, 1, NOISE)
-            draft.hear(shown(3 + index))
-            one.decide((9,), Counters())
-            draft.settle(one.length)
-        await asyncio.sleep(PATIENCE.draft_retry_s)
-        await draft.propose(5, 1, NOISE)
-
-    run_virtually(main())
+    link.description = replace(TOY, reads_features=True)
+    one = session()
+    draft = draft_of(link, one=one)
+    wanted = draft.next_wanted(RoundLength(2, 0), 9)
+    assert wanted == NextWanted(features=True)
+    for index in range(5):
+        await draft.propose(index, asked(1), NOISE)
+        draft.hear(shown(3 + index))
+        one.decide((9,), Counters())
+        draft.settle(one.length)
+    await asyncio.sleep(RETRY_S)
+    await draft.propose(5, asked(1), NOISE)
     sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
     assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
 
 
-def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
+@virtually
+async def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
     link = ScriptedLink(verdict, verdict)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        for wants in (True, False):
-            wanted = NextWanted(features=wants)
-            await target.verify(0 if wants else 1, NOTHING_SEALED, 0, None, wanted)
-
-    with_target(link, test)
+    target = target_of(link)
+    for wants in (True, False):
+        wanted = NextWanted(features=wants)
+        await target.verify(0 if wants else 1, NOTHING_SEALED, wanted=wanted)
     assert [item.wants_features for item in link.sent] == [True, False]
 
 
 @pytest.mark.parametrize("draft_budget_s", [math.inf, 0.02])
-def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(
+@virtually
+async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(
     draft_budget_s: float,
 ) -> None:
     """It is waited for beyond the time that it has, as a healthy one would have answered by then.
     Of what somebody else proposes nothing is learned."""
     link = ScriptedLink()
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        loop = asyncio.get_running_loop()
-        drafted = await draft.propose(1, 3, NOISE, draft_budget_s=draft_budget_s)
-        assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
-        waited_s = min(draft_budget_s, PATIENCE.draft_answer_s) + SILENT_DRAFT_S
-        assert loop.time() == drafted.seconds == pytest.approx(waited_s)
-        for index in (2, 3):
-            assert (await draft.propose(index, 3, NOISE)).proposal.token_ids == (1,)
-        assert loop.time() == drafted.seconds
-        link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
-        link.script = [proposal]
-        assert (await draft.propose(4, 3, NOISE)).source != "fallback"
-
-    with_draft(link, test)
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    drafted = await draft.propose(1, asked(3, draft_budget_s=draft_budget_s), NOISE)
+    assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
+    waited_s = min(draft_budget_s, ANSWER_S) + SILENT_DRAFT_S
+    assert loop.time() == drafted.seconds == pytest.approx(waited_s)
+    for index in (2, 3):
+        assert (await draft.propose(index, asked(3), NOISE)).proposal.token_ids == (1,)
+    assert loop.time() == drafted.seconds
+    link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
+    link.script = [proposal]
+    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
 
 
-def test_an_absent_draft_is_probed_without_waiting() -> None:
+@virtually
+async def test_an_absent_draft_is_probed_without_waiting() -> None:
     link = ScriptedLink(LinkLost("down"))
-
-    async def test(draft: DraftClient, one: Session) -> None:
-        loop = asyncio.get_running_loop()
-        assert (await draft.propose(1, 3, NOISE)).source == "fallback"
-        assert (await draft.propose(2, 3, NOISE)).source == "fallback"
-        assert len(link.sent) == 1
-        await asyncio.sleep(PATIENCE.draft_retry_s)
-        start = loop.time()
-        link.script = [proposal, proposal]
-        assert (await draft.propose(3, 3, NOISE)).source == "fallback"
-        assert loop.time() == start
-        await asyncio.sleep(0.01)
-        assert (await draft.propose(4, 3, NOISE)).source != "fallback"
-
-    with_draft(link, test)
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
+    assert (await draft.propose(2, asked(3), NOISE)).source == "fallback"
+    assert len(link.sent) == 1
+    await asyncio.sleep(RETRY_S)
+    start = loop.time()
+    link.script = [proposal, proposal]
+    assert (await draft.propose(3, asked(3), NOISE)).source == "fallback"
+    assert loop.time() == start
+    await asyncio.sleep(0.01)
+    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
 
 
 @pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
-def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
-    async def test(draft: DraftClient, one: Session) -> None:
-        assert (await draft.propose(1, 3, NOISE)).source == "fallback"
+@virtually
+async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
+    draft = draft_of(ScriptedLink(refuse(error)))
+    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
 
-    with_draft(ScriptedLink(refuse(error)), test)
 
-
-def test_closing_a_side_lets_the_replica_forget() -> None:
+@virtually
+async def test_closing_a_side_lets_the_replica_forget() -> None:
     link = ScriptedLink()
-
-    async def test(target: TargetClient, one: Session) -> None:
-        target.close()
-
-    with_target(link, test)
+    target = target_of(link)
+    target.close()
     assert link.released == ["0" * 32]
 
 
@@ -355,7 +332,8 @@ def opened(item: Any) -> Any:
     ("q", "num_verified", "is_broken"),
     [(READABLE.q, 1, False), (b"?", 0, False), (READABLE.q * 3, 0, True)],
 )
-def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
+@virtually
+async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     q: bytes, num_verified: int, is_broken: bool
 ) -> None:
     """The rest counts as refused, in a verdict for all of it. The first sending is asked again
@@ -363,27 +341,22 @@ def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     proposal = SealedProposal((1, 2), q)
     link = ScriptedLink(None, opened)
     seen = Unreadable()
-
-    async def main() -> None:
-        one = session(rule=Rule.TOKEN)
-        target = TargetClient(berth(link), heads(one, seen), PATIENCE)
-        loop = asyncio.get_running_loop()
-        loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
-        loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
-        reply = await target.verify(1, proposal, 0, None)
-        assert reply.verdict.accept_probability == (1.0,) * num_verified + (0.0,) * (
-            2 - num_verified
-        )
-        assert reply.verdict.correction[: num_verified + 1] == (9,) * (num_verified + 1)
-        assert len(reply.verdict.correction) == 3
-        assert target.found_broken_draft is is_broken
-
-    run_virtually(main())
+    one = session(rule=Rule.TOKEN)
+    target = target_of(link, one=one, observer=seen)
+    loop = asyncio.get_running_loop()
+    loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
+    loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
+    reply = await target.verify(1, proposal)
+    assert reply.verdict.accept_probability == (1.0,) * num_verified + (0.0,) * (2 - num_verified)
+    assert reply.verdict.correction[: num_verified + 1] == (9,) * (num_verified + 1)
+    assert len(reply.verdict.correction) == 3
+    assert target.found_broken_draft is is_broken
     assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
     assert seen.num == 1
 
 
-def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
+@virtually
+async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     """It can be read here, so nothing is cut; the target refuses it each time."""
     proposal = SealedProposal((1,), READABLE.q)
 
@@ -392,16 +365,12 @@ def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
 
     link = ScriptedLink(*[only_nothing] * 9)
     seen = Unreadable()
-
-    async def main() -> None:
-        target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN), seen), PATIENCE)
-        async with asyncio.timeout(20):
-            reply = await target.verify(1, proposal, 0, None)
-        assert reply.verdict.accept_probability == (0.0,)
-        assert reply.verdict.correction[0] == 9
-        assert target.found_broken_draft
-
-    run_virtually(main())
+    target = target_of(link, one=session(rule=Rule.TOKEN), observer=seen)
+    async with asyncio.timeout(20):
+        reply = await target.verify(1, proposal)
+    assert reply.verdict.accept_probability == (0.0,)
+    assert reply.verdict.correction[0] == 9
+    assert target.found_broken_draft
     assert [len(item.proposal) for item in link.sent] == [1, 1, 0]
     assert seen.num == 1
 
@@ -418,17 +387,15 @@ async def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_f
         return replace(answer, logprobs=entries)
 
     link = ScriptedLink(with_logprobs, with_logprobs)
-    target = TargetClient(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
-    reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
+    target = target_of(link, one=session(rule=Rule.TOKEN), logprobs=1)
+    reply = await target.verify(1, SealedProposal((1, 2), READABLE.q))
     assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
 
 
-def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
+@virtually
+async def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
     link = ScriptedLink(opened, opened)
-
-    async def test(target: TargetClient, one: Session) -> None:
-        reply = await target.verify(1, SealedProposal((1, 2), b"?"), 0, None)
-        assert reply.verdict.accept_probability == (1.0, 1.0)
-        assert not target.found_broken_draft
-
-    with_target(link, test)
+    target = target_of(link)
+    reply = await target.verify(1, SealedProposal((1, 2), b"?"))
+    assert reply.verdict.accept_probability == (1.0, 1.0)
+    assert not target.found_broken_draft

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from session_links import TOY, ScriptedLink
+from session_links import TOY, ScriptedLink, context_of, session
 
-from coordinator.routing.replica_pool import Mailbox, ReplicaPool
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
@@ -30,11 +30,8 @@ async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
     link = ScriptedLink()
     pool: ReplicaPool[Any, Any] = ReplicaPool("draft")
     pool.admit("d", link, TOY)
-    box: Mailbox[Any] = Mailbox(1)
-    found = pool.find(b"", "")
-    assert found is not None
-    found.open(SESSION, box)
-    box.begin(2)
+    route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(session(name=SESSION)))
+    route.begin(2)
     for answer in (
         proposal(2),
         proposal(3),
@@ -48,7 +45,7 @@ async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
     for num, answer in enumerate(late, start=1):
         link.on_answer(answer)
         assert pool.num_stale == num
-    found.leave(SESSION)
+    route.close()
     link.on_answer(proposal(3, assumed=(4,)))
     assert pool.num_stale == 5
     link.on_answer(proposal(3))
@@ -75,10 +72,5 @@ async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
     pool.admit("b", ScriptedLink(), TOY)
     for number in range(2 * TOY.max_num_seqs):
         assert not pool.is_full
-        office = min(
-            (pool.find(b"%d" % n, "") for n in range(8)),
-            key=lambda one: 99 if one is None else one.num_boxes,
-        )
-        assert office is not None
-        office.open(f"{number:032x}", Mailbox(1))
+        SessionRoute(pool, context_of(session((number,) * 40, name=f"{number:032x}")))
     assert pool.is_full

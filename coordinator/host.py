@@ -1,0 +1,294 @@
+"""What a coordinator's process hosts: its links, its store, its gRPC and HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator.auth.access_control import AccessControl, access_control_of
+from coordinator.auth.rate_limits import Limiter, RedisSlots
+from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from coordinator.routing.discovery import Discovery, replicas_at_first
+from outrider.closing import run_all
+from outrider.config import CoordinatorConfig
+from outrider.drafters.lookup import NgramConfig, NgramDrafter
+from outrider.limits import SEED_BITS
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
+from outrider.replica.process_setup import advertised, build_lookup
+from outrider.sessions.redis_store import RedisStore
+from outrider.settings import blaming
+from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.link import Link
+from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.tls import internal_trust, server_credentials
+from outrider.v1 import coordinator_pb2
+
+from .grpc_api import CoordinatorServicer
+from .service import CoordinatorService
+
+if TYPE_CHECKING:
+    from outrider.telemetry.setup import Exports
+    from outrider.tokenizer import TokenizerText
+
+_log = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S: Final = 1.0
+"""Between two looks at whether requests can be served."""
+_SERVICE: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+
+
+class CoordinatorHost:
+    """One coordinator. `start` raises `ConfigError`, `Unavailable`, `Incompatible`."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.engagement = Engagement(address="")
+        self.service: CoordinatorService | None = None
+        self.access: AccessControl | None = None
+        self.server: RpcServer | None = None
+        self.http: HttpServer | None = None
+        self.exports: Exports | None = None
+        self.announcer: Lease | None = None
+        self.followers: list[asyncio.Task[None]] = []
+        self._health: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Connects to the store, the targets and the drafts, and serves; the address that clients
+        call."""
+        config, member = self._config, self._config.membership
+        registry = None
+        drafts_at_first = {"draft-0": config.draft_address} if config.draft_address else {}
+        begun_with = ({"target-0": config.target_address}, drafts_at_first)
+        if member is not None:
+            registry = RedisRegistry(member.redis, member.deployment)
+            begun_with = await replicas_at_first(registry)
+        links = _links_by(config)
+        targets, drafts = (
+            {name: link(address) for name, address in known.items()}
+            for link, known in zip(links, begun_with, strict=True)
+        )
+        observation = self.observe()
+        service = self.service = CoordinatorService(
+            config,
+            owner_name(config),
+            store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
+            targets=targets,
+            drafts=drafts,
+            fallback=(build_lookup(config.lookup) if config.lookup else None)
+            or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
+            text=_load_text(config),
+            random_seed=_random_seeds(config.seed),
+            observation=observation,
+            registry=registry,
+        )
+        await service.start()
+        access = self.access = _access_control(config)
+        with blaming("ssl_certfile"):
+            tls = _tls_files(config)
+            credentials = None
+            if tls is not None:
+                credentials = server_credentials(tls.certificate, tls.key, tls.authority)
+        self.server = RpcServer(
+            [Service(_SERVICE, CoordinatorServicer(service, access))],
+            ServerOptions(
+                config.host,
+                config.grpc_port,
+                reflection=config.serves_reflection,
+                shares_port=config.shares_ports,
+                takes_over=config.takes_over_ports,
+                guard=access.check_call,
+                credentials=credentials,
+            ),
+        )
+        await self.server.start()
+        http_address = await self.serve_http(service, access) if config.http else ""
+        await self.server.set_serving(True)
+        self._health = asyncio.create_task(report_health(service, self.server, self.http))
+        address = advertised(config.host, self.server.address)
+        if registry is not None and member is not None:
+            roles: tuple[Role, ...] = ("target", "draft")
+            followers = [Discovery("coordinator", service.fleet, registry)] + [
+                Discovery(role, service.fleet, registry, link, known)
+                for role, link, known in zip(roles, links, begun_with, strict=True)
+            ]
+            self.followers = [asyncio.create_task(one.run()) for one in followers]
+            self.announcer = Lease(registry, lambda: _record(service, member.name, address))
+            await self.announcer.start()
+        self.engagement = Engagement(
+            address=address, slot=config.slot, plan=config.plan, http_address=http_address
+        )
+        return address
+
+    async def serve_http(self, service: CoordinatorService, access: AccessControl) -> str:
+        """Where it answers by HTTP."""
+        config, scrape, times = self._config, None, None
+        if self.exports is not None:
+            from outrider.telemetry.http_times import HttpTimes
+
+            scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
+        self.http = HttpServer(
+            service,
+            HttpOptions(
+                config.host,
+                config.port,
+                config.shares_ports,
+                config.takes_over_ports,
+                metrics=None if scrape is None else scrape.render,
+                access=access,
+                tls=_tls_files(config),
+                times=times,
+            ),
+        )
+        await self.http.start()
+        return advertised(config.host, self.http.address)
+
+    def observe(self) -> Observation:
+        """Starts the telemetry that the configuration asks for."""
+        config = self._config
+        if not config.telemetry and not config.http:
+            return UNOBSERVED
+        # OpenTelemetry and torch are imported only where they are needed.
+        from outrider.telemetry.request_spans import Detail, ObservedRequests
+        from outrider.telemetry.setup import start_exports
+
+        self.exports = start_exports(
+            config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http
+        )
+        if self.exports is None:
+            return UNOBSERVED
+        detail = Detail(config.trace_first_rounds, config.trace_every_rounds, config.trace_prompts)
+        return ObservedRequests(self.exports.tracer, self.exports.meter, detail)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        if self.server is not None:
+            await self.server.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
+        decided, and closes. Idempotent: concurrent callers await the same end."""
+        if self._stopping is None:
+            self.engagement = replace(self.engagement, leaving=True)
+            self._stopping = asyncio.create_task(self._stop(grace_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, grace_s: float) -> None:
+        if self.service is not None:
+            self.service.hand_over()
+        if self._health is not None:
+            self._health.cancel()
+        servers = [one for one in (self.server, self.http) if one is not None]
+        closed = (self.service, self.announcer, self.access, self.exports)
+        await run_all(
+            *([] if self.announcer is None else [self.announcer.withdraw]),
+            lambda: asyncio.gather(
+                *(run_all(partial(one.stop, grace_s)) for one in servers), return_exceptions=True
+            ),
+            self._end_followers,  # What still ran had to follow replicas that came and went.
+            *(one.close for one in closed if one is not None),
+        )
+
+    async def _end_followers(self) -> None:
+        for task in self.followers:
+            task.cancel()
+        await asyncio.gather(*self.followers, return_exceptions=True)
+
+
+async def report_health(
+    service: CoordinatorService, server: RpcServer, http: HttpServer | None
+) -> None:
+    """Keeps the server's health true; stops both once nothing can be served any more."""
+    serving = True
+    while not service.failed:
+        healthy = await service.healthy() and not (http is not None and http.failed)
+        if healthy != serving:
+            _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
+            await server.set_serving(healthy)
+            serving = healthy
+        await asyncio.sleep(HEALTH_PERIOD_S)
+    _log.critical("commits have ended; the coordinator stops")
+    if http is not None:
+        await http.stop()
+    await server.stop()
+
+
+def owner_name(config: CoordinatorConfig) -> str:
+    """What it is called in the session store. No process before or after it has the name: the lease
+    of the one that took its place would keep the sessions of a dead one from others."""
+    member = config.membership
+    name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
+    return f"{name}-{uuid.uuid4().hex}"
+
+
+def _record(service: CoordinatorService, name: str, address: str) -> ReplicaRecord:
+    return ReplicaRecord(
+        role="coordinator",
+        name=name,
+        address=address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        model=service.model.name,
+        load=service.num_running,
+        figures=service.figures,
+    )
+
+
+def _links_by(
+    config: CoordinatorConfig,
+) -> tuple[Callable[[str], Link[Any, Any]], Callable[[str], Link[Any, Any]]]:
+    """What leads to the target, and to the draft, at an address."""
+    if not config.internal_tls_dir:
+        return target_link, draft_link
+    directory = Path(config.internal_tls_dir)
+    with blaming("internal_tls_dir"):
+        return (
+            partial(target_link, trust=internal_trust(directory, "coordinator", "target")),
+            partial(draft_link, trust=internal_trust(directory, "coordinator", "draft")),
+        )
+
+
+def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
+    """Of the certificate that users see; None = plain text."""
+    if not config.ssl_certfile:
+        return None
+    authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
+    return TlsFiles(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
+
+
+def _access_control(config: CoordinatorConfig) -> AccessControl:
+    if not config.asks_for_keys:
+        return access_control_of("", "")
+    limiter = Limiter(RedisSlots(config.redis))
+    with blaming("api_key_file"):
+        return access_control_of(config.api_key, config.api_key_file, limiter)
+
+
+def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
+    if not config.tokenizer_directory:
+        return None
+    from outrider.tokenizer import TokenizerText
+
+    directory = Path(config.tokenizer_directory)
+    return TokenizerText.load(directory, trust_remote_code=config.trust_remote_code)
+
+
+def _random_seeds(seed: int | None) -> Callable[[], int]:
+    """Seeds come from one stream where the configuration names one, so that a repeated series of
+    requests repeats its answers."""
+    if seed is None:
+        return lambda: secrets.randbits(SEED_BITS)
+    seeds = random.Random(seed)  # noqa: S311 (sampling, not secrecy)
+    return lambda: seeds.getrandbits(SEED_BITS)
