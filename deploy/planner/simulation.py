@@ -691,7 +691,7 @@ class _Fleet:
         for one in self.coordinators:
             if not one.is_lost:
                 pools += [one.service.targets.replicas, one.service.drafts.replicas]
-        found = [session for pool in pools if name in pool for session in pool[name].sessions]
+        found = [session for pool in pools if name in pool for session in pool[name].routes]
         return [session for session in found if session in self._by_session]
 
     def _work(self) -> dict[str, Any]:
