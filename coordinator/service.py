@@ -426,10 +426,10 @@ class CoordinatorService:
             target_drafts=target is not None and target.drafts_itself,
         )  # fmt: skip
         return Decoding(
-            context=context,
-            completion=self._completion(parameters) if replayed is None else replayed.completion,
-            target=TargetClient(self.targets, context, self._config),
-            draft=draft,
+            context,
+            self._completion(parameters) if replayed is None else replayed.completion,
+            TargetClient(self.targets, context, self._config),
+            draft,
             committer=self._committer,
             lengths=self._length_policy(context, drafts=draft is not None),
             length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,

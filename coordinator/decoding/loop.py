@@ -35,43 +35,53 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
-@dataclass(kw_only=True, eq=False)
 class Decoding:
     """Runs the rounds of one open session. The commit of a round and the next round overlap."""
 
-    context: SessionContext
-    completion: Completion
-    target: TargetClient
-    draft: Drafts | None
-    committer: Committer
-    lengths: LengthPolicy
-    length_max: int
-    """The target's: of committed tokens and a proposal's together."""
-    meter: RoundMeter
-    reads_beside: bool = True
-    """Whether the draft reads the prompt while the target does; else it does with the first round
-    that has a draft."""
-    ended: FinishReason | None = None
-    """Why there is nothing to decode, for a completion that was whole when it was resumed."""
-
-    def __post_init__(self) -> None:
-        self.session = self.context.session
-        self.parameters = self.context.parameters
-        self.observer = self.context.observer
-        self.output = OutputQueue(self.session, self.committer, self.observer)
+    def __init__(
+        self,
+        context: SessionContext,
+        completion: Completion,
+        target: TargetClient,
+        draft: Drafts | None,
+        *,
+        committer: Committer,
+        lengths: LengthPolicy,
+        length_max: int,
+        meter: RoundMeter,
+        reads_beside: bool = True,
+        ended: FinishReason | None = None,
+    ) -> None:
+        """`length_max` is the target's: of committed tokens and a proposal's together. The draft
+        reads the prompt while the target does, if it `reads_beside`; else with the first round
+        that has a draft. `ended` is why there is nothing to decode, for a completion that was
+        whole when it was resumed."""
+        self.session = context.session
+        self.parameters = context.parameters
+        self.observer = context.observer
+        self.completion = completion
+        self.committer = committer
+        self.output = OutputQueue(self.session, committer, self.observer)
+        self._target = target
+        self._draft = draft
+        self._lengths = lengths
+        self._length_max = length_max
+        self._meter = meter
+        self._reads_beside = reads_beside
+        self._ended = ended
         self._probe: LookupProbe | None = None
-        if self.draft is not None and self.draft.is_lookup and self.lengths.listens:
+        if self._draft is not None and self._draft.is_lookup and self._lengths.listens:
             num_draft_tokens = self.parameters.num_draft_tokens
-            self._probe = LookupProbe(self.draft.lookup, self.lengths, num_draft_tokens)
+            self._probe = LookupProbe(self._draft.lookup, self._lengths, num_draft_tokens)
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
 
     def close(self) -> None:
         """Frees what the session holds at its replicas."""
-        self.lengths.close()
-        self.target.close()
-        if self.draft is not None:
-            self.draft.close()
+        self._lengths.close()
+        self._target.close()
+        if self._draft is not None:
+            self._draft.close()
 
     async def run(self, deadline: float) -> FinishReason:
         """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
@@ -80,8 +90,8 @@ class Decoding:
         identify(self.session.session_id, self.observer.trace_id)
         try:
             async with asyncio.timeout_at(deadline) as self._deadline:
-                if self.ended is not None:
-                    return self.ended
+                if self._ended is not None:
+                    return self._ended
                 if self._cancelled:
                     return self._interrupted(FinishReason.CANCELLED)
                 return await self._rounds()
@@ -107,8 +117,8 @@ class Decoding:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
-        if self.draft is not None and self.reads_beside and not self.lengths.begins_plain:
-            self.draft.prefill(0, self.parameters.num_draft_tokens)
+        if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
+            self._draft.prefill(0, self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
             await self.committer.room(self.session, self.parameters.num_draft_tokens + 1)
@@ -122,7 +132,7 @@ class Decoding:
         self.observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         noise = RoundNoise(record.seed, record.rule, start_length)
-        length = self.lengths.choose(index, self.completion.remaining)
+        length = self._lengths.choose(index, self.completion.remaining)
         drafted = await self._propose(index, length, noise)
         asked_at = asyncio.get_running_loop().time()
         reply = await self._verify(index, length, drafted)
@@ -138,10 +148,10 @@ class Decoding:
             noise.accept_uniforms(len(proposal), proposal.parents),
             proposal.parents,
         )
-        self.target.settle(reply, start_length + outcome.num_accepted)
-        if self.draft is not None:
-            self.draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
-        if self.lengths.listens:
+        self._target.settle(reply, start_length + outcome.num_accepted)
+        if self._draft is not None:
+            self._draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
+        if self._lengths.listens:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
             if length.num_draft_tokens == 0:
@@ -153,13 +163,13 @@ class Decoding:
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
             self.observer.chosen(length.num_draft_tokens)
-        if self.draft is None or length.num_draft_tokens == 0:
+        if self._draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self.observer.asked("draft")
         if length.siblings:
-            room = self.length_max - self.session.length - length.num_draft_tokens
+            room = self._length_max - self.session.length - length.num_draft_tokens
             length = replace(length, siblings=fitting(length.siblings, room))
-        drafted = await self.draft.propose(index, length, noise)
+        drafted = await self._draft.propose(index, length, noise)
         self.observer.drafted(
             len(drafted.proposal),
             drafted.source != "fallback",
@@ -173,15 +183,15 @@ class Decoding:
     async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:
         self.observer.asked("target")
         proposal = drafted.proposal
-        if self.draft is None:
-            return await self.target.verify(index, proposal, length.run_ahead)
-        room = self.length_max - self.session.length - len(proposal) - 1
-        wanted = self.draft.next_wanted(length, room)
-        reply = await self.target.verify(index, proposal, length.run_ahead, wanted)
-        self.draft.hear(reply)
-        if self.target.found_broken_draft:
-            self.target.found_broken_draft = False
-            self.draft.reject()
+        if self._draft is None:
+            return await self._target.verify(index, proposal, length.run_ahead)
+        room = self._length_max - self.session.length - len(proposal) - 1
+        wanted = self._draft.next_wanted(length, room)
+        reply = await self._target.verify(index, proposal, length.run_ahead, wanted)
+        self._draft.hear(reply)
+        if self._target.found_broken_draft:
+            self._target.found_broken_draft = False
+            self._draft.reject()
         return reply
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
@@ -201,7 +211,7 @@ class Decoding:
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
         )
-        self.lengths.note(played)
+        self._lengths.note(played)
 
     def _commit(
         self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome
@@ -229,12 +239,12 @@ class Decoding:
                 counters.num_draft_tokens + num_drafted,
                 counters.num_accepted_draft_tokens + num_accepted,
             ),
-            draft=None if self.draft is None else self.draft.cache_state,
-            target=self.target.cache_state,
+            draft=None if self._draft is None else self._draft.cache_state,
+            target=self._target.cache_state,
             logprobs=[write_logprobs(one) for one in logprobs],
         )
         self.observer.decided(num_drafted, num_accepted, num_tokens)
-        self.meter.decided(drafted, num_accepted, num_tokens)
+        self._meter.decided(drafted, num_accepted, num_tokens)
         self.committer.notify(self.session)
         report = None
         if self.parameters.include_rounds:

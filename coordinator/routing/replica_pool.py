@@ -17,7 +17,8 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
@@ -376,7 +377,7 @@ def _check_pair(target: ReplicaDescription, draft: ReplicaDescription) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False)
 class SessionContext:
     """A session as messages describe it."""
 
@@ -385,13 +386,13 @@ class SessionContext:
     deadline: float
     """Of the event loop's clock."""
     observer: RequestObserver = SILENT
-    _sampling_hash: int = field(init=False)
-    _constraint_hash: bytes = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _hashes(self) -> tuple[int, bytes]:
+        """Of parameters and constraint."""
         constraint = self.parameters.constraint
-        self._sampling_hash = self.parameters.sampling.hash()
-        self._constraint_hash = b"" if constraint is None else constraint.digest()
+        digest = b"" if constraint is None else constraint.digest()
+        return self.parameters.sampling.hash(), digest
 
     def head(self, side: Side, round_index: int, cached_length: int) -> RoundHead:
         """The head of a message to a replica that is thought to hold so many committed tokens."""
@@ -410,11 +411,11 @@ class SessionContext:
             rule=session.record.rule,
             seed=session.record.seed,
             sampling=self.parameters.sampling,
-            sampling_hash=self._sampling_hash,
+            sampling_hash=self._hashes[0],
             deadline_ms=max(1, math.ceil(left * 1e3)),
             traceparent=self.observer.context(side),
             constraint=self.parameters.constraint,
-            constraint_hash=self._constraint_hash,
+            constraint_hash=self._hashes[1],
         )
 
 

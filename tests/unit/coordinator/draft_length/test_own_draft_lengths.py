@@ -83,7 +83,7 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
     async def main() -> None:
         parts: Any = dict.fromkeys(("completion", "target", "draft", "committer", "meter"))
         lengths: Any = Lengths()
-        decoding = Decoding(context=context_of(session()), lengths=lengths, length_max=99, **parts)
+        decoding = Decoding(context_of(session()), lengths=lengths, length_max=99, **parts)
         reply = VerdictReply(
             ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
             queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
