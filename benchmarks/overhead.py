@@ -368,7 +368,7 @@ async def _coordinator_here(step_ms: float) -> AsyncIterator[tuple[Any, str, str
         address = await actor.start(config, log_directory="")
         stack.push_async_callback(actor.stop, 1.0)
         http_address = (await actor.engagement()).http_address
-        yield actor._service, address, f"http://{http_address}"
+        yield actor.host and actor.host.service, address, f"http://{http_address}"
 
 
 def _save_tokenizer(directory: str) -> None:

@@ -20,7 +20,7 @@ class CoordinatorActor:
     finding a place for the actor is quick."""
 
     def __init__(self) -> None:
-        self._host: CoordinatorHost | None = None
+        self.host: CoordinatorHost | None = None
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -28,7 +28,7 @@ class CoordinatorActor:
 
     async def engagement(self) -> Engagement:
         """What it has come to."""
-        return Engagement(address="") if self._host is None else self._host.engagement
+        return Engagement(address="") if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """Serves; the address that clients call. Raises as `CoordinatorHost`."""
@@ -38,15 +38,15 @@ class CoordinatorActor:
         log_at(config.log_level)
         from .host import CoordinatorHost
 
-        self._host = CoordinatorHost(config)
-        return await self._host.start()
+        self.host = CoordinatorHost(config)
+        return await self.host.start()
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
-        if self._host is not None:
-            await self._host.wait()
+        if self.host is not None:
+            await self.host.wait()
 
     async def stop(self, grace_s: float) -> None:
         """See `CoordinatorHost.stop`."""
-        if self._host is not None:
-            await self._host.stop(grace_s)
+        if self.host is not None:
+            await self.host.stop(grace_s)
