@@ -7,15 +7,16 @@ beside it is refused; the token behind it is the target's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
 from outrider.speculation.proposal import DraftTree
+
+if TYPE_CHECKING:
+    from .round_cost import Forecast
 
 FIRST_ACCEPTED: Final = 0.7
 """Chance that a first draft token is accepted where nothing is known: high enough that drafting is
@@ -25,16 +26,17 @@ FIRST_TAKEN: Final = 0.25
 n-th one an n-th of that: high enough that some are tried where rows cost little."""
 SIBLINGS_OF_A_ROUND_MAX: Final = 16
 """Siblings of one proposal, together."""
+Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
     """What to expect of a proposal, for depth 1, 2, ... of as many tokens as are asked for."""
 
-    committed: tuple[float, ...]
+    committed: Array
     """Chance that a token of this depth is proposed, and it and all before it are accepted ..."""
-    proposed: tuple[float, ...]
+    proposed: Array
     """... and that it is proposed at all."""
-    refused: tuple[float, ...]
+    refused: Array
     """Chance that it is proposed and refused where all before it are accepted."""
 
 
@@ -53,38 +55,29 @@ class SiblingChances(NamedTuple):
 NO_SIBLINGS: Final = SiblingChances((), (), ())
 
 
-class _Averages:
-    """Exponentially weighted sums over rounds, of one session or of all. What few rounds have
-    reached is drawn towards what `prior` says of it: the averages over all sessions."""
+class DepthAverages:
+    """Of acceptance and of proposals' lengths, by depth: exponentially weighted sums over rounds,
+    of one session or of all. What few rounds have reached is drawn towards what `prior` says of it,
+    the averages over more sessions; without a prior a depth is drawn towards the one before it.
+    Acceptance is that of tokens that were proposed."""
 
     def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
+        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
     ) -> None:
         """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
         new ones."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
-
-    def fade(self) -> None:
-        self._sums *= self._keep
-
-    _sums: np.ndarray[tuple[int, int], np.dtype[np.float64]]
-
-
-class DepthAverages(_Averages):
-    """Of acceptance and of proposals' lengths, by depth. Without a prior a depth is drawn towards
-    the one before it. Acceptance is that of tokens that were proposed."""
-
-    def __init__(
-        self, memory_rounds: float, prior_rounds: float, prior: DepthAverages | None = None
-    ) -> None:
-        super().__init__(memory_rounds, prior_rounds, prior)
         self.num_rounds = 0
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
         """Rounds that asked for a depth, each times the chance that all before it was accepted; of
         them those that proposed it, and those times the chance that it was accepted, too; rounds
         that asked for it and proposed all before it, and those of them that proposed it."""
+
+    def fade(self) -> None:
+        """A round without a draft."""
+        self._sums *= self._keep
 
     def note(self, num_asked: int, survival: Sequence[float]) -> None:
         """A round asked for `num_asked` tokens and was proposed `len(survival)`; `survival` is as
@@ -105,57 +98,55 @@ class DepthAverages(_Averages):
         goes_on, accepted, proposed = self._rates(num_asked)
         committed = np.cumprod(goes_on * accepted)
         offered = np.concatenate(([1.0], committed[:-1]))[:num_asked] * goes_on
-        parts = committed, np.cumprod(proposed), offered - committed
-        return Prospects(*(tuple(part.tolist()) for part in parts))
+        return Prospects(committed, np.cumprod(proposed), offered - committed)
 
-    def _rates(self, num_depths: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Of each depth, given the depth before: the chance that a proposal goes on where all
-        before was accepted, that its next token is accepted then, and that it goes on at all."""
+    def _rates(self, num_depths: int) -> Array:
+        """[3, depths]: of each depth, given the depth before, the chance that a proposal goes on
+        where all before was accepted, that its next token is accepted then, and that it goes on at
+        all."""
         asked, offered, accepted, wanted, proposed = self._sums[:, :num_depths]
         pull, rates = self._pull, np.ones((3, num_depths))
-        prior = None if self._prior is None else self._prior._rates(num_depths)
-        likely = [] if prior is None else prior[1].tolist()
-        if prior is not None:
-            rates[:] = prior
+        if self._prior is not None:
+            rates = self._prior._rates(num_depths)
+        likely = [] if self._prior is None else rates[1].tolist()
         rates[0] = (offered + pull * rates[0]) / (asked + pull)
         rates[2] = (proposed + pull * rates[2]) / (wanted + pull)
         rate = FIRST_ACCEPTED
         for depth, (good, all_) in enumerate(zip(accepted.tolist(), offered.tolist(), strict=True)):
-            if depth == 0 or (likely and likely[depth - 1] <= 0):
-                rate = likely[depth] if likely else rate
+            if likely and (depth == 0 or likely[depth - 1] <= 0):
+                rate = likely[depth]
             elif likely:  # As much higher or lower as the session's own is at the depth before.
                 rate = min(1.0, rate * likely[depth] / likely[depth - 1])
             rates[1, depth] = rate = (good + pull * rate) / (all_ + pull)
         return rates
 
 
-class SiblingAverages(_Averages):
-    """Of the acceptance of siblings, by rank."""
+class SiblingAverages:
+    """Of the acceptance of siblings, by rank; as `DepthAverages`."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: SiblingAverages | None = None
     ) -> None:
-        super().__init__(memory_rounds, prior_rounds, prior)
+        self._keep = 1.0 - 1.0 / memory_rounds
+        self._pull = prior_rounds
+        self._prior = prior
         self._sums = np.zeros((3, SIBLINGS_MAX))
 
     def note(self, found: SiblingChances) -> None:
-        self.fade()
+        """A round with a draft."""
+        self._sums *= self._keep
         for sums, values in zip(self._sums, found, strict=True):
             sums[: len(values)] += values
 
-    def rates(self) -> list[tuple[float, float]]:
-        """Of the first, second, ... sibling: how likely it is offered where it is asked for, and
-        accepted where it is offered and all before it are refused."""
-        pull = self._pull
-        prior = [(1.0, FIRST_TAKEN / (rank + 1)) for rank in range(SIBLINGS_MAX)]
+    def rates(self) -> Array:
+        """[2, `SIBLINGS_MAX`]: how likely the first, second, ... sibling is offered where it is
+        asked for, and accepted where it is offered and all before it are refused."""
+        ranks = np.arange(1, SIBLINGS_MAX + 1)
+        prior = np.array([np.ones(SIBLINGS_MAX), FIRST_TAKEN / ranks])
         if self._prior is not None:
             prior = self._prior.rates()
-        return [
-            ((offered + pull * likely) / (asked + pull), (taken + pull * good) / (offered + pull))
-            for (asked, offered, taken), (likely, good) in zip(
-                self._sums.T.tolist(), prior, strict=True
-            )
-        ]
+        rates: Array = (self._sums[1:] + self._pull * prior) / (self._sums[:-1] + self._pull)
+        return rates
 
 
 def sibling_chances(
@@ -187,53 +178,39 @@ def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
     return tuple(kept) if any(kept) else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Siblings for a proposal of some length, place by place, and what they add to it: expected
-    tokens, less those that other sessions lose, and time."""
-
-    siblings: tuple[int, ...]
-    num_tokens: float
-    seconds: float
-
-
 class Shaper:
     """Adds siblings to proposals of K tokens while they make rounds bring more a second."""
 
     def __init__(
-        self,
-        prospects: Prospects,
-        rates: Sequence[tuple[float, float]],
-        row_s: Sequence[float],
-        row_lost: Sequence[float],
-        siblings_max: int,
+        self, prospects: Prospects, rates: Array, forecast: Forecast, siblings_max: int
     ) -> None:
-        """`row_s` and `row_lost` are what each further row of a verification costs, `siblings_max`
-        bounds those beside one token."""
-        self._row_s, self._row_lost = row_s, row_lost
-        left = list(accumulate((1.0 - offered * good for offered, good in rates), mul, initial=1.0))
-        gains: list[tuple[float, float, int]] = []
+        """`rates` are as of `SiblingAverages.rates`, `siblings_max` bounds those beside one
+        token."""
+        self._forecast = forecast
+        offered, taken = rates[:, :siblings_max]
+        left = np.concatenate(([1.0], np.cumprod(1.0 - offered * taken)))[:-1]
+        gains = np.outer(prospects.refused, np.minimum.accumulate(left * offered * taken))
+        likely = np.outer(prospects.proposed, offered)
+        order = np.argsort(-gains, axis=None, kind="stable")
+        depths = order // max(1, siblings_max)
+        self._gains = [*zip(gains.flat[order], likely.flat[order], depths.tolist(), strict=True)]
         """Tokens that a sibling adds, the chance that it has to be verified, and its place."""
-        for depth, refused in enumerate(prospects.refused):
-            best = 1.0
-            for rank in range(siblings_max):
-                offered, good = rates[rank]
-                best = min(best, refused * left[rank] * offered * good)
-                gains.append((best, prospects.proposed[depth] * offered, depth))
-        self._gains = sorted(gains, key=lambda gain: -gain[0])
 
-    def shape(self, num_draft_tokens: int, num_tokens: float, seconds: float) -> Shape:
-        siblings = [0] * num_draft_tokens
-        tokens, time, row = num_tokens, seconds, num_draft_tokens
+    def shape(
+        self, num_draft_tokens: int, num_tokens: float, seconds: float
+    ) -> tuple[tuple[int, ...], float, float]:
+        """Siblings for a proposal that brings so many tokens in such a time, place by place; and
+        tokens and time with them."""
+        siblings, row = [0] * num_draft_tokens, num_draft_tokens
+        row_s, row_lost = self._forecast.row_s, self._forecast.row_lost
         for gain, likely, depth in self._gains:
             if depth >= num_draft_tokens:
                 continue
-            if row >= min(len(self._row_s), num_draft_tokens + SIBLINGS_OF_A_ROUND_MAX):
+            if row >= min(len(row_s), num_draft_tokens + SIBLINGS_OF_A_ROUND_MAX):
                 break
-            more = gain - likely * self._row_lost[row]
-            cost = likely * self._row_s[row]
-            if more * time <= tokens * cost:
+            more, cost = float(gain - likely * row_lost[row]), float(likely * row_s[row])
+            if more * seconds <= num_tokens * cost:
                 break
-            tokens, time, row = tokens + more, time + cost, row + 1
+            num_tokens, seconds, row = num_tokens + more, seconds + cost, row + 1
             siblings[depth] += 1
-        return Shape(tuple(siblings) if any(siblings) else (), tokens - num_tokens, time - seconds)
+        return tuple(siblings) if any(siblings) else (), num_tokens, seconds

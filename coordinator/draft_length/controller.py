@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from coordinator.draft_length.acceptance import (
@@ -37,137 +37,31 @@ from coordinator.draft_length.acceptance import (
     SiblingAverages,
 )
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
-from coordinator.draft_length.round_cost import SECONDS_MIN, Forecast, Load, RoundCosts
+from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
-TRIAL_GAIN: Final = 1.2
-"""Drafting goes on after a trial that was so many times as fast as plain decoding, whatever is
-expected: a few rounds do not change an average ..."""
-TRIAL_ROUNDS: Final = 12
-"""... up to so many rounds of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How quickly lengths follow what is measured, and what finding out may cost."""
-
-    memory_rounds: float = 48.0
-    """A session's round weighs 1 / e after so many more."""
-    shared_memory_rounds: float = 512.0
-    """The same for the averages over all sessions."""
-    prior_rounds: float = 12.0
-    """Rounds of a session that weigh as much as those averages ..."""
-    shared_prior_rounds: float = 12.0
-    """... and rounds of all sessions as what is assumed where nothing is known."""
-    first_looks: int = 4
-    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
-    young_rounds: int = 64
-    """Rounds of all sessions up to which K is chosen anew in each ..."""
-    choice_rounds: int = 4
-    """... and of one session, with a draft, between two choices from then on."""
-    gain_rounds: int = 32
-    """Rounds in which drafting that is quicker must bring what beginning it costs."""
-    switch_gain: float = 0.02
-    """K changes only for a choice that is better by this share ..."""
-    plain_gain: float = 0.03
-    """... and a session that drafts decodes plainly only where that is by this one."""
-    plain_rounds: int = 16
-    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
-    plain_rounds_max: int = 128
-    """... up to this."""
-    trial_share: float = 0.01
-    """Trials may cost so many of all tokens that are committed ..."""
-    credit_tokens: float = 8.0
-    """... beside these, with which a coordinator begins ..."""
-    credit_tokens_max: float = 16.0
-    """... and of which it keeps so many."""
-    plain_beginnings: int = 7
-    """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
-    beginning_tokens: float = 4.0
-    """... where that costs so few tokens; one in twice as many where it costs twice as many."""
-    repaid: float = 4.0
-    """A trial of drafting that is gone on with pays for so many like it."""
-
-
-TUNING: Final = Tuning()
-
-
-class ExplorationBudget:
-    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
-    commit."""
-
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
-        self._left = tuning.credit_tokens
-        self._looks = 0
-        self._begun_plain = 0
-        """Sessions since the last one that began with a draft."""
-
-    def first_look(self) -> bool:
-        """Whether a round is one of the first, which ask for all they may at whatever cost."""
-        self._looks += 1
-        return self._looks <= self._tuning.first_looks
-
-    def earn(self, num_tokens: float) -> None:
-        self._add(self._tuning.trial_share * num_tokens)
-
-    def pays(self, num_tokens: float) -> bool:
-        """Spends what a trial is expected to lose, if that is there."""
-        if num_tokens > self._left:
-            return False
-        self._left -= max(0.0, num_tokens)
-        return True
-
-    def begins(self, num_tokens: float) -> bool:
-        """The same for a session's beginning, but that one in so many is tried in any case: it may
-        be about another thing than those before it; one in more, where it is expected to lose more
-        than little."""
-        self._begun_plain += 1
-        rarity = max(1.0, num_tokens / self._tuning.beginning_tokens)
-        is_due = self._begun_plain >= rarity * self._tuning.plain_beginnings
-        begins = self.pays(num_tokens) or is_due
-        self._begun_plain = 0 if begins else self._begun_plain
-        return begins
-
-    def repay(self, num_tokens: float) -> None:
-        """A trial that was expected to lose so many has shown that the rest of them pay."""
-        self._add(self._tuning.repaid * num_tokens)
-
-    def _add(self, num_tokens: float) -> None:
-        self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)
-
-
-class Drafting:
-    """Of one session: rounds with a draft since the last plain phase."""
-
-    __slots__ = ("_num_tokens", "_seconds", "lost", "num_paid", "num_rounds")
-
-    def __init__(self, lost: float = 0.0, num_paid: int = 0) -> None:
-        self.lost = lost
-        """Tokens that trying was expected to cost, while it is a trial ..."""
-        self.num_paid = num_paid
-        """... and the rounds for which that was paid."""
-        self.num_rounds = 0
-        self._num_tokens = 0.0
-        """Of all but the first, for which the draft had to read what it missed ..."""
-        self._seconds = 0.0
-        """... and what they took."""
-
-    def note(self, num_tokens: float, seconds: float) -> None:
-        """A round was played, whose tokens are told less those that others lost."""
-        self.num_rounds += 1
-        if self.num_rounds > 1:
-            self._num_tokens += num_tokens
-            self._seconds += seconds
-
-    def beats(self, rate: float) -> bool:
-        """Whether the first few were by far quicker than this, in tokens a second."""
-        is_short = self.num_rounds <= TRIAL_ROUNDS
-        return is_short and self._num_tokens > TRIAL_GAIN * rate * self._seconds
-
-
+FIRST_LOOKS: Final = 4
+"""Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+YOUNG_ROUNDS: Final = 64
+"""Rounds of all sessions up to which K is chosen anew in each."""
+GAIN_ROUNDS: Final = 32
+"""Rounds in which drafting that is quicker must bring what beginning it costs."""
+SWITCH_GAIN: Final = 0.02
+"""K changes only for a choice that is better by this share ..."""
+PLAIN_GAIN: Final = 0.03
+"""... and a session that drafts decodes plainly only where that is by this one."""
+TRIAL_SHARE: Final = 0.01
+"""Trials may cost so many of all tokens that are committed ..."""
+CREDIT_TOKENS: Final = 8.0
+"""... beside these, with which a coordinator begins ..."""
+CREDIT_TOKENS_MAX: Final = 16.0
+"""... and of which it keeps so many."""
+PLAIN_BEGINNINGS: Final = 7
+"""One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
+BEGINNING_TOKENS: Final = 4.0
+"""... where that costs so few tokens; one in twice as many where it costs twice as many."""
 PROMPT_SIZES: Final = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
 PLAIN_TRIED_BELOW: Final = 1.5
@@ -182,28 +76,81 @@ TIMES_KNOWN_ROUNDS: Final = 16
 """Where acceptance is known without drafting, rounds that tell how long drafting takes ..."""
 TIMES_RARITY: Final = 4.0
 """... after which a trial is charged so many times what it may lose, or the whole account."""
-NEW_LOAD_LOST: Final = 1.0
-"""Tokens that a round with a draft may lose where the load is another one than was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How quickly lengths follow what is measured."""
+
+    memory_rounds: float = 48.0
+    """A session's round weighs 1 / e after so many more."""
+    shared_memory_rounds: float = 512.0
+    """The same for the averages over all sessions."""
+    prior_rounds: float = 12.0
+    """Rounds of a session that weigh as much as those averages ..."""
+    shared_prior_rounds: float = 12.0
+    """... and rounds of all sessions as what is assumed where nothing is known."""
+    choice_rounds: int = 4
+    """Rounds of a session, with a draft, between two choices of K."""
+    plain_rounds: int = 16
+    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
+    plain_rounds_max: int = 128
+    """... up to this."""
+
+
+TUNING: Final = Tuning()
+
+
+class ExplorationBudget:
+    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
+    commit."""
+
+    def __init__(self) -> None:
+        self._left = CREDIT_TOKENS
+        self._looks = 0
+        self._begun_plain = 0
+        """Sessions since the last one that began with a draft."""
+
+    def first_look(self) -> bool:
+        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        self._looks += 1
+        return self._looks <= FIRST_LOOKS
+
+    def earn(self, num_tokens: float) -> None:
+        self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
+
+    def pays(self, num_tokens: float) -> bool:
+        """Spends what a trial is expected to lose, if that is there."""
+        if num_tokens > self._left:
+            return False
+        self._left -= max(0.0, num_tokens)
+        return True
+
+    def begins(self, num_tokens: float) -> bool:
+        """The same for a session's beginning, but that one in so many is tried in any case: it may
+        be about another thing than those before it; one in more, where it is expected to lose more
+        than little."""
+        self._begun_plain += 1
+        rarity = max(1.0, num_tokens / BEGINNING_TOKENS)
+        is_due = self._begun_plain >= rarity * PLAIN_BEGINNINGS
+        begins = self.pays(num_tokens) or is_due
+        self._begun_plain = 0 if begins else self._begun_plain
+        return begins
 
 
 class Experience:
-    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
-    has what its answer copies. `of_rule` are the averages over prompts of any length."""
+    """What sessions of one rule have shown. A long prompt often has what its answer copies, so
+    acceptance is averaged by the prompt's size, too."""
 
-    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: ExplorationBudget) -> None:
-        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
-        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
-        self.trials = trials
-        self._young_rounds = tuning.young_rounds
-        self._of_rule = of_rule
-
-    @property
-    def is_young(self) -> bool:
-        return self._of_rule.num_rounds < self._young_rounds
-
-    def note(self, num_asked: int, survival: Sequence[float]) -> None:
-        self.averages.note(num_asked, survival)
-        self._of_rule.note(num_asked, survival)
+    def __init__(self, tuning: Tuning) -> None:
+        memory = tuning.shared_memory_rounds
+        self.averages = DepthAverages(memory, tuning.shared_prior_rounds)
+        self.by_size = [
+            DepthAverages(memory, tuning.prior_rounds, self.averages)
+            for _ in range(len(PROMPT_SIZES) + 1)
+        ]
+        self.siblings = SiblingAverages(memory, tuning.prior_rounds)
+        self.budget = ExplorationBudget()
 
 
 class Learned:
@@ -217,16 +164,7 @@ class Learned:
 
     def __init__(self, costs: RoundCosts, tuning: Tuning) -> None:
         self.costs = costs
-        self._experience: dict[Rule, list[Experience]] = {}
-        for rule in Rule:
-            of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-            trials = ExplorationBudget(tuning)
-            self._experience[rule] = [
-                Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)
-            ]
-
-    def experience(self, rule: Rule, prompt_length: int) -> Experience:
-        return self._experience[rule][bisect(PROMPT_SIZES, prompt_length)]
+        self.by_rule = {rule: Experience(tuning) for rule in Rule}
 
 
 class LengthControls:
@@ -249,8 +187,7 @@ class LengthControls:
         times alone."""
         self._target = target
         self._draft = draft
-        self._drafting_delays = drafting_delays
-        self._messages_delay = messages_delay
+        self._delays = {"drafting_delays": drafting_delays, "messages_delay": messages_delay}
         self.watches = watches
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
@@ -317,15 +254,8 @@ class LengthControls:
         return seed in self._seeds
 
     def _nothing_learned(self, load: Load) -> Learned:
-        draft_costs = None if self._draft is None else self._draft.step_costs
-        costs = RoundCosts(
-            self._target.step_costs,
-            draft_costs,
-            self._target.max_num_seqs,
-            load,
-            drafting_delays=self._drafting_delays,
-            messages_delay=self._messages_delay,
-        )
+        target, draft = self._target, None if self._draft is None else self._draft.step_costs
+        costs = RoundCosts(target.step_costs, draft, target.max_num_seqs, load, **self._delays)
         return Learned(costs, self.tuning)
 
 
@@ -334,34 +264,32 @@ class _Option:
     """What a length promises."""
 
     num_draft_tokens: int
-    num_tokens: float
+    num_tokens: float = 1.0
     """Expected, less those that other sessions lose."""
-    seconds: float
+    seconds: float = 0.0
     siblings: tuple[int, ...] = ()
     """That it has beside its tokens."""
-    draft_s: float = 0.0
-    """Of these, those until its proposal is there."""
+    draft_budget_s: float = math.inf
 
     @property
     def rate(self) -> float:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
+_PLAIN: Final = _Option(0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """A round whose length is settled, but for the tokens that may still follow."""
 
-    num_draft_tokens: int
-    siblings: tuple[int, ...]
-    run_ahead: int
+    length: _Option
+    run_ahead: int = 0
     """Rounds after it that are sure to be plain."""
-    draft_budget_s: float
-    is_plain: bool
+    is_plain: bool = False
     """Whether it belongs to a plain phase."""
-    follows_plain: bool
+    follows_plain: bool = False
     """Whether the round before it does, too: the target then did not wait for this one."""
-    drafting: Drafting
-    """Where a round with a draft is counted."""
 
 
 class LengthControl(LengthPolicy):
@@ -378,33 +306,30 @@ class LengthControl(LengthPolicy):
         seed: int | None = None,
     ) -> None:
         """Reads and adds to `learned`. Gives `seed` back to `controls` in the end."""
-        tuning = controls.tuning
-        experience = learned.experience(rule, prompt_length)
+        tuning, experience = controls.tuning, learned.by_rule[rule]
+        own = tuning.memory_rounds, tuning.prior_rounds
+        of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
+        self._tuning = tuning
         self._costs = learned.costs
         self._experience = experience
+        self._budget = experience.budget
+        self._averages = DepthAverages(*own, of_size)
+        self._shared_averages = (of_size, experience.averages)
+        self._siblings = SiblingAverages(*own, experience.siblings)
         self._siblings_max = siblings_max
-        self._siblings = SiblingAverages(
-            tuning.memory_rounds, tuning.prior_rounds, experience.siblings
-        )
-        self._trials = experience.trials
         self._bound = num_draft_tokens
         self._seed = seed
-        self._tuning = tuning
-        self._averages = DepthAverages(
-            tuning.memory_rounds, tuning.prior_rounds, experience.averages
-        )
-        self._num_draft_tokens = 0
-        """K; 0 = not chosen yet."""
-        self._beside: tuple[int, ...] = ()
-        """Siblings that go with it ..."""
-        self._draft_budget_s = math.inf
-        """... and how long such a round waits for its proposal."""
-        self._looks: tuple[int, ...] | None = None
-        """The siblings of the next round, if that asks for all it may."""
+        self._choice: _Option | None = None
+        """What rounds with a draft ask for; None = not chosen yet."""
+        self._look: _Option | None = None
+        """What the next round asks for instead, if that is all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
-        self._drafting = Drafting()
+        self._num_drafted = 0
+        """Rounds with a draft since the last plain phase ..."""
+        self._num_paid = 0
+        """... and as many as were paid for as a trial."""
         self._num_missed = 0
         """Tokens that the draft would have to read before it can propose any."""
         self._phase = tuning.plain_rounds
@@ -413,8 +338,8 @@ class LengthControl(LengthPolicy):
         """Rounds of the plain phase that are sure to come."""
         self._plain_ends = False
         """Whether it ends with them."""
-        self._fixed: int | None = None
-        """K of all rounds that are planned from now on; None = it is chosen."""
+        self._fixed: _Option | None = None
+        """What all rounds ask for that are planned from now on; None = it is chosen."""
         self._current: _Planned | None = None
         """The round that was chosen last ..."""
         self._num_asked = 0
@@ -427,14 +352,14 @@ class LengthControl(LengthPolicy):
             if self._costs.drafting_delays:
                 self._num_missed = prompt_length
             drafted, plain = self._options()
-            if not self._drafting_is_due(_best(drafted), plain, self._trials.begins):
+            if not self._drafting_is_due(_best(drafted), plain, self._budget.begins):
                 self._begin_plain(self._next_phase())
         # Where it drafts, the draft reads the prompt beside the target, and may need longer.
         self._num_missed = prompt_length
 
     @property
     def begins_plain(self) -> bool:
-        return self._plans_plain()
+        return self._plans_plain
 
     def fix(self) -> None:
         """From the next round that is planned on, asks for the K that promises most by now, behind
@@ -443,22 +368,24 @@ class LengthControl(LengthPolicy):
         no time bounds the drafting."""
         if self._fixed is None:
             drafted, plain = self._options()
-            self._fixed = _best((plain, *drafted)).num_draft_tokens
+            best = _best([plain, *drafted])
+            self._fixed = _Option(best.num_draft_tokens)
             if self._current is None:
                 self._plain_left = 0  # Nothing was promised to the target yet.
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
-        current = self._next or self._planned(self._num_draft_tokens)
+        """The first round has no draft, for which it would wait."""
+        current = self._next or self._planned(None)
         self._current, self._next = current, self._plan(current)
-        self._num_asked = num_asked = min(current.num_draft_tokens, num_left - 1)
+        length, following = current.length, self._next.length
+        self._num_asked = num_asked = min(length.num_draft_tokens, num_left - 1)
         return RoundLength(
             num_asked,
             min(current.run_ahead, num_left - 1),
-            current.siblings[:num_asked],
-            max(0, min(self._next.num_draft_tokens, num_left - 2)),
-            current.draft_budget_s,
-            self._next.siblings,
+            length.siblings[:num_asked],
+            max(0, min(following.num_draft_tokens, num_left - 2)),
+            length.draft_budget_s,
+            following.siblings,
             is_timed=self._fixed is None,
         )
 
@@ -476,79 +403,67 @@ class LengthControl(LengthPolicy):
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         costs.note_load(played, round_s)
         if self._bound > 0:
-            self._trials.earn(played.num_tokens)
+            self._budget.earn(played.num_tokens)
         if current.is_plain:
             self._num_missed += played.num_tokens
             self._averages.fade()
             if current.follows_plain:
                 costs.note_plain(round_s, played.context)
-            else:
-                costs.note_first_plain(round_s)
         elif played.num_asked > 0:
-            lost = costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
-            self._siblings.note(played.siblings)
-            self._experience.siblings.note(played.siblings)
-            current.drafting.note(played.num_tokens - lost, round_s + played.next_draft_s)
-            self._averages.note(played.num_asked, played.survival)
-            self._experience.note(played.num_asked, played.survival)
+            costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
+            for siblings in (self._siblings, self._experience.siblings):
+                siblings.note(played.siblings)
+            self.note_watched(played.num_asked, played.survival)
+            self._num_drafted += 1
             self._num_missed = 0
         elif played.draft_s > 0:
-            current.drafting.note(played.num_tokens, round_s)
             if self._num_missed == 0:
                 costs.note_late(self._num_asked, played.draft_s)
+            self._num_drafted += 1
             self._num_missed = 0  # No excuse for another one.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
-            self._averages.note(num_asked, survival)
-            self._experience.note(num_asked, survival)
+            for averages in (self._averages, *self._shared_averages):
+                averages.note(num_asked, survival)
 
     def close(self) -> None:
         self._controls.close(self._seed)
 
     def _plan(self, before: _Planned) -> _Planned:
         if self._bound > 0 and self._fixed is None:
+            self._look = None
+            is_young = self._experience.averages.num_rounds < YOUNG_ROUNDS
             if self._plain_left > 0:
                 self._plan_plain()
-            elif self._until_choice > 0 and not self._experience.is_young:
+            elif self._until_choice > 0 and not is_young:
                 self._until_choice -= 1
-                self._looks = None
             else:
                 self._choose_again()
-        return self._planned(self._num_draft_tokens, before)
+        return self._planned(before)
 
+    @property
     def _plans_plain(self) -> bool:
-        return self._bound == 0 or self._plain_left > 0 or self._fixed == 0
+        return self._bound == 0 or self._plain_left > 0 or self._fixed == _PLAIN
 
-    def _planned(self, num_draft_tokens: int, before: _Planned | None = None) -> _Planned:
+    def _planned(self, before: _Planned | None) -> _Planned:
         """The next round as it is planned; the first one of a session has no draft."""
-        is_plain, siblings, run_ahead = self._plans_plain(), self._beside, 0
-        if is_plain:
-            num_draft_tokens, siblings = 0, ()
+        if self._plans_plain:
             run_ahead = self._controls.run_ahead_rounds
             if self._plain_left > 0:
                 self._plain_left -= 1
                 run_ahead = min(run_ahead, self._plain_left)
-        elif self._fixed is not None:
-            num_draft_tokens, siblings = self._fixed if before else 0, ()
-        elif self._looks is not None:
-            num_draft_tokens, siblings = self._bound, self._looks
-        return _Planned(
-            num_draft_tokens,
-            siblings,
-            run_ahead,
-            math.inf if is_plain or self._fixed is not None else self._draft_budget_s,
-            is_plain,
-            before is not None and before.is_plain,
-            self._drafting,
-        )
+            return _Planned(_PLAIN, run_ahead, True, before is not None and before.is_plain)
+        if before is None:
+            return _Planned(_PLAIN)
+        return _Planned(self._fixed or self._look or self._choice or _PLAIN)
 
     def _plan_plain(self) -> None:
         """Whether a plain phase goes on is settled before the target has to wait to hear of it."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
-        self._plain_ends = self._drafting_is_due(_best(drafted), plain, self._trials.pays)
+        self._plain_ends = self._drafting_is_due(_best(drafted), plain, self._budget.pays)
         if not self._plain_ends:
             self._plain_left += self._next_phase()
 
@@ -559,108 +474,82 @@ class LengthControl(LengthPolicy):
         find out whether it is by now."""
         costs, tuning = self._costs, self._tuning
         each = drafted.seconds * plain.rate - drafted.num_tokens
-        if costs.load_is_new:
-            each = max(each, NEW_LOAD_LOST)
-        num_rounds = tuning.choice_rounds if each > 0 else tuning.gain_rounds
-        lost = num_rounds * each + costs.detour_lost(plain.seconds, self._num_missed)
+        num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
+        lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
+        self._num_drafted = self._num_paid = 0
         if lost < 0:
             return True
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
-            charged = min(TIMES_RARITY * lost, tuning.credit_tokens_max)
-            pays, lost = self._trials.pays, max(lost, charged)
-        if not pays(lost):
-            return False
-        self._drafting = Drafting(lost, self._tuning.choice_rounds)
-        return True
+            charged = min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)
+            pays, lost = self._budget.pays, max(lost, charged)
+        self._num_paid = tuning.choice_rounds
+        return pays(lost)
 
     def _choose_again(self) -> None:
         """K of the rounds from the next one on, or the beginning of a plain phase."""
         drafted, plain = self._options()
-        best = _best(drafted)
-        tuning, is_first = self._tuning, self._num_draft_tokens == 0
-        current = best if is_first else drafted[self._num_draft_tokens - 1]
-        if best.rate > current.rate * (1.0 + tuning.switch_gain):
-            current = best
-        self._until_choice = tuning.choice_rounds - 1
-        self._num_draft_tokens, self._beside = current.num_draft_tokens, current.siblings
-        num_drafted = self._drafting.num_rounds + 1  # One is on its way.
-        if is_first or num_drafted < self._drafting.num_paid:
-            self._looks = drafted[-1].siblings if self._trials.first_look() else None
-        elif self._plain_is_due(current, plain):
+        best, largest = _best(drafted), drafted[-1]
+        current, is_first = best, self._choice is None
+        if self._choice is not None:
+            current = drafted[self._choice.num_draft_tokens - 1]
+            if best.rate > current.rate * (1.0 + SWITCH_GAIN):
+                current = best
+        self._choice, self._until_choice = current, self._tuning.choice_rounds - 1
+        # One round with a draft is on its way.
+        if is_first or self._num_drafted + 1 < self._num_paid:
+            self._look = largest if self._budget.first_look() else None
+        elif plain.rate > (1.0 + PLAIN_GAIN) * current.rate:
             self._begin_plain(self._next_phase())
         elif self._tries_plain(current, plain):
-            self._begin_plain(PLAIN_TRIED_ROUNDS)
-            self._plain_ends = True
+            self._begin_plain(PLAIN_TRIED_ROUNDS, ends=True)
         else:
-            self._trials.repay(self._drafting.lost)
-            self._drafting.lost = 0.0
-            lost = current.rate * drafted[-1].seconds - drafted[-1].num_tokens
-            looks = self._trials.first_look() or self._trials.pays(lost)
-            self._looks = drafted[-1].siblings if looks else None
-        self._draft_budget_s = self._timeouts(
-            current if self._looks is None else drafted[-1], plain
-        )
-
-    def _timeouts(self, drafted: _Option, plain: _Option) -> float:
-        """How long a proposal is drawn for: until as much time has been lost, beyond what it takes
-        as a rule, as its tokens would take without it. So a draft that has become slow costs no
-        more than twice what it brings, whenever that is."""
-        if not self._costs.are_known:
-            return math.inf
-        worth_s = max(0.0, drafted.num_tokens - 1.0) * plain.seconds
-        return max(DRAFT_BUDGET_MIN_S, drafted.draft_s + worth_s)
-
-    def _plain_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting has lost, and not only against what was expected of it."""
-        enough = 1.0 + self._tuning.plain_gain
-        return plain.rate > enough * drafted.rate and not self._drafting.beats(plain.rate)
+            lost = current.rate * largest.seconds - largest.num_tokens
+            looks = self._budget.first_look() or self._budget.pays(lost)
+            self._look = largest if looks else None
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
         """Whether to decode plainly for a while, so that what that takes is known."""
         if self._costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
-        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._trials.pays(lost)
+        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._budget.pays(lost)
 
     def _next_phase(self) -> int:
         num_rounds, self._phase = self._phase, min(2 * self._phase, self._tuning.plain_rounds_max)
         return num_rounds
 
-    def _begin_plain(self, num_rounds: int) -> None:
-        self._plain_left = num_rounds
-        self._plain_ends = False
-        self._looks = None
-        self._drafting = Drafting()
-        self._num_draft_tokens = self._until_choice = 0
+    def _begin_plain(self, num_rounds: int, ends: bool = False) -> None:
+        self._plain_left, self._plain_ends = num_rounds, ends
+        self._choice, self._until_choice = None, 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
-        """What K = 1, 2, ... promise, and what plain decoding does."""
-        num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
-        costs = self._costs
-        forecast: Forecast = costs.forecast(self._bound, self._context, num_siblings)
+        """What K = 1, 2, ... promise, and what plain decoding does.
+
+        A proposal is drawn until as much time has been lost, beyond what it takes as a rule, as its
+        tokens would take without it. So a draft that has become slow costs no more than twice what
+        it brings, whenever that is."""
+        costs, siblings_max = self._costs, self._siblings_max
+        num_siblings = SIBLINGS_OF_A_ROUND_MAX if siblings_max else 0
+        forecast = costs.forecast(self._bound, self._context, num_siblings)
         prospects = self._averages.prospects(self._bound)
-        shaper = Shaper(
-            prospects, self._siblings.rates(), forecast.row_s, forecast.lost, self._siblings_max
-        )
-        options: list[_Option] = []
-        num_tokens, lost, seconds = 1.0, forecast.draft_lost[0], forecast.round_s
-        for depth in range(self._bound):
-            proposed = prospects.proposed[depth]
-            num_tokens += prospects.committed[depth]
-            lost += proposed * (forecast.lost[depth] + forecast.draft_lost[depth + 1])
-            seconds += proposed * forecast.token_s[depth]
-            shape = shaper.shape(depth + 1, num_tokens - lost, seconds)
-            options.append(
-                _Option(
-                    depth + 1,
-                    num_tokens - lost + shape.num_tokens,
-                    seconds + shape.seconds,
-                    shape.siblings,
-                    forecast.draft_s[depth],
-                )
-            )
-        return options, _Option(0, 1.0, forecast.plain_s)
+        gained = (prospects.committed - prospects.proposed * forecast.token_lost).cumsum()
+        taken_s = (prospects.proposed * forecast.token_s).cumsum()
+        promised = zip(gained.tolist(), taken_s.tolist(), forecast.draft_s.tolist(), strict=True)
+        shaper = None
+        if siblings_max:
+            shaper = Shaper(prospects, self._siblings.rates(), forecast, siblings_max)
+        options = []
+        for k, (tokens, seconds, draft_s) in enumerate(promised, start=1):
+            tokens, seconds = tokens + 1.0 - forecast.round_lost, seconds + forecast.round_s
+            siblings, budget_s = tuple[int, ...](), math.inf
+            if shaper is not None:
+                siblings, tokens, seconds = shaper.shape(k, tokens, seconds)
+            if costs.are_known:
+                worth_s = max(0.0, tokens - 1.0) * forecast.plain_s
+                budget_s = max(DRAFT_BUDGET_MIN_S, draft_s + worth_s)
+            options.append(_Option(k, tokens, seconds, siblings, budget_s))
+        return options, replace(_PLAIN, seconds=forecast.plain_s)
 
 
-def _best(options: Iterable[_Option]) -> _Option:
+def _best(options: list[_Option]) -> _Option:
     return max(options, key=lambda option: option.rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from outrider.limits import TREE_TOKENS_MAX
@@ -77,23 +78,22 @@ class PlayedRound:
     """What a draft did for this proposal alone, where it did not come with the verdict."""
 
 
-class LengthPolicy:
+class LengthPolicy(ABC):
     """Chooses the lengths of one session's rounds."""
 
+    listens = True
+    """Whether it is told of rounds."""
+
     @property
+    @abstractmethod
     def begins_plain(self) -> bool:
         """Whether no draft is wanted for a while from the first round on."""
-        raise NotImplementedError
 
-    @property
-    def listens(self) -> bool:
-        return True
-
+    @abstractmethod
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The next round: its place in the session, and how many tokens may still follow, one of
         which is the target's. What was noted of the round before has no say beyond `num_left`:
         a target or a draft that works ahead may have drawn tokens of this round by then."""
-        raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:
         """The round that was chosen last has been played."""
@@ -109,28 +109,23 @@ class LengthPolicy:
 class FixedLength(LengthPolicy):
     """Asks for the same number of tokens in every round; listens to nothing."""
 
+    listens = False
+
     def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
         """So many `siblings` are asked for beside each of them, as far as a tree may be large."""
         self._num_draft_tokens = num_draft_tokens
-        self._siblings = min(siblings, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
+        siblings = min(siblings, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
+        self._beside = (siblings,) if siblings else ()
         self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
 
     @property
     def begins_plain(self) -> bool:
         return self._num_draft_tokens == 0
 
-    @property
-    def listens(self) -> bool:
-        return False
-
     def choose(self, index: int, num_left: int) -> RoundLength:
-        num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
-        next_max = max(0, min(self._num_draft_tokens, num_left - 2))
-        beside = (self._siblings,) if self._siblings else ()
+        num = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
+        num_next = max(0, min(self._num_draft_tokens, num_left - 2))
         return RoundLength(
-            num_draft_tokens,
-            min(self._run_ahead_rounds, num_left - 1),
-            beside * num_draft_tokens,
-            next_max,
-            next_siblings=beside * next_max,
-        )
+            num, min(self._run_ahead_rounds, num_left - 1), self._beside * num, num_next,
+            next_siblings=self._beside * num_next,
+        )  # fmt: skip

@@ -14,8 +14,10 @@ Pure: told of times, and of nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.step_costs import StepCosts
 
@@ -44,8 +46,6 @@ MESSAGES_WORK: Final = 4.0
 """Time that others lose to the messages of a round, over what the round itself waits for them: both
 ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
 to 4 was measured at 8 sessions."""
-NEW_LOAD: Final = 2.0
-"""A load is another one where so many times as many sessions share a step."""
 PLAIN_PRIOR_ROUNDS: Final = 1.0
 """Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
 SECONDS_MIN: Final = 1e-9
@@ -53,6 +53,7 @@ SECONDS_MIN: Final = 1e-9
 FORGOTTEN: Final = 1.0 - 1.0 / 512.0
 """What plain decoding weighs after a round with a draft, in which it was not seen; and the other
 way."""
+Array = npt.NDArray[np.float64]
 
 
 class CostLine:
@@ -73,21 +74,21 @@ class CostLine:
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
-        keep = 1.0 - 1.0 / MEMORY_ROUNDS
-        self.weight = self.weight * keep + 1.0
+        self.fade(1.0 - 1.0 / MEMORY_ROUNDS)
+        self.weight += 1.0
         dx = x - self._x
         self._x += dx / self.weight
         self._y += (seconds - self._y) / self.weight
-        self._xx = self._xx * keep + dx * (x - self._x)
-        self._xy = self._xy * keep + dx * (seconds - self._y)
+        self._xx += dx * (x - self._x)
+        self._xy += dx * (seconds - self._y)
 
     def fade(self, keep: float) -> None:
         self.weight *= keep
         self._xx *= keep
         self._xy *= keep
 
-    def at(self, x: float) -> float:
-        return self._y + self.slope() * (x - self._x)
+    def at(self, x: npt.ArrayLike) -> Array:
+        return self._y + self.slope() * (np.asarray(x) - self._x)
 
     def slope(self) -> float:
         if self.weight == 0.0:
@@ -115,24 +116,24 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the next round of a session costs, by how many tokens are proposed."""
+    """What the next round of a session costs. Others lose tokens as it makes their steps longer, or
+    the draft and messages keep the cores from them."""
 
     plain_s: float
     """A round of plain decoding."""
     round_s: float
-    """A round for which tokens were asked and none was proposed."""
-    token_s: tuple[float, ...]
-    """What the first proposed token adds, the second, ..."""
-    row_s: tuple[float, ...]
-    """What each further row of a verification adds: of this the target's part; it goes on for
-    siblings, which cost the draft nothing."""
-    lost: tuple[float, ...]
-    """Tokens that other sessions do not get for each row, as it makes their steps longer."""
-    draft_lost: tuple[float, ...]
-    """Tokens that they do not get while the draft works and messages are on their way: of a round
-    for which tokens were asked, and what the first proposed token adds to that, the second, ..."""
-    draft_s: tuple[float, ...]
-    """The wait for a proposal of one token, two, ..."""
+    """A round for which tokens were asked and none was proposed ..."""
+    round_lost: float
+    """... and the tokens that other sessions lose to it."""
+    token_s: Array
+    """[K]: what the first proposed token adds, the second, ..., its row included."""
+    token_lost: Array
+    row_s: Array
+    """[K + siblings]: what each further row of a verification adds; siblings cost the draft
+    nothing."""
+    row_lost: Array
+    draft_s: Array
+    """[K]: the wait for a proposal of one token, two, ..."""
 
 
 class Load:
@@ -170,23 +171,23 @@ class RoundCosts:
         """Rounds with a draft that were timed."""
         self._table = target
         self._max_others = max_num_seqs - 1.0
-        self._messages_delay = messages_delay
-        self._target, self._plain = self._target_line(), self._target_line()
+        self._messages_work = MESSAGES_WORK * messages_delay
+        self._target, self._plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
-        self._wait, self._rest, self._first_plain = _Mean(), _Mean(), _Mean()
+        self._wait, self._rest = _Mean(), _Mean()
         """The wait for a step to begin is in steps, where others are at the target: one at most."""
-        self._drafted_among = _Mean()
-        """Sessions that were at the target beside one that drafts."""
-        self._round, self._at_target = _Mean(LOAD_MEMORY_ROUNDS), _Mean(LOAD_MEMORY_ROUNDS)
-        self._rows, self._tokens = _Mean(LOAD_MEMORY_ROUNDS), _Mean(LOAD_MEMORY_ROUNDS)
-        self._context = _Mean(LOAD_MEMORY_ROUNDS)
+        self._round, self._at_target, self._rows, self._tokens, self._context = (
+            _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
+        )
 
     def meet_draft(self, costs: StepCosts | None) -> None:
         """A draft with this table is there, of which nothing was measured yet."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
         """A token's share of the draft's work: s by its table, or without one just that."""
-        self._draft, self._draft_work = self._draft_line(), self._draft_line()
+        self._draft, self._draft_work = (
+            _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
+        )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """A round, `round_s` from the end of the one before. Of rounds whose verdicts come
@@ -203,37 +204,25 @@ class RoundCosts:
         self._draft.fade(FORGOTTEN)
         self._target.fade(FORGOTTEN)
 
-    def note_first_plain(self, round_s: float) -> None:
-        """The first round of plain decoding behind others: it waits for a step of the target that
-        has others in it, and for messages."""
-        self._first_plain.note(self._bounded(round_s))
-
-    def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> float:
+    def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
-        `is_typical`. Returns the tokens that other sessions did not get because of it."""
+        `is_typical`."""
         self.num_drafted += 1
-        num_rows = len(played.survival) + played.num_siblings
-        num_drafted, work_s = len(played.survival), played.work_s
-        draft_s = played.draft_s if is_typical else None
+        num_drafted, draft_s, work_s = len(played.survival), played.draft_s, played.work_s
         if played.beside is not None:
             num_drafted, draft_s = played.beside.num_tokens, played.beside.seconds
             work_s = played.beside.work_s
-        if draft_s is not None:
+        if is_typical or played.beside is not None:
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
             rest_s = round_s - played.draft_s - played.target_s
             self._rest.note(self._bounded(max(0.0, rest_s)))
         others, step_s = self._others(), played.target_s - played.queue_s
-        self._drafted_among.note(others)
         if others > 0 and step_s > 0:
             self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
+        num_rows = len(played.survival) + played.num_siblings
         self._target.note(self._load(num_rows, played.context), self._bounded(step_s))
         self._plain.fade(FORGOTTEN)
-        rows_s = self._load(num_rows, played.context) - self._load(0, played.context)
-        rows_lost = self._others() * self._pace() * self._target.slope() * rows_s
-        return (
-            rows_lost + self._lost_to_messages() + self._lost_while_drafting(draft_s or 0.0, work_s)
-        )
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
         """A proposal of so many tokens was waited for in vain: it takes so long at least."""
@@ -242,31 +231,33 @@ class RoundCosts:
     def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
         """The costs of up to so many draft tokens, and siblings beside them, of a session with so
         many tokens."""
-        loads = [self._load(num, context) for num in range(num_draft_tokens + num_siblings + 1)]
-        others, verify_s = self._others(), self._target.at(loads[0])
+        num_rows = num_draft_tokens + num_siblings
+        loads = np.array([self._load(num, context) for num in range(num_rows + 1)])
+        others, pace, verify_s = self._others(), self._pace(), float(self._target.at(loads[0]))
+        row_s = self._target.slope() * np.diff(loads)
+        row_lost = others * pace * row_s
+        works = np.arange(num_draft_tokens + 1.0) * self._draft_token
+        draft_s = self._draft.at(works)
+        draft_lost = np.zeros(len(works))
+        if self.drafting_delays:
+            # All at the target wait for a session's work, but for what waiting costs it anyway.
+            # Where all draft in one step, whose work is the wait of each, that is nothing.
+            work_s = (1.0 + others) * self._draft_work.at(works)
+            draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
-        per_load, pace = self._target.slope(), others * self._pace()
-        rows_s = [per_load * (after - before) for before, after in pairwise(loads)]
-        token_s = self._draft.slope() * self._draft_token
-        works = [num * self._draft_token for num in range(num_draft_tokens + 1)]
-        draft_s = [self._draft.at(work) for work in works]
-        lost = [
-            self._lost_while_drafting(wait, self._draft_work.at(work))
-            for wait, work in zip(draft_s, works, strict=True)
-        ]
         known = self._plain.weight
-        plain_s = known * self._plain.at(loads[0]) if known else 0.0
+        plain_s = known * float(self._plain.at(loads[0])) if known else 0.0
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
-            round_s=draft_s[0] + wait_s + verify_s + self._rest.value,
-            token_s=tuple(token_s + seconds for seconds in rows_s[:num_draft_tokens]),
-            row_s=tuple(rows_s),
-            lost=tuple(pace * seconds for seconds in rows_s),
-            draft_lost=(
-                lost[0] + self._lost_to_messages(),
-                *(after - before for before, after in pairwise(lost)),
-            ),
-            draft_s=tuple(draft_s[1:]),
+            round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
+            # Where the target runs ahead, others pay for messages once for several rounds.
+            round_lost=float(draft_lost[0])
+            + others * pace * self._messages_work * self._rest.value,
+            token_s=np.diff(draft_s) + row_s[:num_draft_tokens],
+            token_lost=np.diff(draft_lost) + row_lost[:num_draft_tokens],
+            row_s=row_s,
+            row_lost=row_lost,
+            draft_s=draft_s[1:],
         )
 
     @property
@@ -277,48 +268,14 @@ class RoundCosts:
     def plain_rounds_known(self) -> float:
         return self._plain.weight
 
-    @property
-    def load_is_new(self) -> bool:
-        """Whether far more sessions are at the target than were when any drafted: they may wait
-        for each other in ways that no table tells."""
-        return self._others() > NEW_LOAD * (1.0 + self._drafted_among.value)
-
-    def detour_lost(self, plain_s: float, num_missed: int) -> float:
-        """Tokens that are lost when a session that decodes plainly tries a draft and comes back,
-        beside its rounds: the draft reads so many tokens that it missed, by its table, and the
-        first plain round takes longer than the others."""
-        reading_s = 0.0
-        if self._draft_table is not None and num_missed > 0:
-            reading_s = self._draft_table.step_seconds(num_missed)
-        own_s = reading_s + max(0.0, self._first_plain.value - plain_s)
-        others_s = self._others() * reading_s if self.drafting_delays else 0.0
-        return own_s / max(plain_s, SECONDS_MIN) + others_s * self._pace()
-
-    def _lost_to_messages(self) -> float:
-        """Tokens that others lose while a verdict and the next item of a session are on their way:
-        cores that the target shares work for that one then. Where the target runs ahead they pay
-        that once for several rounds."""
-        if not self._messages_delay:
+    def reading_lost(self, plain_s: float, num_missed: int) -> float:
+        """Tokens that are lost while the draft of a session that decodes plainly reads so many
+        tokens that it missed, by its table."""
+        if self._draft_table is None or num_missed == 0:
             return 0.0
-        return self._others() * self._pace() * MESSAGES_WORK * self._rest.value
-
-    def _lost_while_drafting(self, draft_s: float, work_s: float) -> float:
-        """Tokens that all at the target lose while the draft works for a session, but for what
-        waiting costs that session itself. Where all draft in one step, whose work is the wait of
-        each, that is nothing."""
-        if not self.drafting_delays:
-            return 0.0
-        return self._pace() * max(0.0, (1.0 + self._others()) * work_s - draft_s)
-
-    def _draft_line(self) -> CostLine:
-        if self._draft_table is None:
-            return CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True, unit=0.0)
-        return CostLine(1.0, TABLE_SPREAD)
-
-    def _target_line(self) -> CostLine:
-        if self._table is None:
-            return CostLine(ROW_SHARE, SHARE_SPREAD, relative=True, unit=0.0)
-        return CostLine(1.0, STEP_SPREAD, relative=True)
+        reading_s = self._draft_table.step_seconds(num_missed)
+        others_s = self._others() * reading_s * self.drafting_delays
+        return reading_s / max(plain_s, SECONDS_MIN) + others_s * self._pace()
 
     def _bounded(self, seconds: float) -> float:
         mean = self._round.value
@@ -336,7 +293,8 @@ class RoundCosts:
         return self._table.step_seconds(max(1, round(rows)), sessions, slots)
 
     def _others(self) -> float:
-        if self._round.value <= 0:
+        """Sessions that share a step, mean."""
+        if not self.are_known:
             return 0.0
         share = min(1.0, self._at_target.value / self._round.value)
         load = self.load
@@ -344,4 +302,11 @@ class RoundCosts:
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:
-        return self._tokens.value / self._round.value if self._round.value > 0 else 0.0
+        """Tokens a second of a session."""
+        return self._tokens.value / self._round.value if self.are_known else 0.0
+
+
+def _line(table: StepCosts | None, share: float, spread: float, relative: bool) -> CostLine:
+    if table is None:
+        return CostLine(share, SHARE_SPREAD, relative=True, unit=0.0)
+    return CostLine(1.0, spread, relative=relative)

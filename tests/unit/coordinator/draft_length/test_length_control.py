@@ -101,11 +101,11 @@ def test_noise_makes_no_length_flap() -> None:
     assert world.rate(2) == pytest.approx(world.rate(3), rel=0.05)
     control = world.open()
     world.play(control, 400)
-    settled = [control._num_draft_tokens]
+    settled = [control._choice]
     for index in range(400, 2400, 4):
         world.play(control, 4, first_index=index)
-        settled.append(control._num_draft_tokens)
-    changes = sum(a != b for a, b in pairwise(settled))
+        settled.append(control._choice)
+    changes = sum(a.num_draft_tokens != b.num_draft_tokens for a, b in pairwise(settled))
     assert changes <= 2000 / 60
 
 
@@ -311,9 +311,9 @@ def test_a_second_session_of_a_seed_tells_nobody_either() -> None:
     """The first may still run, and be behind it."""
     one = controls()
     first = one.open(Rule.TOKEN, 7, BOUND, 10)
-    before = first._averages.prospects(1)
+    before = first._averages.prospects(1).committed[0]
     teach(one, Rule.TOKEN, seed=7)
-    assert first._averages.prospects(1) == before
+    assert first._averages.prospects(1).committed[0] == before
 
 
 def test_rules_do_not_share_their_acceptance() -> None:
@@ -336,11 +336,11 @@ def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
     running = teach(one, Rule.TOKEN, seed=1)
     for seed in (2, 3, 4):
         teach(one, Rule.TOKEN, seed).close()
-    fresh = controls().open(Rule.TOKEN, 9, BOUND, 10)._averages.prospects(1)
-    assert one.open(Rule.TOKEN, 5, BOUND, 10)._averages.prospects(1) == fresh
+    fresh = controls().open(Rule.TOKEN, 9, BOUND, 10)._averages.prospects(1).committed[0]
+    assert one.open(Rule.TOKEN, 5, BOUND, 10)._averages.prospects(1).committed[0] == fresh
     teach(one, Rule.TOKEN, seed=6)
-    assert one.open(Rule.TOKEN, 2, BOUND, 10)._averages.prospects(1) != fresh
-    assert one.open(Rule.TOKEN, 1, BOUND, 10)._averages.prospects(1) == fresh
+    assert one.open(Rule.TOKEN, 2, BOUND, 10)._averages.prospects(1).committed[0] != fresh
+    assert one.open(Rule.TOKEN, 1, BOUND, 10)._averages.prospects(1).committed[0] == fresh
     running.close()
 
 

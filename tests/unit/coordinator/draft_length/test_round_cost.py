@@ -29,13 +29,12 @@ def note_load(
 def note_drafted(
     one: RoundCosts, num_proposed: int, draft_s: float, step_s: float, rest_s: float, *,
     queue_s: float = 0.0, work_s: float = 0.0,
-) -> float:  # fmt: skip
-    """Returns the tokens that others lost."""
+) -> None:  # fmt: skip
     target_s = step_s + queue_s
     played = PlayedRound(
         num_proposed, (1.0,) * num_proposed, 1, 0, draft_s, target_s, 0.0, queue_s, work_s=work_s
     )
-    return one.note_drafted(played, draft_s + target_s + rest_s)
+    one.note_drafted(played, draft_s + target_s + rest_s)
 
 
 def play(
@@ -51,7 +50,7 @@ def test_tables_are_believed_until_something_is_measured() -> None:
     assert found.plain_s == pytest.approx(0.016)
     assert found.round_s == pytest.approx(0.016)
     assert found.token_s == pytest.approx([0.004] * 3)
-    assert found.lost == (0.0,) * 3
+    assert found.row_lost.tolist() == [0.0] * 3
 
 
 def test_a_tables_context_counts() -> None:
@@ -143,7 +142,7 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
         note_load(one, 1, 2, 0.040, 0.020, 0)
     found = one.forecast(2, context=0)
     assert found.plain_s == pytest.approx(TARGET.step_seconds(5))
-    assert found.lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
+    assert found.row_lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
 
 
 def test_verdicts_that_come_together_leave_a_session_at_the_target() -> None:
@@ -196,10 +195,11 @@ def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     one = RoundCosts(TARGET, None, 64, Load(9), messages_delay=delays)
     for _ in range(2000):
         note_load(one, 1, 1, 0.040, 0.040, 0)
-        found = note_drafted(one, 0, 0.0, TARGET.step_seconds(9), 0.002)
+        note_drafted(one, 0, 0.0, TARGET.step_seconds(9), 0.002)
     lost = delays * 8 * MESSAGES_WORK * 0.002 / 0.040
-    assert found == pytest.approx(lost, rel=0.01)
-    assert one.forecast(2, 0).draft_lost == pytest.approx([lost, 0.0, 0.0], rel=0.01)
+    found = one.forecast(2, 0)
+    assert found.round_lost == pytest.approx(lost, rel=0.01)
+    assert found.token_lost == pytest.approx(found.row_lost)
 
 
 def test_sessions_of_other_coordinators_share_the_step() -> None:
@@ -211,26 +211,10 @@ def test_sessions_of_other_coordinators_share_the_step() -> None:
     assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
 
 
-def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
+def test_a_detour_by_the_draft_costs_what_it_missed() -> None:
     one = costs()
-    for _ in range(100):
-        play(one, 2, 0.006, TARGET.step_seconds(3))
-    one.load.num_sessions = 3
-    assert not one.load_is_new
-    one.load.num_sessions = 16
-    assert one.load_is_new
-    for _ in range(100):
-        play(one, 2, 0.006, TARGET.step_seconds(3))
-    assert not one.load_is_new
-
-
-def test_a_detour_by_the_draft_costs_what_it_missed_and_a_long_first_round() -> None:
-    one = costs()
-    assert one.detour_lost(0.016, 0) == 0.0
-    assert one.detour_lost(0.016, 65) == pytest.approx(DRAFT.step_seconds(65) / 0.016)
-    for _ in range(20):
-        one.note_first_plain(0.030)
-    assert one.detour_lost(0.016, 0) == pytest.approx(0.014 / 0.016)
+    assert one.reading_lost(0.016, 0) == 0.0
+    assert one.reading_lost(0.016, 65) == pytest.approx(DRAFT.step_seconds(65) / 0.016)
 
 
 @pytest.mark.parametrize("delays", [False, True])
@@ -241,7 +225,7 @@ def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> N
         note_load(one, 1, 1, 0.040, 0.040, 0)
     reading_s = DRAFT.step_seconds(65)
     own, others = reading_s / 0.016, 8 * reading_s / 0.040
-    assert one.detour_lost(0.016, 65) == pytest.approx(own + delays * others, rel=0.01)
+    assert one.reading_lost(0.016, 65) == pytest.approx(own + delays * others, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -257,18 +241,16 @@ def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> N
 def test_what_a_draft_takes_from_those_at_the_target_is_lost(
     delays: bool, draft_s: float, work_s: float, lost: float
 ) -> None:
-    """Eight others are at the target, with a token each 40 ms; told of rounds as of forecasts."""
+    """Eight others are at the target, with a token each 40 ms; as forecasts tell."""
     one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
     for num_drafted in (1, 2, 3) * 700:
         note_load(one, 1, 1, 0.040, 0.040, 0)
         beside = DraftedBeside(num_drafted, num_drafted * draft_s, num_drafted * work_s)
         played = PlayedRound(num_drafted, (), 1, 0, 0.0, 0.040, 0.0, beside=beside)
-        told = one.note_drafted(played, 0.040)
-        if num_drafted == 1:
-            last = told
-    assert last == pytest.approx(lost, abs=0.05)
-    found = one.forecast(3, 0).draft_lost
-    assert found == pytest.approx([0.0, lost, lost, lost], abs=0.02)
+        one.note_drafted(played, 0.040)
+    found = one.forecast(3, 0)
+    assert found.round_lost == pytest.approx(0.0, abs=0.02)
+    assert found.token_lost - found.row_lost == pytest.approx([lost] * 3, abs=0.02)
 
 
 def test_no_more_share_a_step_than_fit() -> None:

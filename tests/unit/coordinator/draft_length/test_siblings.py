@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from coordinator.draft_length.acceptance import (
@@ -9,7 +10,6 @@ from coordinator.draft_length.acceptance import (
     NO_SIBLINGS,
     SIBLINGS_OF_A_ROUND_MAX,
     Prospects,
-    Shape,
     Shaper,
     SiblingAverages,
     SiblingChances,
@@ -17,6 +17,7 @@ from coordinator.draft_length.acceptance import (
     sibling_chances,
 )
 from coordinator.draft_length.policy import FixedLength
+from coordinator.draft_length.round_cost import Forecast
 from outrider.limits import SIBLINGS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.proposal import caterpillar_tree, draft_tree
 
@@ -35,61 +36,72 @@ def test_a_verdict_says_what_siblings_were_worth() -> None:
 def test_rates_follow_what_is_seen() -> None:
     """From the assumption to what many rounds have shown; a session begins with what all know."""
     shared = SiblingAverages(100.0, 10.0)
-    assert shared.rates()[0] == (1.0, FIRST_TAKEN)
-    assert shared.rates()[1] == (1.0, FIRST_TAKEN / 2)
+    assert shared.rates()[0].tolist() == [1.0] * SIBLINGS_MAX
+    assert shared.rates()[1, :2] == pytest.approx((FIRST_TAKEN, FIRST_TAKEN / 2))
     for _ in range(1_000):
         shared.note(SiblingChances((1.0, 1.0), (1.0, 0.5), (0.6, 0.1)))
-    (offered, taken), (seldom, second) = shared.rates()[:2]
+    (offered, seldom), (taken, second) = shared.rates()[:, :2]
     assert offered == pytest.approx(1.0)
     assert taken == pytest.approx(0.6, abs=0.05)
     assert seldom == pytest.approx(0.5, abs=0.06)
     assert second == pytest.approx(0.2, abs=0.02)
     session = SiblingAverages(50.0, 10.0, shared)
-    assert session.rates()[0] == (pytest.approx(offered), pytest.approx(taken))
+    assert session.rates()[:, 0] == pytest.approx((offered, taken))
     for _ in range(200):
         session.note(SiblingChances((1.0,), (1.0,), (0.0,)))
-    assert session.rates()[0][1] < 0.15
+    assert session.rates()[1, 0] < 0.15
 
 
 def test_old_rounds_do_not_overflow() -> None:
     averages = SiblingAverages(2.0, 1.0)
     for _ in range(5_000):
         averages.note(SiblingChances((1.0,), (1.0,), (0.5,)))
-    assert averages.rates()[0][1] == pytest.approx(0.42, abs=0.1)
+    assert averages.rates()[1, 0] == pytest.approx(0.42, abs=0.1)
 
 
-PROSPECTS = Prospects(committed=(0.4, 0.16), proposed=(1.0, 1.0), refused=(0.6, 0.24))
-RATES = [(1.0, 0.3), (1.0, 0.2), (1.0, 0.1)]
+def prospects(*chances: tuple[float, ...]) -> Prospects:
+    return Prospects(*(np.array(one) for one in chances))
 
 
-def shape(row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3) -> Shape:
-    rows = [row_s] * num_rows
-    shaper = Shaper(PROSPECTS, RATES, rows, [lost] * num_rows, siblings_max)
-    return shaper.shape(2, 1.56, 1.56)
+PROSPECTS = prospects((0.4, 0.16), (1.0, 1.0), (0.6, 0.24))
+RATES = np.array([[1.0, 1.0, 1.0], [0.3, 0.2, 0.1]])
+
+
+def forecast(row_s: float, lost: float = 0.0, num_rows: int = 30) -> Forecast:
+    rows, nothing = np.full(num_rows, row_s), np.zeros(0)
+    return Forecast(0.0, 0.0, 0.0, nothing, nothing, rows, np.full(num_rows, lost), nothing)
+
+
+def shape(
+    row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3
+) -> tuple[tuple[int, ...], float, float]:
+    """Siblings, and the tokens and seconds that they add."""
+    shaper = Shaper(PROSPECTS, RATES, forecast(row_s, lost, num_rows), siblings_max)
+    siblings, num_tokens, seconds = shaper.shape(2, 1.56, 1.56)
+    return siblings, num_tokens - 1.56, seconds - 1.56
 
 
 def test_siblings_are_added_while_they_pay() -> None:
     """Rows that cost nothing get all; dear ones none; between them the first place gets more."""
-    free = shape(0.0)
-    assert free.siblings == (3, 3)
+    siblings, num_tokens, seconds = shape(0.0)
+    assert siblings == (3, 3)
     kept = 1 - 0.7 * 0.8 * 0.9
-    assert free.num_tokens == pytest.approx(0.84 * kept)
-    assert free.seconds == 0.0
-    assert shape(0.2).siblings == ()
-    some = shape(0.06)
-    assert some.siblings == (2, 1)
-    assert some.seconds == pytest.approx(3 * 0.06)
-    assert shape(0.0, lost=0.1).siblings == (1, 0)
-    assert shape(0.0, siblings_max=0).siblings == ()
+    assert num_tokens == pytest.approx(0.84 * kept)
+    assert seconds == 0.0
+    assert shape(0.2)[0] == ()
+    siblings, _, seconds = shape(0.06)
+    assert siblings == (2, 1)
+    assert seconds == pytest.approx(3 * 0.06)
+    assert shape(0.0, lost=0.1)[0] == (1, 0)
+    assert shape(0.0, siblings_max=0)[0] == ()
 
 
 def test_a_tree_is_bounded() -> None:
     """By what is known of rows, by the room for siblings, and by what is left of the context."""
-    assert sum(shape(0.0, num_rows=5).siblings) == 3
-    many = Shaper(
-        Prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8), [(1.0, 0.5)] * 8, [0.0] * 99, [0.0] * 99, 8
-    )
-    assert sum(many.shape(8, 2.0, 1.0).siblings) == SIBLINGS_OF_A_ROUND_MAX
+    assert sum(shape(0.0, num_rows=5)[0]) == 3
+    halves = prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8)
+    many = Shaper(halves, np.array([[1.0] * 8, [0.5] * 8]), forecast(0.0, 0.0, 99), 8)
+    assert sum(many.shape(8, 2.0, 1.0)[0]) == SIBLINGS_OF_A_ROUND_MAX
     assert fitting((3, 2, 1), 4) == (3, 1, 0)
     assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()
     assert fitting((), 9) == ()

@@ -71,7 +71,7 @@ def play(
     return chosen
 
 
-@pytest.mark.parametrize(("row_s", "is_tree"), [(0.0, True), (0.01, False)])
+@pytest.mark.parametrize(("row_s", "is_tree"), [(0.0, True), (0.007, False)])
 def test_siblings_are_asked_for_where_rows_cost_little(row_s: float, is_tree: bool) -> None:
     control = controls(row_s).open(Rule.TOKEN, 1, BOUND, 100, siblings_max=4)
     last = play(control, row_s)[-20:]
