@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from outrider.limits import TREE_TOKENS_MAX
@@ -78,22 +77,22 @@ class PlayedRound:
     """What a draft did for this proposal alone, where it did not come with the verdict."""
 
 
-class LengthPolicy(ABC):
+class LengthPolicy:
     """Chooses the lengths of one session's rounds."""
 
     listens = True
     """Whether it is told of rounds."""
 
     @property
-    @abstractmethod
     def begins_plain(self) -> bool:
         """Whether no draft is wanted for a while from the first round on."""
+        raise NotImplementedError
 
-    @abstractmethod
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The next round: its place in the session, and how many tokens may still follow, one of
         which is the target's. What was noted of the round before has no say beyond `num_left`:
         a target or a draft that works ahead may have drawn tokens of this round by then."""
+        raise NotImplementedError
 
     def note(self, played: PlayedRound) -> None:
         """The round that was chosen last has been played."""
