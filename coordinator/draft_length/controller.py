@@ -42,22 +42,10 @@ from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
-FIRST_LOOKS: Final = 4
-"""Rounds of all sessions that ask for all they may: one shows what every K would bring."""
-YOUNG_ROUNDS: Final = 64
-"""Rounds of all sessions up to which K is chosen anew in each."""
 GAIN_ROUNDS: Final = 32
 """Rounds in which drafting that is quicker must bring what beginning it costs."""
-SWITCH_GAIN: Final = 0.02
-"""K changes only for a choice that is better by this share ..."""
-PLAIN_GAIN: Final = 0.03
-"""... and a session that drafts decodes plainly only where that is by this one."""
-TRIAL_SHARE: Final = 0.01
-"""Trials may cost so many of all tokens that are committed ..."""
-CREDIT_TOKENS: Final = 8.0
-"""... beside these, with which a coordinator begins ..."""
 CREDIT_TOKENS_MAX: Final = 16.0
-"""... and of which it keeps so many."""
+"""A coordinator keeps so many that trials may cost."""
 PLAIN_BEGINNINGS: Final = 7
 """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
 BEGINNING_TOKENS: Final = 4.0
@@ -96,6 +84,18 @@ class Tuning:
     """Rounds after which a session's plain phase may end; then twice as many each time ..."""
     plain_rounds_max: int = 128
     """... up to this."""
+    first_looks: int = 4
+    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+    young_rounds: int = 64
+    """Rounds of all sessions up to which K is chosen anew in each."""
+    switch_gain: float = 0.02
+    """K changes only for a choice that is better by this share ..."""
+    plain_gain: float = 0.03
+    """... and a session that drafts decodes plainly only where that is by this one."""
+    trial_share: float = 0.01
+    """Trials may cost so many of all tokens that are committed ..."""
+    credit_tokens: float = 8.0
+    """... beside these, with which a coordinator begins ..."""
 
 
 TUNING: Final = Tuning()
@@ -105,8 +105,9 @@ class ExplorationBudget:
     """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
     commit."""
 
-    def __init__(self) -> None:
-        self._left = CREDIT_TOKENS
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+        self._left = tuning.credit_tokens
         self._looks = 0
         self._begun_plain = 0
         """Sessions since the last one that began with a draft."""
@@ -114,10 +115,10 @@ class ExplorationBudget:
     def first_look(self) -> bool:
         """Whether a round is one of the first, which ask for all they may at whatever cost."""
         self._looks += 1
-        return self._looks <= FIRST_LOOKS
+        return self._looks <= self._tuning.first_looks
 
     def earn(self, num_tokens: float) -> None:
-        self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
+        self._left = min(self._left + self._tuning.trial_share * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
         """Spends what a trial is expected to lose, if that is there."""
@@ -150,7 +151,7 @@ class Experience:
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
         self.siblings = SiblingAverages(memory, tuning.prior_rounds)
-        self.budget = ExplorationBudget()
+        self.budget = ExplorationBudget(tuning)
 
 
 class Learned:
@@ -433,7 +434,7 @@ class LengthControl(LengthPolicy):
     def _plan(self, before: _Planned) -> _Planned:
         if self._bound > 0 and self._fixed is None:
             self._look = None
-            is_young = self._experience.averages.num_rounds < YOUNG_ROUNDS
+            is_young = self._experience.averages.num_rounds < self._tuning.young_rounds
             if self._plain_left > 0:
                 self._plan_plain()
             elif self._until_choice > 0 and not is_young:
@@ -492,13 +493,13 @@ class LengthControl(LengthPolicy):
         current, is_first = best, self._choice is None
         if self._choice is not None:
             current = drafted[self._choice.num_draft_tokens - 1]
-            if best.rate > current.rate * (1.0 + SWITCH_GAIN):
+            if best.rate > current.rate * (1.0 + self._tuning.switch_gain):
                 current = best
         self._choice, self._until_choice = current, self._tuning.choice_rounds - 1
         # One round with a draft is on its way.
         if is_first or self._num_drafted + 1 < self._num_paid:
             self._look = largest if self._budget.first_look() else None
-        elif plain.rate > (1.0 + PLAIN_GAIN) * current.rate:
+        elif plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
             self._begin_plain(self._next_phase())
         elif self._tries_plain(current, plain):
             self._begin_plain(PLAIN_TRIED_ROUNDS, ends=True)

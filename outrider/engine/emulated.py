@@ -9,7 +9,7 @@ and step times are chosen, and everything else (services, transport, sessions, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -18,9 +18,7 @@ import torch
 
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.interface import (
-    FoundPrefix,
     ModelInfo,
-    PageCounts,
     SequenceStep,
     check_steps,
     prefixes,
@@ -55,13 +53,16 @@ class EmulatedEngine:
         self._spec = spec
         self._role = role
         self._max_num_seqs = max_num_seqs
-        self._pool = BlockPool(spec.num_pages, PAGE_SIZE)
+        self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
+        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
+        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
+        self.page_counts, self.check_integrity = pool.counts, pool.check_integrity
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """Logits of the last step; -inf behind its own."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
         """The columns of them that are not."""
-        self._info = ModelInfo(
+        self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
             max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE),
@@ -71,14 +72,9 @@ class EmulatedEngine:
             tokenizer_fingerprint="",
         )
 
-    @property
-    def info(self) -> ModelInfo:
-        """What runs here."""
-        return self._info
-
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)
         contexts: list[list[int]] = []
@@ -99,50 +95,13 @@ class EmulatedEngine:
         rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
-        """See `Engine.can_hold`."""
-        return self._pool.can_hold(steps, without, begun)
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """See `Engine.find`."""
-        return self._pool.find(token_ids, salt)
-
-    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """See `Engine.attach`."""
-        return self._pool.attach(sequence_id, token_ids, salt)
-
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
         self._pool.fork(sequence_id, branch_id)
 
-    def mark_idle(self, sequence_id: str) -> None:
-        """See `Engine.mark_idle`."""
-        self._pool.mark_idle(sequence_id)
-
-    def page_counts(self) -> PageCounts:
-        """See `Engine.page_counts`."""
-        return self._pool.counts()
-
-    def length(self, sequence_id: str) -> int:
-        """Slots the sequence holds; 0 for an unknown one."""
-        return self._pool.length(sequence_id)
-
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`."""
         self._pool.keep(sequence_id, length, path)
-
-    def release(self, sequence_id: str) -> None:
-        """Forgets the sequence; unknown ones are ignored."""
-        self._pool.release(sequence_id)
-
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every page is where it is said to be."""
-        self._pool.check_integrity()
 
     def take_step_seconds(self) -> float:
         """The stated time of the steps since the last call."""
