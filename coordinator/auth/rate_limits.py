@@ -80,29 +80,28 @@ class Grant:
 
 class _Slots(Grant):
     def __init__(self, limiter: Limiter, caller: Caller, names: Sequence[str]) -> None:
-        self._limiter, self._caller = limiter, caller
-        self._held = list(names)
+        self._limiter, self._caller, self._held = limiter, caller, list(names)
 
     async def note(self, event: Event) -> None:
         if isinstance(event, Started) and self._held and event.session_id not in self._held:
             old, self._held[0] = self._held[0], event.session_id
-            self._limiter.swap(self._caller, old, event.session_id)
+            self._limiter.exchange(self._caller, [old], [event.session_id])
         elif isinstance(event, Finished):
             await self.release()
 
     async def release(self) -> None:
-        names, self._held = self._held, []
-        if names:
-            await self._limiter.give_back(self._caller, names)
+        if freed := self.drop():
+            await freed
 
-    def drop(self) -> None:
+    def drop(self) -> asyncio.Task[None] | None:
+        """Frees all slots in the background."""
         names, self._held = self._held, []
-        if names:
-            self._limiter.drop(self._caller, names)
+        return self._limiter.exchange(self._caller, names) if names else None
 
 
 class Limiter:
-    """The slots of one coordinator's callers, on its event loop."""
+    """The slots of one coordinator's callers, on its event loop. Where the store does not answer
+    their leases run out."""
 
     def __init__(
         self, store: SlotStore, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
@@ -120,13 +119,10 @@ class Limiter:
 
     def check_rate(self, caller: Caller) -> None:
         """See `AccessControl.check_rate`."""
-        until = self._empty_until.get(caller)
-        if until is None:
-            return
-        left_s = until - asyncio.get_running_loop().time()
+        left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise rate_exceeded(caller, math.ceil(left_s * 1e3))
-        del self._empty_until[caller]
+        self._empty_until.pop(caller, None)
 
     @asynccontextmanager
     async def admit(
@@ -149,31 +145,27 @@ class Limiter:
                 self._free[caller.name].update(names)
                 self._in_background(caller)
             raise
-        for name in names:
-            self._hold(caller, name)
+        self._hold(caller, names)
         slots = _Slots(self, caller, names)
         try:
             yield slots
         finally:
             slots.drop()
 
-    def swap(self, caller: Caller, old: str, new: str) -> None:
-        """A slot has another name, as soon as the store has heard of it."""
-        self._let_go(caller, old)
+    def exchange(
+        self, caller: Caller, old: Collection[str], new: Collection[str] = ()
+    ) -> asyncio.Task[None]:
+        """Frees slots, and holds others in their place, as soon as the store has heard of it."""
+        held = self._held[caller.name]
+        for name in old:
+            held[name] -= 1
+            if held[name] <= 0:
+                del held[name]
+                self._free[caller.name].add(name)
         self._hold(caller, new)
-        self._in_background(caller)
-
-    async def give_back(self, caller: Caller, names: Collection[str]) -> None:
-        """Frees slots. Where the store does not answer their leases run out."""
-        for name in names:
-            self._let_go(caller, name)
-        await self._tell([caller.name])
-
-    def drop(self, caller: Caller, names: Collection[str]) -> None:
-        """The same, in the background."""
-        for name in names:
-            self._let_go(caller, name)
-        self._in_background(caller)
+        if not held:
+            del self._held[caller.name]
+        return self._in_background(caller)
 
     async def close(self) -> None:
         """Frees what is held, as far as the store answers, and closes it."""
@@ -187,25 +179,19 @@ class Limiter:
         await self._tell(list(self._free))
         await self._store.close()
 
-    def _in_background(self, caller: Caller) -> None:
+    def _in_background(self, caller: Caller) -> asyncio.Task[None]:
         task = asyncio.create_task(self._tell([caller.name]))
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        return task
 
-    def _hold(self, caller: Caller, name: str) -> None:
-        self._held[caller.name][name] += 1
-        self._free[caller.name].discard(name)
+    def _hold(self, caller: Caller, names: Collection[str]) -> None:
+        if not names:
+            return
+        self._held[caller.name].update(names)
+        self._free[caller.name].difference_update(names)
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew())
-
-    def _let_go(self, caller: Caller, name: str) -> None:
-        held = self._held[caller.name]
-        held[name] -= 1
-        if held[name] <= 0:
-            del held[name]
-            self._free[caller.name].add(name)
-        if not held:
-            del self._held[caller.name]
 
     async def _renew(self) -> None:
         while self._held:
@@ -213,9 +199,8 @@ class Limiter:
             await self._tell([*self._held])
 
     async def _tell(self, names: Collection[str]) -> None:
-        free = {name: self._free.pop(name, set()) for name in names}
-        slots = {name: ([*self._held.get(name, ())], [*free[name]]) for name in names}
-        told = {name: (held, gone) for name, (held, gone) in slots.items() if held or gone}
+        slots = {name: ([*self._held.get(name, ())], [*self._free.pop(name, ())]) for name in names}
+        told = {name: both for name, both in slots.items() if any(both)}
         if not told:
             return
         try:
