@@ -28,9 +28,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, text: str) -> None:
-    """In one step; a new file is for its owner only, another one keeps its mode."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """In one step. Without a `mode` a new file is for its owner only, another one keeps its own."""
+    if mode is None:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -62,6 +62,10 @@ Several = Annotated[list[Item], Field(fail_fast=True)]
 """Validated up to the first wrong item: there may be millions."""
 
 
+def _idle(names: str, *values: Any) -> Unserved:
+    return dict.fromkeys(names.split(), values)
+
+
 class Body(BaseModel):
     """A JSON object. Unknown fields, NaN and infinity are refused; nothing is converted; null is as
     good as nothing."""
@@ -156,20 +160,14 @@ class GenerationBody(Body):
     """What both kinds of generation have."""
 
     unserved = {
-        "stop_token_ids": ([],),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
-        "use_beam_search": (False,),
-        "length_penalty": (1,),
-        "best_of": (1,),
-        "prompt_logprobs": (),
-        "priority": (0,),
-        "metadata": (_ANY,),
-        "request_id": (_ANY,),
-        "service_tier": ("auto", "default"),
-        "echo": (False,),
-        "guided_grammar": (),
+        **_idle("metadata request_id", _ANY),
+        **_idle("stop_token_ids", []),
+        **_idle("skip_special_tokens spaces_between_special_tokens", True),
+        **_idle("include_stop_str_in_output use_beam_search echo", False),
+        **_idle("length_penalty best_of", 1),
+        **_idle("priority", 0),
+        **_idle("service_tier", "auto", "default"),
+        **_idle("prompt_logprobs guided_grammar"),
     }
 
     model: str = ""
@@ -339,15 +337,9 @@ class Message(Body):
     """A turn of a conversation."""
 
     unserved = {
-        "name": (_ANY,),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning": (),
-        "reasoning_content": (),
+        **_idle("name", _ANY),
+        **_idle("tool_calls annotations", []),
+        **_idle("tool_call_id function_call refusal audio reasoning reasoning_content"),
     }
 
     role: str
@@ -380,25 +372,17 @@ class ChatBody(GenerationBody):
 
     unserved = {
         **GenerationBody.unserved,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (_ANY,),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "store": (False,),
-        "safety_identifier": (_ANY,),
-        "prompt_cache_key": (_ANY,),
-        "prompt_cache_retention": (_ANY,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
+        **_idle("parallel_tool_calls safety_identifier", _ANY),
+        **_idle("prompt_cache_key prompt_cache_retention", _ANY),
+        **_idle("tools functions", []),
+        **_idle("tool_choice function_call", "none", "auto"),
+        **_idle("modalities", ["text"]),
+        **_idle("reasoning_effort", "none"),
+        **_idle("verbosity", "medium"),
+        **_idle("store continue_final_message", False),
+        **_idle("add_generation_prompt", True),
+        **_idle("chat_template_kwargs", {}),
+        **_idle("audio prediction web_search_options chat_template"),
     }
 
     messages: Annotated[Several[Message], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
@@ -437,7 +421,11 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Of a completion of raw text or tokens."""
 
-    unserved = {**GenerationBody.unserved, "suffix": ("",), "add_special_tokens": (True,)}
+    unserved = {
+        **GenerationBody.unserved,
+        **_idle("suffix", ""),
+        **_idle("add_special_tokens", True),
+    }
 
     prompt: Annotated[
         str

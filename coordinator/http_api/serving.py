@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from starlette.requests import Request
@@ -42,35 +43,28 @@ class Unsent(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
-class Connection:
-    """A request's client, for as long as it is there and the server does not end."""
+async def while_open(request: Request, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Ends it, and raises `ClientGone` or `Unavailable`, where the request's
+    client goes or the server is `closing` before that. The body must have been read."""
 
-    def __init__(self, receive: Receive, closing: asyncio.Event) -> None:
-        self._receive = receive
-        self._closing = closing
-
-    async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Ends it, and raises `ClientGone` or `Unavailable`, where the client
-        goes or the server ends before that. The request's body must have been read."""
-        working = asyncio.create_task(work)
-        leaving = asyncio.create_task(self._gone())
-        ending = asyncio.create_task(self._closing.wait())
-        tasks = (working, leaving, ending)
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            if leaving.done():
-                raise ClientGone
-            raise Unavailable("this coordinator is shutting down")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
             pass
+
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(gone())
+    tasks = (working, leaving, asyncio.create_task(closing.wait()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise ClientGone
+        raise Unavailable("this coordinator is shutting down")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -80,7 +74,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, connection: Connection, first: Sequence[Json], events: Events, tell: Tell
+        self,
+        while_open: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]],
+        first: Sequence[Json],
+        events: Events,
+        tell: Tell,
     ) -> None:
         """Of `events` are told behind `first` what `tell` makes of them. They are closed however
         the response ends."""
@@ -88,7 +86,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # Or a proxy waits for the end.
-        self._connection = connection
+        self._while_open = while_open
         self._first = first
         self._events = events
         self._tell = tell
@@ -104,7 +102,7 @@ class EventStream(Response):
             for value in self._first:  # It is there: no task is waited for.
                 await send(_part(value))
             try:
-                await self._connection.while_open(self._send(send))
+                await self._while_open(self._send(send))
             except ClientGone:
                 return
             except Exception as error:  # noqa: BLE001 (the client is told, whatever it is)
@@ -188,23 +186,22 @@ class Generations:
             return json_response(answer.whole())
 
         try:
-            return await Connection(request.receive, self._closing).while_open(whole())
+            return await while_open(request, self._closing, whole())
         except ClientGone:
             return Unsent()
 
     async def stream(self, request: Request, asked: TranslatedBody, tell: Tell) -> Response:
         """An answer of chunks as they come, of which there is one at least. An error before the
         first is raised. A client that goes ends the events."""
-        connection = Connection(request.receive, self._closing)
         events = self._events(request, asked)
         try:
-            first = await connection.while_open(_first(events, tell))
+            first = await while_open(request, self._closing, _first(events, tell))
         except BaseException as error:
             await events.aclose()  # The first one may have come, and nobody has it.
             if isinstance(error, ClientGone):
                 return Unsent()
             raise
-        return EventStream(connection, first, events, tell)
+        return EventStream(partial(while_open, request, self._closing), first, events, tell)
 
     async def _events(self, request: Request, asked: TranslatedBody) -> Events:
         """The events of all choices as they come, each with its choice's index. They count as one

@@ -11,7 +11,6 @@ for it in the caller's certificate.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError
+from outrider.files import write_whole
 from outrider.limits import PEM_BYTES_MAX
 
 InternalRole = Literal["coordinator", "target", "draft"]
@@ -68,15 +68,9 @@ def make_authority(directory: Path, now: datetime.datetime) -> None:
     """A new authority, whose key is for its owner only."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Outrider internal authority")])
-    public = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    certificate = (
-        _builder(name, name, key.public_key(), now, AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(public, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write(directory, AUTHORITY, certificate, key)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = _builder(name, name, key, now, AUTHORITY_DAYS).add_extension(identifier, False)
+    _write(directory, AUTHORITY, builder.sign(key, hashes.SHA256()), key)
 
 
 def make_role(
@@ -85,7 +79,7 @@ def make_role(
     """A new key and certificate of a role, by the authority in the directory. Raises `ConfigError`
     where that cannot make one."""
     files = RoleFiles.of(directory, role)
-    authority = read_certificate(files.authority)
+    authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
     if signer.public_key() != authority.public_key():
         raise ConfigError(f"{files.authority}: is not of the key beside it")
@@ -94,32 +88,24 @@ def make_role(
         raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make another one with --force")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {role}")])
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    builder = _builder(subject, authority.subject, key, now, min(days, (end - now).days))
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    lasting = min(days, (end - now).days)
-    certificate = (
-        _builder(subject, authority.subject, key.public_key(), now, lasting)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name_of(role))]), critical=False)
-        .add_extension(identifier, critical=False)
-        .sign(signer, hashes.SHA256())
-    )
-    _write(directory, role, certificate, key)
+    for extension in (
+        x509.ExtendedKeyUsage(both),
+        x509.SubjectAlternativeName([x509.DNSName(name_of(role))]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+    ):
+        builder = builder.add_extension(extension, False)
+    _write(directory, role, builder.sign(signer, hashes.SHA256()), key)
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
     """Whole days until a certificate ends; negative where that is over."""
-    return (read_certificate(path).not_valid_after_utc - now).days
-
-
-def read_certificate(path: Path) -> x509.Certificate:
-    """The first one in a file. Raises `ConfigError`."""
-    return read_certificates(path)[0]
+    return (read_certificates(path)[0].not_valid_after_utc - now).days
 
 
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
+    """Those in a file, of which there is one at least. Raises `ConfigError`."""
     try:
         found = x509.load_pem_x509_certificates(read_pem(path))
     except ValueError:
@@ -132,7 +118,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 def certificate_names(path: Path) -> list[str]:
     """The hosts that a certificate is for, names before addresses. Raises `ConfigError`."""
     try:
-        found = read_certificate(path).extensions.get_extension_for_class(
+        found = read_certificates(path)[0].extensions.get_extension_for_class(
             x509.SubjectAlternativeName
         )
     except x509.ExtensionNotFound:
@@ -143,7 +129,7 @@ def certificate_names(path: Path) -> list[str]:
 
 def check_pair(certificate: Path, key: Path) -> None:
     """Raises `ConfigError` unless a key is that of a certificate, whose time is not over."""
-    found = read_certificate(certificate)
+    found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
     end = found.not_valid_after_utc
@@ -153,7 +139,7 @@ def check_pair(certificate: Path, key: Path) -> None:
 
 def check_authority(authority: Path, certificate: Path) -> None:
     """Raises `ConfigError` unless one of the authorities in a file has signed a certificate."""
-    found = read_certificate(certificate)
+    found = read_certificates(certificate)[0]
     for one in read_certificates(authority):
         with suppress(ValueError, TypeError, InvalidSignature):
             found.verify_directly_issued_by(one)
@@ -187,56 +173,30 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
 def _builder(
     subject: x509.Name,
     issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
+    key: ec.EllipticCurvePrivateKey,
     now: datetime.datetime,
     days: int,
 ) -> x509.CertificateBuilder:
+    """Of an authority that issues itself, or of what it issues."""
+    is_ca, builder = subject == issuer, x509.CertificateBuilder()
+    usage = x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False)
     return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
+        builder.subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + datetime.timedelta(days=days))
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
     )
 
 
 def _write(
     directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Both in one step each, the key first, so that a new certificate always has its key."""
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    public = certificate.public_bytes(serialization.Encoding.PEM)
-    for path, data, mode in (
-        (directory / f"{name}-key.pem", private, 0o600),
-        (directory / f"{name}.pem", public, 0o644),
-    ):
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(
-            os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb"
-        ) as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+    """The key first, so that a new certificate always has its key."""
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(pem, form, serialization.NoEncryption())
+    write_whole(directory / f"{name}-key.pem", private.decode(), 0o600)
+    write_whole(directory / f"{name}.pem", certificate.public_bytes(pem).decode(), 0o644)

@@ -60,12 +60,7 @@ from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 T = TypeVar("T")
 
-RULES: dict[int, Rule] = {
-    types_pb2.RULE_TOKEN: Rule.TOKEN,
-    types_pb2.RULE_BLOCK: Rule.BLOCK,
-    types_pb2.RULE_COUPLED: Rule.COUPLED,
-    types_pb2.RULE_GREEDY: Rule.GREEDY,
-}
+RULES: Final = {types_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
 """A rule by its number on the wire."""
 RULE_NUMBERS: Final[Any] = {rule: number for number, rule in RULES.items()}
 """A rule's number on the wire."""

@@ -115,8 +115,7 @@ class GrpcLink(Generic[Item, Answer]):
         stream.put(item, message)
 
     def release(self, session_id: str, epoch: int) -> None:
-        for stream in self._streams.values():
-            stream.forget(session_id)
+        self._forget(session_id)
         if self._closed or self._num_releases >= RELEASES_IN_FLIGHT_MAX:
             return
         self._num_releases += 1
@@ -162,11 +161,13 @@ class GrpcLink(Generic[Item, Answer]):
     def _stream(self, name: str) -> _Stream[Item, Answer]:
         stream = self._streams.get(name)
         if stream is None:
-            call = self._open_call()
-            stream = _Stream(self._codec, call, self.num_bytes, self._heard, self._lost)
-            self._streams[name] = stream
+            stream = self._streams[name] = _Stream(self, self._codec, self._open_call())
             self._spawn(stream.run(), f"{name} stream to {self._address}")
         return stream
+
+    def _forget(self, session_id: str) -> None:
+        for stream in self._streams.values():
+            stream.forget(session_id)
 
     def _stop_streams(self) -> None:
         for stream in self._streams.values():
@@ -188,15 +189,14 @@ class GrpcLink(Generic[Item, Answer]):
         finally:
             self._num_releases -= 1
 
-    def _heard(self, answer: Answer) -> None:
+    def heard(self, answer: Answer) -> None:
         self._failures = 0
         if isinstance(answer, Resync):
-            for stream in self._streams.values():
-                stream.forget(answer.key.session_id)
+            self._forget(answer.key.session_id)
         if self._on_answer is not None:
             self._on_answer(answer)
 
-    def _lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
+    def lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
         """One stream broke: both are given up, and the listener hears of it once."""
         if self._closed or stream not in self._streams.values():
             return
@@ -214,19 +214,10 @@ class GrpcLink(Generic[Item, Answer]):
 class _Stream(Generic[Item, Answer]):
     """One bidirectional call: a writer that sends all that waits in one frame, and a reader."""
 
-    def __init__(
-        self,
-        codec: Codec[Item, Answer],
-        call: Any,
-        num_bytes: LinkBytes,
-        on_answer: Callable[[Answer], None],
-        on_end: Callable[[_Stream[Item, Answer], str], None],
-    ) -> None:
+    def __init__(self, link: GrpcLink[Item, Answer], codec: Codec[Item, Answer], call: Any) -> None:
+        self._link = link
         self._codec = codec
         self._call = call
-        self._num_bytes = num_bytes
-        self._on_answer = on_answer
-        self._on_end = on_end
         self._outbox = SendQueue()
         self._sent: dict[str, tuple[int, bytes]] = {}
         """session -> hashes of the parameters and the constraint that the replica has"""
@@ -269,7 +260,7 @@ class _Stream(Generic[Item, Answer]):
             self._call.cancel()
         await asyncio.gather(writer, return_exceptions=True)
         if not self._stopped:
-            self._on_end(self, reason)
+            self._link.lost(self, reason)
 
     async def _write(self) -> None:
         try:
@@ -277,7 +268,7 @@ class _Stream(Generic[Item, Answer]):
                 await self._outbox.wait()
                 while messages := self._outbox.gather():
                     data = self._codec.request(items=messages).SerializeToString()
-                    self._num_bytes.sent += len(data)
+                    self._link.num_bytes.sent += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The call has ended; the reader gets its status and reports it.
@@ -289,11 +280,11 @@ class _Stream(Generic[Item, Answer]):
     async def _read(self) -> str:
         try:
             while (data := await self._call.read()) is not _END:
-                self._num_bytes.received += len(data)
+                self._link.num_bytes.received += len(data)
                 for message in self._codec.reply.FromString(data).items:
                     if self._stopped:
                         break
-                    self._on_answer(self._codec.answer_from_proto(message))
+                    self._link.heard(self._codec.answer_from_proto(message))
         except grpc.aio.AioRpcError as error:
             return status_to_error(error).message
         except DecodeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from outrider.errors import LinkLost, Unavailable, check
@@ -92,7 +93,6 @@ class ReplicaService(Protocol, Generic[Item_contra, Answer_co]):
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
-Deliver = Callable[[Callable[[], None]], None]
 
 
 def deliver_soon(message: Callable[[], None]) -> None:
@@ -106,14 +106,16 @@ class MemoryLink(Generic[Item, Answer]):
     def __init__(
         self,
         service: ReplicaService[Item, Answer],
-        deliver: Deliver = deliver_soon,
+        deliver: Callable[[Callable[[], None]], None] = deliver_soon,
     ) -> None:
         self._service = service
         self._deliver = deliver
         self.num_bytes = LinkBytes()
         self._on_answer: Callable[[Answer], None] | None = None
         self._on_lost: Callable[[Exception], None] | None = None
-        self._stream: _Stream[Item, Answer] | None = None
+        self._connection: Connection[Item] | None = None
+        self._number = 0
+        """Of the connection; grows when one begins or ends. What another one sent is lost."""
         self._unreachable: Exception | None = None
         self._closed = False
 
@@ -130,9 +132,10 @@ class MemoryLink(Generic[Item, Answer]):
         if self._unreachable is not None:
             raise LinkLost(f"the replica cannot be reached: {self._unreachable}")
         check(self._on_answer is not None, "listen before the first send")
-        if self._stream is None:
-            self._stream = _Stream(self._service, self._deliver, self._heard)
-        self._stream.send(item)
+        if self._connection is None:
+            self._number += 1
+            self._connection = self._service.connect(partial(self._answered, self._number))
+        self._deliver(partial(self._receive, self._number, item))
 
     def release(self, session_id: str, epoch: int) -> None:
         if self._unreachable is None and not self._closed:
@@ -148,7 +151,7 @@ class MemoryLink(Generic[Item, Answer]):
 
     async def close(self) -> None:
         self._closed = True
-        self._drop_stream()
+        self._disconnect()
         await asyncio.sleep(0)
 
     # What a test or a simulation does to it.
@@ -158,15 +161,15 @@ class MemoryLink(Generic[Item, Answer]):
         loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes
         `send` raise."""
         self._unreachable = None if reachable else error
-        was_open = self._stream is not None
-        self._drop_stream()
+        was_open = self._connection is not None
+        self._disconnect()
         if was_open and self._on_lost is not None:
             asyncio.get_running_loop().call_soon(self._tell_lost, error)
 
     def restore(self, service: ReplicaService[Item, Answer] | None = None) -> None:
         """Makes the replica reachable again, as `service` where it has been restarted."""
         if service is not None and service is not self._service:
-            check(self._stream is None, "sever the stream to the old service first")
+            check(self._connection is None, "sever the stream to the old service first")
             self._service = service
         self._unreachable = None
 
@@ -174,48 +177,20 @@ class MemoryLink(Generic[Item, Answer]):
         if self._on_lost is not None and not self._closed:
             self._on_lost(error if isinstance(error, LinkLost) else LinkLost(str(error)))
 
-    def _drop_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._number += 1
+            self._connection.close()
+            self._connection = None
 
-    def _heard(self, answer: Answer) -> None:
-        if self._on_answer is not None:
-            self._on_answer(answer)
+    def _receive(self, number: int, item: Item) -> None:
+        if number == self._number and self._connection is not None:
+            self._connection.receive([item])
 
-
-class _Stream(Generic[Item, Answer]):
-    """One connection; after `close` nothing of it arrives any more."""
-
-    def __init__(
-        self,
-        service: ReplicaService[Item, Answer],
-        deliver: Deliver,
-        on_answer: Callable[[Answer], None],
-    ) -> None:
-        self._deliver = deliver
-        self._on_answer = on_answer
-        self._open = True
-        self._connection: Connection[Item] = service.connect(self._answer)
-
-    def send(self, item: Item) -> None:
-        def arrive() -> None:
-            if self._open:
-                self._connection.receive([item])
-
-        self._deliver(arrive)
-
-    def close(self) -> None:
-        self._open = False
-        self._connection.close()
-
-    def _answer(self, answers: Sequence[Answer]) -> None:
+    def _answered(self, number: int, answers: Sequence[Answer]) -> None:
         for answer in answers:
-            self._deliver(self._arrival(answer))
+            self._deliver(partial(self._heard, number, answer))
 
-    def _arrival(self, answer: Answer) -> Callable[[], None]:
-        def arrive() -> None:
-            if self._open:
-                self._on_answer(answer)
-
-        return arrive
+    def _heard(self, number: int, answer: Answer) -> None:
+        if number == self._number and self._on_answer is not None:
+            self._on_answer(answer)

@@ -38,17 +38,9 @@ from outrider.v1 import coordinator_pb2 as pb
 
 Value = TypeVar("Value")
 
-ORIGINS: Final[dict[int, Origin]] = {
-    pb.ORIGIN_ACCEPTED: Origin.ACCEPTED,
-    pb.ORIGIN_CORRECTION: Origin.CORRECTION,
-    pb.ORIGIN_BONUS: Origin.BONUS,
-    pb.ORIGIN_STORED: Origin.STORED,
-}
-FINISH_REASONS: Final[dict[int, FinishReason]] = {
-    pb.FINISH_REASON_STOP: FinishReason.STOP,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    pb.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+ORIGINS: Final = {pb.Origin.Value(f"ORIGIN_{origin.name}"): origin for origin in Origin}
+FINISH_REASONS: Final = {
+    pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason
 }
 _ORIGIN_NUMBERS: Final[Any] = {origin: number for number, origin in ORIGINS.items()}
 _REASON_NUMBERS: Final[Any] = {reason: number for number, reason in FINISH_REASONS.items()}

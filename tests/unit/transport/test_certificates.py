@@ -23,11 +23,15 @@ from outrider.transport.certificates import (
     days_left,
     make_authority,
     make_role,
-    read_certificate,
+    read_certificates,
 )
 
 NOW = datetime.datetime.now(datetime.UTC)
 FILES = {f"{name}{end}.pem" for name in ("ca", *INTERNAL_ROLES) for end in ("", "-key")}
+
+
+def first_certificate(path: Path) -> x509.Certificate:
+    return read_certificates(path)[0]
 
 
 def make(directory: Path) -> None:
@@ -43,13 +47,13 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
     assert main(["certs", str(directory)]) == 0
     assert {path.name for path in directory.iterdir()} == FILES
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    authority = read_certificate(directory / "ca.pem")
+    authority = first_certificate(directory / "ca.pem")
     serials = {authority.serial_number}
     for role in INTERNAL_ROLES:
         files = RoleFiles.of(directory, role)
         files.check()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
-        found = read_certificate(files.certificate)
+        found = first_certificate(files.certificate)
         assert isinstance(found.public_key(), ec.EllipticCurvePublicKey)
         assert certificate_names(files.certificate) == [f"{role}.outrider.internal"]
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
@@ -101,9 +105,9 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
         check_pair(files.certificate, one / "ca.pem")
     with pytest.raises(ConfigError, match=r"target-key\.pem: holds no certificate"):
-        read_certificate(files.key)
+        read_certificates(files.key)
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
-        read_certificate(one / "gone.pem")
+        read_certificates(one / "gone.pem")
     # Several authorities in one file: that of before and that of after a change.
     both = tmp_path / "both.pem"
     both.write_bytes((two / "ca.pem").read_bytes() + (one / "ca.pem").read_bytes())
@@ -118,7 +122,7 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"draft\.pem: ended \d{4}-\d\d-\d\d"):
         RoleFiles.of(tmp_path, "draft").check()
     make_role(tmp_path, "draft", NOW)
-    end = read_certificate(tmp_path / "ca.pem").not_valid_after_utc
-    assert read_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
+    end = first_certificate(tmp_path / "ca.pem").not_valid_after_utc
+    assert first_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
     with pytest.raises(ConfigError, match=r"ca\.pem: ends .* --force"):
         make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))
