@@ -92,72 +92,80 @@ def measure_step_costs(
     in use yet, on the thread that its steps will run on, and leaves no sequence behind. `clock`
     gives seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An
     engine that states its time is believed."""
-    _Bench(engine, clock, math.inf).time(1)  # The first step of all warms up: it does not count.
-    bench = _Bench(engine, clock, limit_s)
+    bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
+    bench.least([_step(0, 1)])  # The first step of all warms up: it does not count.
+    until = clock() + limit_s
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
     few = [num for num in rows if num <= MANY_ROWS]
-    costs = bench.rows(few)
+    seconds = bench.rows(few, until)
+    costs = _costs(rows, seconds)
     context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
-    if context > SHORT_CONTEXT:
-        costs = bench.contexts(costs, min(MEASURED_SESSIONS, max_sessions), context)
+    if context > SHORT_CONTEXT and clock() < until:
+        num = min(MEASURED_SESSIONS, max_sessions)
+        num = bench.begin(num, context, clock() + limit_s * CONTEXTS_SHARE)
+        if num:
+            costs = bench.contexts(costs, num, context)
     # What takes longest comes last, where it may be left out.
-    return bench.rows(rows[len(few) :], costs)
+    if len(seconds) == len(few):
+        seconds += bench.rows(rows[len(few) :], until)
+    known = _costs(rows, seconds)
+    return replace(costs, rows=known.rows, seconds=known.seconds)
+
+
+def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
+    """Of the first of these rows. A time that is longer than that of more rows is taken for
+    disturbed."""
+    least = tuple(reversed(list(accumulate(reversed(seconds), min))))
+    return StepCosts(tuple(rows[: len(least)]), least)
 
 
 class _Bench:
-    def __init__(self, engine: Engine, clock: Callable[[], float], limit_s: float) -> None:
+    """Sequences are numbered; those that are not begun hold nothing."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
         self._engine = engine
         self._clock = clock
-        self._until = clock() + limit_s
-        self._contexts_s = limit_s * CONTEXTS_SHARE
-        self._try_s = limit_s * TRIES_SHARE
+        self._try_s = try_s
         self._first_is_slow = False
         """On a device a step's first run of its shape compiles and records what the next ones
         use."""
 
-    def rows(self, counts: Sequence[int], known: StepCosts | None = None) -> StepCosts:
-        """What is known, and the times of so many rows of one session, ascending, as far as they
-        can be measured. A time that is longer than that of more rows is taken for disturbed."""
-        rows = list(known.rows) if known else []
-        seconds = list(known.seconds) if known else []
+    def rows(self, counts: Sequence[int], until: float) -> list[float]:
+        """The least times, s, of steps of so many tokens of one session without a context, as many
+        as there are time and pages for."""
+        found: list[float] = []
         for num in counts:
-            took = self.time(num)
-            if took is None:
+            step = [_step(0, num)]
+            if self._clock() >= until or not self._engine.can_hold(step):
                 break
-            rows.append(num)
-            seconds.append(took)
-        least = tuple(reversed(list(accumulate(reversed(seconds), min))))
-        if known is None:
-            return StepCosts(tuple(rows), least)
-        return replace(known, rows=tuple(rows), seconds=least)
+            found.append(self.least(step))
+        return found
 
-    def time(self, num_tokens: int) -> float | None:
-        """The least time, s, of a step of so many tokens of one session without a context; None
-        where time or pages are up."""
-        step = _step(_name(0), num_tokens, 1)
-        if self._clock() >= self._until or not self._engine.can_hold([step]):
-            return None
-        try:
-            return self._least([step], 0)
-        finally:
-            self._release([_name(0)])
+    def begin(self, num_sessions: int, context: int, until: float) -> int:
+        """Sessions that hold so many slots each now, and have room for what is measured next."""
+        num = num_sessions
+        while num and not self._engine.can_hold(
+            [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
+        ):
+            num -= 1
+        for index in range(num):
+            self._seconds([_step(index, context, 0)])
+            if self._clock() >= until:
+                return index + 1
+        return num
 
-    def contexts(self, known: StepCosts, num_sessions: int, context: int) -> StepCosts:
-        """What is known, and what sessions and the slots of their contexts cost: of so many, or of
-        fewer where time or pages are up."""
-        names = self._begin(num_sessions, context)
-        if not names:
-            return known
-        try:
-            steps = [_step(name, 1, 1) for name in names]
-            long = self._least(steps, context)
-            many = self._least([_step(names[0], CONTEXT_ROWS, 1)], context)
-            self._take_back(names, SHORT_CONTEXT)
-            short = self._least(steps, SHORT_CONTEXT)
-        finally:
-            self._release(names)
-        num = len(names)
+    def contexts(self, known: StepCosts, num: int, context: int) -> StepCosts:
+        """What is known, and what `num` sessions that were begun and the slots of their contexts
+        cost; they end with it."""
+        steps = [_step(index, 1) for index in range(num)]
+        long = self.least(steps, context)
+        many = self.least([_step(0, CONTEXT_ROWS)], context)
+        for step in steps:
+            self._engine.keep(step.sequence_id, SHORT_CONTEXT)
+        short = self.least(steps, SHORT_CONTEXT)
+        for step in steps:
+            self._engine.release(step.sequence_id)
         slot_s = max(0.0, long - short) / (num * (context - SHORT_CONTEXT))
         beyond = long - num * context * slot_s - known.step_seconds(num)
         rows_slot_s = (many - known.step_seconds(CONTEXT_ROWS)) / context
@@ -168,44 +176,26 @@ class _Bench:
             row_slot_s=max(0.0, rows_slot_s - slot_s) / (CONTEXT_ROWS - 1),
         )
 
-    def _begin(self, num_sessions: int, context: int) -> list[str]:
-        """Sessions that hold so many slots each, and have room for what is measured next."""
-        names = [_name(index) for index in range(num_sessions)]
-        while names and not self._engine.can_hold(
-            [_step(name, context + CONTEXT_ROWS, 0) for name in names]
-        ):
-            names.pop()
-        if self._clock() >= self._until:
-            return []
-        enough = self._clock() + self._contexts_s
-        for index, name in enumerate(names, start=1):
-            self._seconds([_step(name, context, 0)])
-            if self._clock() >= enough:
-                return names[:index]
-        return names
-
-    def _least(self, steps: Sequence[SequenceStep], length: int) -> float:
-        """The least time, s, of such a step of sequences that hold so many slots each."""
-        names = [step.sequence_id for step in steps]
+    def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
+        """The least time, s, of such a step of sequences that hold so many slots each; one that
+        holds none is released."""
         if self._first_is_slow:
-            self._seconds(steps)
-            self._take_back(names, length)
-        best = math.inf
-        enough = self._clock() + self._try_s
+            self._timed(steps, length)
+        best, enough = math.inf, self._clock() + self._try_s
         for _ in range(TRIES):
-            best = min(best, self._seconds(steps))
-            self._take_back(names, length)
+            best = min(best, self._timed(steps, length))
             if self._clock() >= enough:
                 break
         return best
 
-    def _release(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._engine.release(name)
-
-    def _take_back(self, names: Sequence[str], length: int) -> None:
-        for name in names:
-            self._engine.keep(name, length)
+    def _timed(self, steps: Sequence[SequenceStep], length: int) -> float:
+        seconds = self._seconds(steps)
+        for step in steps:
+            if length:
+                self._engine.keep(step.sequence_id, length)
+            else:
+                self._engine.release(step.sequence_id)
+        return seconds
 
     def _seconds(self, steps: Sequence[SequenceStep]) -> float:
         self._engine.take_step_seconds()
@@ -217,9 +207,5 @@ class _Bench:
         return self._engine.take_step_seconds() or elapsed
 
 
-def _name(index: int) -> str:
-    return f"cost-{index}"
-
-
-def _step(name: str, num_tokens: int, num_logits: int) -> SequenceStep:
-    return SequenceStep(name, (_TOKEN_ID,) * num_tokens, num_logits)
+def _step(index: int, num_tokens: int, num_logits: int = 1) -> SequenceStep:
+    return SequenceStep(f"cost-{index}", (_TOKEN_ID,) * num_tokens, num_logits)
