@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,29 +191,22 @@ def _description(
     )  # fmt: skip
 
 
+def _filled(module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int) -> Any:
+    """The module, with random weights in these of its layers."""
+    generator = torch.Generator().manual_seed(seed)
+    for linear in linears:
+        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
+        linear.weight = torch.nn.Parameter(values.to(dtype), requires_grad=False)
+    return module.eval()
+
+
 def tiny_heads(
     target: Any, token_ids: Sequence[int], num_heads: int = 2, seed: int = 1
 ) -> LoadedHeads:
     """Random draft heads on a target's module, with logits of `token_ids`."""
     heads = make_heads(target, num_heads, 2 * target.config.hidden_size, torch.tensor(token_ids))
-    generator = torch.Generator().manual_seed(seed)
-    for part in heads.heads:
-        for linear in (part.gate_up, part.down):
-            values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
-            linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
-    return LoadedHeads(heads.eval(), tuple(token_ids))
-
-
-def save_tiny_heads(
-    directory: Path, target: Path, token_ids: Sequence[int], num_heads: int = 2
-) -> Path:
-    """Saves such heads of the model in `target`; returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
-    heads = tiny_heads(module, token_ids, num_heads)
-    directory.mkdir(parents=True, exist_ok=True)
-    description = _description(TrainedKind.MEDUSA, target, module, token_ids)
-    save_head(directory, heads.module, torch.tensor(token_ids), description)
-    return directory
+    linears = [linear for part in heads.heads for linear in (part.gate_up, part.down)]
+    return LoadedHeads(_filled(heads, linears, target.dtype, seed), tuple(token_ids))
 
 
 def tiny_eagle(target: Any, token_ids: Sequence[int], seed: int = 1) -> LoadedEagle:
@@ -224,21 +217,8 @@ def tiny_eagle(target: Any, token_ids: Sequence[int], seed: int = 1) -> LoadedEa
         2 * target.config.hidden_size,
         torch.tensor(token_ids),
     )
-    generator = torch.Generator().manual_seed(seed)
-    for linear in module.layer.children():
-        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
-        linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
-    return LoadedEagle(module.eval(), tuple(token_ids))
-
-
-def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a head for the model in `target`; returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
-    eagle = tiny_eagle(module, token_ids)
-    directory.mkdir(parents=True, exist_ok=True)
-    description = _description(TrainedKind.EAGLE, target, module, token_ids)
-    save_head(directory, eagle.module, torch.tensor(token_ids), description)
-    return directory
+    layers = module.layer.children()
+    return LoadedEagle(_filled(module, layers, target.dtype, seed), tuple(token_ids))
 
 
 def tiny_exit(
@@ -247,12 +227,25 @@ def tiny_exit(
     """A random exit head behind a layer of a target's module, with logits of `token_ids`."""
     width = target.config.hidden_size
     module = make_exit(target, 2 * width, torch.tensor(token_ids))
-    generator = torch.Generator().manual_seed(seed)
     module.scale = torch.nn.Parameter(torch.ones(width, dtype=target.dtype), requires_grad=False)
-    for linear in (module.mix, module.gate_up, module.down):
-        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
-        linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
-    return LoadedExit(module.eval(), tuple(token_ids), num_layers)
+    linears = (module.mix, module.gate_up, module.down)
+    filled = _filled(module, linears, target.dtype, seed)
+    return LoadedExit(filled, tuple(token_ids), num_layers)
+
+
+def save_tiny_heads(
+    directory: Path, target: Path, token_ids: Sequence[int], num_heads: int = 2
+) -> Path:
+    """Saves such heads of the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    made = tiny_heads(module, token_ids, num_heads)
+    return _save_head(directory, TrainedKind.MEDUSA, target, module, made)
+
+
+def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
+    """Saves such a head for the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    return _save_head(directory, TrainedKind.EAGLE, target, module, tiny_eagle(module, token_ids))
 
 
 def save_tiny_exit(
@@ -261,9 +254,17 @@ def save_tiny_exit(
     """Saves such an exit head of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     made = tiny_exit(module, token_ids, num_layers)
-    description = _description(TrainedKind.EARLY_EXIT, target, module, token_ids)
+    return _save_head(directory, TrainedKind.EARLY_EXIT, target, module, made)
+
+
+def _save_head(directory: Path, kind: TrainedKind, target: Path, module: Any, made: Any) -> Path:
+    description = _description(kind, target, module, made.token_ids)
     directory.mkdir(parents=True, exist_ok=True)
-    save_exit(directory, made.module, num_layers, torch.tensor(token_ids), description)
+    token_ids = torch.tensor(made.token_ids)
+    if kind == TrainedKind.EARLY_EXIT:
+        save_exit(directory, made.module, made.num_layers, token_ids, description)
+    else:
+        save_head(directory, made.module, token_ids, description)
     return directory
 
 

@@ -11,12 +11,12 @@ file                what it holds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ from torch import nn
 
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.loading import read_weights
+from outrider.models.loading import read_weights, refusing
 
 CONFIG_FILE: Final = "config.json"
 DESCRIPTION_FILE: Final = "drafter.json"
@@ -153,24 +153,55 @@ def save_head(
     save_files(directory, tensors | stored_weights(module, own_names(module)), description)
 
 
-def read_head(
+Head = TypeVar("Head", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class LoadedHead(Generic[Head]):
+    """A head, or heads, made for one target."""
+
+    module: Head
+    token_ids: tuple[int, ...]
+    """[N], ascending: of its logits."""
+    num_layers: int = 0
+    """Of the target, that stand before an exit head."""
+
+
+def load_head(
     directory: Path,
-    name: str,
     kind: TrainedKind,
-    target_directory: Path,
-    target: str,
     vocab_size: int,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors of a head in `directory`, and the tokens [N] of its logits. Raises `ConfigError`
-    as `check_target`, and for a target of another vocabulary; else what broken files raise."""
-    description = check_target(directory, name, kind, target_directory, target)
-    if description.vocab_size != vocab_size:
-        raise ConfigError(
-            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-            f"target {vocab_size}"
-        )
-    tensors = read_weights(directory)
-    return tensors, checked_token_ids(tensors, description)
+    down: str,
+    make: Callable[[dict[str, torch.Tensor], int, torch.Tensor], Head],
+    *,
+    name: str,
+    target_directory: Path,
+    target_name: str,
+) -> LoadedHead[Head]:
+    """The head in `directory` for the target in `target_directory` of so many tokens. `make` gives
+    one without values, of the stored tensors, its inner width, which is that of the weight `down`,
+    and the tokens [N] of its logits. Raises `ConfigError`, also for a target that it was not made
+    for."""
+    with refusing(f"drafter {name}:"):
+        description = check_target(directory, name, kind, target_directory, target_name)
+        if description.vocab_size != vocab_size:
+            raise ConfigError(
+                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
+                f"target {vocab_size}"
+            )
+        tensors = read_weights(directory)
+        token_ids = checked_token_ids(tensors, description)
+        if down not in tensors or tensors[down].dim() != 2:
+            raise ConfigError(f"drafter {name}: its files lack the weights {down}")
+        module = make(tensors, tensors[down].shape[1], token_ids)
+        head: Any = module.get_submodule("head")
+        put_weights(module, tensors, head.weight.device, name)
+    return LoadedHead(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+
+
+def head_of(rows: torch.Tensor, token_ids: torch.Tensor) -> nn.Parameter:
+    """[N, D]: the rows of a target's head [V, D] for `token_ids` [N]."""
+    return nn.Parameter(rows.detach()[token_ids.to(rows.device)], requires_grad=False)
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:

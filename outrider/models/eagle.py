@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from outrider.engine.interface import ModelInfo
-from outrider.errors import ConfigError, check
+from outrider.errors import check
 from outrider.limits import FEATURES_MAX
-from outrider.models.drafter_checkpoint import TrainedKind, put_weights, read_head
+from outrider.models.drafter_checkpoint import LoadedHead, TrainedKind, head_of, load_head
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import (
     LoadOptions,
@@ -187,16 +187,7 @@ def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-_DOWN: Final = "layer.down.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEagle:
-    """A head that drafts from features."""
-
-    module: EagleHead
-    token_ids: tuple[int, ...]
-    """[N], ascending: of its logits."""
+LoadedEagle = LoadedHead[EagleHead]
 
 
 def make_eagle(
@@ -204,8 +195,7 @@ def make_eagle(
 ) -> EagleHead:
     """A head whose layer has no values, with the target's embeddings [V, D] and the rows of the
     target's head [V, D] for `token_ids` [N]."""
-    head = nn.Parameter(rows.detach()[token_ids.to(rows.device)], requires_grad=False)
-    return EagleHead(inner, embeddings, head)
+    return EagleHead(inner, embeddings, head_of(rows, token_ids))
 
 
 def load_eagle(
@@ -244,13 +234,12 @@ def load_eagle_on(
     """The head in `path` with these embeddings and head rows [V, D] of the target in
     `target_directory`, of their dtype and on their device. Raises `ConfigError`, also for a target
     that it was not made for."""
-    with refusing(f"drafter {name}:"):
-        tensors, token_ids = read_head(
-            path, name, TrainedKind.EAGLE, target_directory, target_name, len(rows)
-        )
-        if _DOWN not in tensors or tensors[_DOWN].dim() != 2:
-            raise ConfigError(f"drafter {name}: its files lack the weights {_DOWN}")
-        fixed = nn.Parameter(embeddings, requires_grad=False)
-        module = make_eagle(fixed, rows, tensors[_DOWN].shape[1], token_ids)
-        put_weights(module, tensors, embeddings.device, name)
-    return LoadedEagle(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+    fixed = nn.Parameter(embeddings, requires_grad=False)
+
+    def make(_: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> EagleHead:
+        return make_eagle(fixed, rows, inner, token_ids)
+
+    return load_head(
+        path, TrainedKind.EAGLE, len(rows), "layer.down.weight", make, name=name,
+        target_directory=target_directory, target_name=target_name,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +26,13 @@ from torch import nn
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import (
+    LoadedHead,
     TrainedDescription,
     TrainedKind,
-    put_weights,
-    read_head,
+    head_of,
+    load_head,
     save_head,
 )
-from outrider.models.loading import refusing
 
 
 def layers_of(module: Any) -> nn.ModuleList:
@@ -154,25 +154,12 @@ class ExitHead(nn.Module):
 
 
 _NUM_LAYERS: Final = "num_layers"
-_DOWN: Final = "down.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedExit:
-    """An exit head on a target."""
-
-    module: ExitHead
-    token_ids: tuple[int, ...]
-    """[N], ascending: of its logits."""
-    num_layers: int
-    """Of the target, that stand before it."""
+LoadedExit = LoadedHead[ExitHead]
 
 
 def make_exit(target: Any, inner: int, token_ids: torch.Tensor) -> ExitHead:
     """An exit head without values, with the rows of the target's head for `token_ids` [N]."""
-    weight = target.get_output_embeddings().weight.detach()
-    rows = weight[token_ids.to(weight.device)]
-    return ExitHead(inner, nn.Parameter(rows, requires_grad=False))
+    return ExitHead(inner, head_of(target.get_output_embeddings().weight, token_ids))
 
 
 def load_exit(
@@ -180,14 +167,11 @@ def load_exit(
 ) -> LoadedExit:
     """The exit head in `path` on the module of the target in `target_directory`, of its dtype and
     on its device. Raises `ConfigError`, also for a target that it was not made for."""
-    with refusing(f"drafter {name}:"):
-        tensors, token_ids = read_head(
-            path, name, TrainedKind.EARLY_EXIT, target_directory, target_name,
-            len(target.get_output_embeddings().weight),
-        )  # fmt: skip
-        down, layers = tensors.get(_DOWN), tensors.get(_NUM_LAYERS)
-        if down is None or down.dim() != 2:
-            raise ConfigError(f"drafter {name}: its files hold no exit head")
+    num_layers = 0
+
+    def make(tensors: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> ExitHead:
+        nonlocal num_layers
+        layers = tensors.get(_NUM_LAYERS)
         if layers is None or [*layers.shape] != [1] or layers.dtype != torch.int32:
             raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is missing, or no whole number")
         num_layers = int(layers)
@@ -195,9 +179,13 @@ def load_exit(
             check_exit(target, num_layers)
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: of the target {target_name}: {error}") from error
-        module = make_exit(target, down.shape[1], token_ids)
-        put_weights(module, tensors, module.head.weight.device, name)
-    return LoadedExit(module.requires_grad_(False).eval(), tuple(token_ids.tolist()), num_layers)
+        return make_exit(target, inner, token_ids)
+
+    loaded = load_head(
+        path, TrainedKind.EARLY_EXIT, len(target.get_output_embeddings().weight), "down.weight",
+        make, name=name, target_directory=target_directory, target_name=target_name,
+    )  # fmt: skip
+    return replace(loaded, num_layers=num_layers)
 
 
 def save_exit(

@@ -13,16 +13,13 @@ know the first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from outrider.errors import ConfigError
-from outrider.models.drafter_checkpoint import TrainedKind, put_weights, read_head
-from outrider.models.loading import refusing
+from outrider.models.drafter_checkpoint import LoadedHead, TrainedKind, head_of, load_head
 
 _EPS: Final = 1e-6
 """Under the root of the mean square."""
@@ -73,25 +70,14 @@ class DraftHeads(nn.Module):
         return logits.float()
 
 
-_DOWN: Final = ".down.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHeads:
-    """Draft heads on a target."""
-
-    module: DraftHeads
-    token_ids: tuple[int, ...]
-    """[N], ascending: of their logits."""
+LoadedHeads = LoadedHead[DraftHeads]
 
 
 def make_heads(target: Any, num_heads: int, inner: int, token_ids: torch.Tensor) -> DraftHeads:
     """Heads without values on a target's module, with its embeddings and its head's rows for
     `token_ids` [N]."""
-    embeddings = target.get_input_embeddings().weight
-    rows = target.get_output_embeddings().weight.detach()[token_ids.to(embeddings.device)]
-    head = nn.Parameter(rows, requires_grad=False)
-    return DraftHeads(num_heads, inner, embeddings, head)
+    head = head_of(target.get_output_embeddings().weight, token_ids)
+    return DraftHeads(num_heads, inner, target.get_input_embeddings().weight, head)
 
 
 def load_heads(
@@ -99,14 +85,13 @@ def load_heads(
 ) -> LoadedHeads:
     """The heads in `path` on the module of the target in `target_directory`, of its dtype and on
     its device. Raises `ConfigError`, also for a target that they were not made for."""
-    with refusing(f"drafter {name}:"):
-        tensors, token_ids = read_head(
-            path, name, TrainedKind.MEDUSA, target_directory, target_name,
-            len(target.get_output_embeddings().weight),
-        )  # fmt: skip
-        downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
-        if not downs or downs[0].dim() != 2:
-            raise ConfigError(f"drafter {name}: its files hold no heads")
-        heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
-        put_weights(heads, tensors, heads.embeddings.device, name)
-    return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+
+    def make(tensors: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> DraftHeads:
+        num_heads = sum(key.endswith(".down.weight") for key in tensors)
+        return make_heads(target, num_heads, inner, token_ids)
+
+    return load_head(
+        path, TrainedKind.MEDUSA, len(target.get_output_embeddings().weight),
+        "heads.0.down.weight", make, name=name, target_directory=target_directory,
+        target_name=target_name,
+    )  # fmt: skip

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from models import save_tiny_eagle, save_tiny_model, tiny_config, tiny_eagle, tiny_module
-from safetensors.torch import load_file, save_file
+from models import tiny_config, tiny_eagle, tiny_module
 
-from outrider.errors import ConfigError
 from outrider.limits import FEATURES_MAX
-from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
-from outrider.models.eagle import EagleHead, LoadedEagle, load_eagle
-from outrider.models.loading import load_model
-from outrider.models.module_replacement import speed_up
+from outrider.models.eagle import EagleHead
 
 HEAD_IDS = (1, 4, 5, 9, 20)
 VOCAB = 32
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def saved(target: Path, tmp_path: Path) -> Path:
-    return save_tiny_eagle(tmp_path / "eagle", target, HEAD_IDS)
-
-
-def load(path: Path, target: Path) -> LoadedEagle:
-    return load_eagle(path, target, name="eagle", target="tiny")[0]
 
 
 def norm(rows: torch.Tensor) -> torch.Tensor:
@@ -94,50 +70,3 @@ def test_chains_see_the_newest_pairs_of_the_text_and_their_own() -> None:
                 place = start + depth + 1
                 if depth + 1 < num_depths:
                     pairs.append((guess, int(tokens[row, place]), place))
-
-
-def test_what_is_saved_is_loaded(target: Path, saved: Path) -> None:
-    """Up to the rounding of its weights; embeddings and the head's rows are the target's own."""
-    module, info = load_model(target)
-    made = tiny_eagle(module, HEAD_IDS).module
-    loaded, described = load_eagle(saved, target, name="eagle", target="tiny")
-    assert loaded.token_ids == described.logit_token_ids == HEAD_IDS
-    assert described.tokenizer_fingerprint == info.tokenizer_fingerprint
-    assert described.weights_fingerprint != info.weights_fingerprint
-    assert torch.equal(loaded.module.head.weight, module.lm_head.weight[list(HEAD_IDS)])
-    assert torch.equal(loaded.module.embeddings, module.get_input_embeddings().weight)
-    drawn = torch.Generator().manual_seed(1)
-    features = torch.randn(1, 5, module.config.hidden_size, generator=drawn)
-    tokens = torch.arange(5)[None]
-    [ours], [theirs] = (list(m.unroll(features, tokens, 1)) for m in (loaded.module, made))
-    assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
-    speed_up(loaded.module)
-    [quick] = loaded.module.unroll(features, tokens, 1)
-    assert (quick - ours).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("layer.join.weight"), "lack the weights layer.join.weight"),
-        (lambda t: t.pop("layer.down.weight"), "lack the weights layer.down.weight"),
-        (lambda t: t.update({"layer.out.weight": torch.zeros(4, 4)}), "layer.out.weight does"),
-        (lambda t: t["layer.out.weight.scale"].fill_(torch.nan), "layer.out.weight does"),
-        (lambda t: t.update({"draft_token_ids": torch.tensor([1, 4, 5, 9, 40])}), "do not ascend"),
-    ],
-)
-def test_broken_files_are_refused(
-    target: Path, saved: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
-) -> None:
-    tensors = load_file(saved / WEIGHTS_FILE)
-    change(tensors)
-    save_file(tensors, saved / WEIGHTS_FILE)
-    with pytest.raises(ConfigError, match=message):
-        load(saved, target)
-
-
-def test_a_head_for_another_vocabulary_is_refused(target: Path, saved: Path) -> None:
-    path = saved / DESCRIPTION_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 99}))
-    with pytest.raises(ConfigError, match="vocab_size 99, its target 32"):
-        load(saved, target)

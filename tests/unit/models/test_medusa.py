@@ -2,77 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from models import save_tiny_heads, save_tiny_model, tiny_config, tiny_heads, tiny_module, twin
-from safetensors.torch import load_file, save_file
+from models import tiny_config, tiny_heads, tiny_module, twin
 
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import ConfigError, InvariantError
-from outrider.models.drafter_checkpoint import WEIGHTS_FILE
-from outrider.models.loading import load_model
-from outrider.models.medusa import LoadedHeads, load_heads
-from outrider.models.module_replacement import speed_up
+from outrider.errors import InvariantError
 
 HEAD_IDS = (1, 4, 5, 9, 20)
 VOCAB = 32
 ROUNDING = 1e-6
 """Some families norm in float32, whatever the model's dtype."""
 INFO = ModelInfo("tiny", VOCAB, 128, "float64", (), "", "")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def saved(target: Path, tmp_path: Path) -> Path:
-    return save_tiny_heads(tmp_path / "heads", target, HEAD_IDS)
-
-
-def load(path: Path, target: Path) -> LoadedHeads:
-    module, _ = load_model(target)
-    return load_heads(path, module, name="heads", target_directory=target, target_name="tiny")
-
-
-def test_what_is_saved_is_loaded(target: Path, saved: Path) -> None:
-    """Up to the rounding of its weights; embeddings and the head's rows are the target's own."""
-    module, _ = load_model(target)
-    made, loaded = tiny_heads(module, HEAD_IDS), load(saved, target)
-    assert loaded.token_ids == HEAD_IDS
-    assert torch.equal(loaded.module.head.weight, module.lm_head.weight[list(HEAD_IDS)])
-    features, token_ids = torch.randn(3, module.config.hidden_size), torch.tensor([1, 2, 3])
-    for depth in range(2):
-        ours = loaded.module.advance(depth, features, token_ids)
-        theirs = made.module.advance(depth, features, token_ids)
-        assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
-    speed_up(loaded.module)
-    assert (loaded.module.advance(1, features, token_ids) - ours).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
-        (lambda t: t.update({"heads.0.down.weight": torch.zeros(4)}), "hold no heads"),
-    ],
-)
-def test_broken_files_are_refused(
-    target: Path, saved: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
-) -> None:
-    tensors = load_file(saved / WEIGHTS_FILE)
-    change(tensors)
-    save_file(tensors, saved / WEIGHTS_FILE)
-    with pytest.raises(ConfigError, match=message):
-        load(saved, target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2"])

@@ -1,0 +1,146 @@
+"""Heads of every kind as files: what is stored and loaded, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    save_tiny_eagle,
+    save_tiny_exit,
+    save_tiny_heads,
+    save_tiny_model,
+    tiny_eagle,
+    tiny_exit,
+    tiny_heads,
+)
+from safetensors.torch import load_file, save_file
+
+from outrider.errors import ConfigError
+from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
+from outrider.models.eagle import load_eagle
+from outrider.models.early_exit import load_exit
+from outrider.models.loading import load_model
+from outrider.models.medusa import load_heads
+from outrider.models.module_replacement import speed_up
+
+HEAD_IDS = (1, 4, 5, 9, 20)
+SAVE = {"medusa": save_tiny_heads, "early-exit": save_tiny_exit, "eagle": save_tiny_eagle}
+MAKE = {"medusa": tiny_heads, "early-exit": tiny_exit, "eagle": tiny_eagle}
+
+
+@dataclass
+class Case:
+    kind: str
+    target: Path
+    saved: Path
+
+    def load(self, target: Path | None = None) -> Any:
+        target = target or self.target
+        if self.kind == "eagle":
+            return load_eagle(self.saved, target, name="head", target="tiny")[0]
+        load = load_heads if self.kind == "medusa" else load_exit
+        module, _ = load_model(target)
+        return load(self.saved, module, name="head", target_directory=target, target_name="tiny")
+
+    def answers(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Of features [3, D] before tokens."""
+        token_ids, found = torch.tensor([1, 2, 3]), None
+        match self.kind:
+            case "medusa":
+                found = [module.advance(depth, rows, token_ids) for depth in range(2)]
+            case "early-exit":
+                found = [module(rows)]
+            case _:
+                found = list(module.unroll(rows[None], token_ids[None], 1))
+        return torch.stack(found)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Case:
+    kind = request.param
+    return Case(kind, target, SAVE[kind](tmp_path / "head", target, HEAD_IDS))
+
+
+@pytest.mark.parametrize("case", SAVE, indirect=True)
+def test_what_is_saved_is_loaded(case: Case) -> None:
+    """Up to the rounding of its weights; the head's rows are the target's own. It may be made
+    faster."""
+    module: Any
+    module, _ = load_model(case.target)
+    made, loaded = MAKE[case.kind](module, HEAD_IDS), case.load()
+    assert loaded.token_ids == HEAD_IDS
+    assert loaded.num_layers == (case.kind == "early-exit")
+    assert torch.equal(loaded.module.head.weight, module.lm_head.weight[list(HEAD_IDS)])
+    generator = torch.Generator().manual_seed(1)
+    rows = 3 * torch.randn(3, module.config.hidden_size, generator=generator)
+    ours, theirs = case.answers(loaded.module, rows), case.answers(made.module, rows)
+    assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+    speed_up(loaded.module)
+    assert (case.answers(loaded.module, rows) - ours).abs().max() < 1e-3
+
+
+def _fill(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors[name].fill_(value)
+
+
+def _put(name: str, *values: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: torch.tensor(values)})
+
+
+def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("medusa", _drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
+        ("medusa", _put("heads.0.down.weight", 0.0), "lack the weights heads.0.down.weight"),
+        ("medusa", _put("draft_token_ids", 1, 4, 5, 9, 40), "do not ascend"),
+        ("eagle", _drop("layer.down.weight"), "lack the weights layer.down.weight"),
+        ("eagle", _put("layer.out.weight", 0.0), "layer.out.weight does not fit"),
+        ("eagle", _fill("layer.out.weight.scale", torch.nan), "layer.out.weight does"),
+        ("early-exit", _drop("scale"), "lack the weights scale"),
+        ("early-exit", _put("num_layers", 1.0), "num_layers is missing"),
+        (
+            "early-exit",
+            _fill("num_layers", 2),
+            "of the target tiny: it cannot be left behind 2 of its 2 layers; 1 to 1 are",
+        ),
+    ],
+    indirect=["case"],
+)
+def test_broken_files_are_refused(
+    case: Case, change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    tensors = load_file(case.saved / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, case.saved / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=message):
+        case.load()
+
+
+@pytest.mark.parametrize("case", ["eagle"], indirect=True)
+def test_heads_for_another_vocabulary_are_refused(case: Case) -> None:
+    path = case.saved / DESCRIPTION_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 99}))
+    with pytest.raises(ConfigError, match="vocab_size 99, its target 32"):
+        case.load()
+
+
+def test_an_exit_for_another_architecture_is_refused(tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "gpt2", family="gpt2")
+    saved = save_tiny_exit(tmp_path / "head", other, HEAD_IDS)
+    with pytest.raises(ConfigError, match="head: of the target tiny: a GPT2LMHeadModel has no"):
+        Case("early-exit", other, saved).load()
