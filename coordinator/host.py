@@ -136,7 +136,7 @@ class CoordinatorHost:
         """Where it answers by HTTP."""
         config, scrape, times = self._config, None, None
         if self.exports is not None:
-            from outrider.telemetry.http_times import HttpTimes
+            from outrider.telemetry.metrics import HttpTimes
 
             scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
         self.http = HttpServer(

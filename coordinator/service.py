@@ -117,11 +117,13 @@ class CoordinatorService:
         self._lengths: LengthControls | None = None
         self._meter = RoundMeter()
         self._observation = observation
-        observation.watch_load(
-            running=lambda: self.num_running, waiting=lambda: self._num_admitted - self.num_running
-        )
         self._health = HealthMonitor(store, self.targets, self.drafts, registry)
-        observation.watch_health(self._health.readings)
+        observation.watch(
+            lambda: self._health.readings() | {
+                "num_requests_running": {"": self.num_running},
+                "num_requests_waiting": {"": self._num_admitted - self.num_running},
+            }
+        )  # fmt: skip
         self._auditor = Auditor(
             config, owner, self.targets, observation, random_bits, self._in_background
         )

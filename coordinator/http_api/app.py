@@ -33,7 +33,7 @@ from outrider.errors import BadRequest, NotFound, OutriderError, PermissionDenie
 from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
-    from outrider.telemetry.http_times import HttpTimes
+    from outrider.telemetry.metrics import HttpTimes
 
 
 class Fleet(BaseModel):

@@ -46,7 +46,7 @@ from outrider.limits import (
 from outrider.transport.server import is_taken
 
 if TYPE_CHECKING:
-    from outrider.telemetry.http_times import HttpTimes
+    from outrider.telemetry.metrics import HttpTimes
 
 _log = logging.getLogger(__name__)
 

@@ -88,8 +88,9 @@ class RequestObserver:
 SILENT: Final = RequestObserver()
 
 
-HealthReadings = Callable[[], Mapping[str, Mapping[str, float]]]
-"""What a coordinator knows of its surroundings: numbers by metric and the value of its label."""
+Readings = Callable[[], Mapping[str, Mapping[str, float]]]
+"""What a coordinator knows of its load and its surroundings: numbers by metric and the value of
+its label."""
 
 
 class Observation:
@@ -102,12 +103,8 @@ class Observation:
         """A request has come, for a model, perhaps as part of its caller's trace."""
         return SILENT
 
-    def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Shows how many requests run, and how many are being opened. Both may be called from any
-        thread."""
-
-    def watch_health(self, readings: HealthReadings) -> None:
-        """Shows the coordinator's health. It may be read from any thread."""
+    def watch(self, readings: Readings) -> None:
+        """Shows the coordinator's load and health. They may be read from any thread."""
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """Tokens of a session that is over have been held against its target's law."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from opentelemetry.context import Context
@@ -28,25 +28,30 @@ from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
+from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.metrics import (
+    AUDIT_SUMS,
+    GREEDY_AUDIT_SUMS,
     PHASES,
-    AuditMetrics,
-    RequestMetrics,
+    PREFIX,
+    READINGS,
+    REQUEST_COUNTERS,
+    REQUEST_TIMES,
+    ObservedCounter,
+    times,
     watch,
-    watch_health,
 )
 from outrider.telemetry.observer import (
     AuditOutcome,
-    HealthReadings,
     Observation,
+    Readings,
     RequestObserver,
     Side,
 )
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 PROVIDER: Final = "outrider"
-OPEN_ROUNDS_MAX: Final = 64
-"""Sampled rounds of one request that may wait for their commit; the oldest ends without."""
+_POSITIONS: Final = tuple(str(position) for position in range(64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +79,31 @@ class ObservedRequests(Observation):
 
     def __init__(self, tracer: Tracer, meter: Meter, detail: Detail) -> None:
         self.tracer = tracer
-        self._meter = meter
-        self.metrics = RequestMetrics(meter)
-        self._audits = AuditMetrics(meter)
         self.detail = detail
+        self._meter = meter
+        self.counters = {
+            name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
+        }
+        self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         """See `Observation.begin`."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
-    def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """See `Observation.watch_load`."""
-        watch(self._meter, "num_requests_running", "Sessions that run.", running)
-        watch(self._meter, "num_requests_waiting", "Requests being opened.", waiting)
-
-    def watch_health(self, readings: HealthReadings) -> None:
-        """See `Observation.watch_health`."""
-        watch_health(self._meter, readings)
+    def watch(self, readings: Readings) -> None:
+        """See `Observation.watch`."""
+        for name, (about, label, grows) in READINGS.items():
+            watch(self._meter, name, about, partial(_reading, readings, name), label, grows)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
         """See `Observation.audited`."""
-        self._audits.add(rule, sums)
+        greedy = GREEDY_AUDIT_SUMS if rule == Rule.GREEDY.value else {}
+        for field, name in (AUDIT_SUMS | greedy).items():
+            self.counters[name].add(getattr(sums, field), rule)
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
         """See `Observation.audit_ended`."""
-        self._audits.outcomes.add(1, outcome)
+        self.counters["audits"].add(1, outcome)
 
 
 class ObservedRequest(RequestObserver):
@@ -110,42 +115,43 @@ class ObservedRequest(RequestObserver):
         caller: Context | None,
     ) -> None:
         self._tracer = shared.tracer
-        self._metrics = shared.metrics
+        self._counters = shared.counters
+        self._histograms = shared.times
         self._detail = shared.detail
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
+        self._model = model
+        operation = _operation(request)
         self._genai = {
-            "gen_ai.operation.name": _operation(request),
+            "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": model,
         }
         self._span = shared.tracer.start_span(
-            f"{_operation(request)} {model}",
+            f"{operation} {model}",
             # Never the span that happens to be current here.
             context=Context() if caller is None else caller,
             kind=SpanKind.SERVER,
             attributes=self._genai,
             start_time=self._arrived_ns,
         )
-        if self._span.is_recording():
-            _describe(self._span, request, shared.detail.prompts)
+        _describe(self._span, request, shared.detail.prompts)
         self._parent = set_span_in_context(self._span, Context())
         self._quiet = write_traceparent(self._span, sampled=False)
-        whole = write_traceparent(self._span)
-        self._contexts: dict[Side, str] = {"draft": whole, "target": whole}
+        self._contexts: dict[Side, str] = dict.fromkeys(
+            ("draft", "target"), write_traceparent(self._span)
+        )
+        self._sampled: Span | None = None
+        """The span of the current round."""
         self._asked: dict[Side, Span] = {}
         self._rounds: dict[int, Span] = {}
         """Spans of sampled rounds that are not committed, by the round's index."""
-        self._decided_ns: dict[int, int] = {}
-        self._sampled: Span | None = None
-        """The span of the current round."""
         self._index = 0
-        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._times: list[tuple[str, float]] = []
         """Of rounds since tokens were shown last, by phase."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        """Of the rounds before that."""
         self._open_s = 0.0
-        self._num_sampled = 0
-        self._num_resyncs = 0
-        self._num_fallbacks = 0
+        self._num_sampled = self._num_resyncs = self._num_fallbacks = 0
         self._first_token_at: float | None = None
         self._last_shown_at = 0.0
         self._ended = False
@@ -159,64 +165,57 @@ class ObservedRequest(RequestObserver):
 
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
         self._open_s = time.monotonic() - self._arrived
-        self._metrics.prompt_tokens.add(num_prompt_tokens)
-        if self._span.is_recording():
-            self._span.set_attributes(
-                {
-                    "gen_ai.response.id": session_id,
-                    "gen_ai.response.model": self._genai["gen_ai.request.model"],
-                    "gen_ai.conversation.id": session_id,
-                    # An attribute has 63 bits and a sign; a larger seed is given as text.
-                    "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
-                    "gen_ai.usage.input_tokens": num_prompt_tokens,
-                }
-            )
-            self._tracer.start_span(
-                "outrider.open", context=self._parent, start_time=self._arrived_ns
-            ).end()
+        self._counters["prompt_tokens"].add(num_prompt_tokens)
+        self._span.set_attributes(
+            {
+                "gen_ai.response.id": session_id,
+                "gen_ai.response.model": self._model,
+                "gen_ai.conversation.id": session_id,
+                # An attribute has 63 bits and a sign; a larger seed is given as text.
+                "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
+                "gen_ai.usage.input_tokens": num_prompt_tokens,
+            }
+        )
+        self._tracer.start_span(
+            "outrider.open", context=self._parent, start_time=self._arrived_ns
+        ).end()
 
     def round_began(self, index: int) -> None:
         self._index = index
         self._sampled = None
         if self._detail.samples(index) and self._span.is_recording():
             self._num_sampled += 1
-            self._sampled = self._tracer.start_span(
+            self._sampled = self._rounds[index] = self._tracer.start_span(
                 "outrider.round", context=self._parent, attributes={"outrider.round.index": index}
             )
-            self._rounds[index] = self._sampled
-            if len(self._rounds) > OPEN_ROUNDS_MAX:
-                oldest = next(iter(self._rounds))
-                self._decided_ns.pop(oldest, None)
-                self._rounds.pop(oldest).end()
         else:
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def chosen(self, num_draft_tokens: int) -> None:
-        self._metrics.chosen_lengths.add(1, str(num_draft_tokens))
+        self._counters["rounds_by_num_draft_tokens"].add(1, str(num_draft_tokens))
 
     def asked(self, side: Side) -> None:
         if self._sampled is not None:
-            span = self._tracer.start_span(
+            span = self._asked[side] = self._tracer.start_span(
                 "outrider.wire",
                 context=set_span_in_context(self._sampled, Context()),
                 kind=SpanKind.CLIENT,
                 attributes={"outrider.peer": side},
             )
-            self._asked[side] = span
             self._contexts[side] = write_traceparent(span)
 
     def resynced(self, side: Side) -> None:
         self._num_resyncs += 1
-        self._metrics.resyncs.add(1, side)
+        self._counters["resyncs"].add(1, side)
         if self._sampled is not None:
             self._asked[side].add_event("outrider.resync")
 
     def moved(self, side: Side) -> None:
-        self._metrics.moves.add(1, side)
+        self._counters["session_moves"].add(1, side)
         self._span.add_event("outrider.move", {"outrider.peer": side})
 
     def proposal_unreadable(self) -> None:
-        self._metrics.unreadable_proposals.add(1)
+        self._counters["unreadable_proposals"].add(1)
 
     def drafted(
         self,
@@ -228,45 +227,51 @@ class ObservedRequest(RequestObserver):
         ahead: bool = False,
     ) -> None:
         if ahead:
-            self._metrics.look_ahead_hits.add(1)
-        self._seconds["draft"] += seconds
+            self._counters["look_ahead_hits"].add(1)
         self._times.append(("draft", seconds))
         if not by_replica:
             self._num_fallbacks += 1
-            self._metrics.fallback_rounds.add(1)
+            self._counters["fallback_rounds"].add(1)
         if self._sampled is not None:
             self._asked["draft"].set_attributes(
                 {"outrider.num_draft_tokens": num_tokens, "outrider.by_replica": by_replica}
             )
-            self._answered("draft", seconds, queue_ms, compute_ms)
+        self._answered("draft", seconds, queue_ms, compute_ms)
 
     def look_ahead_missed(self) -> None:
-        self._metrics.look_ahead_misses.add(1)
+        self._counters["look_ahead_misses"].add(1)
 
     def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
-        totals = self._seconds
-        totals["wire"] += wire_s
-        totals["queue"] += queue_s
-        totals["verify"] += compute_s
         self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
         if self._index == 0:
-            self._metrics.queue.record(self._open_s + queue_s)
+            self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
+        self._answered("target", seconds, queue_ms, compute_ms)
+
+    def _answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
         if self._sampled is not None:
-            self._answered("target", seconds, queue_ms, compute_ms)
+            span = self._asked.pop(side)
+            wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
+            span.set_attributes(
+                {
+                    "outrider.wire_ms": wire_ms,
+                    "outrider.queue_ms": queue_ms,
+                    "outrider.compute_ms": compute_ms,
+                }
+            )
+            span.end()
 
     def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        metrics = self._metrics
-        metrics.rounds.add(1)
+        counters = self._counters
+        counters["num_rounds"].add(1)
         if num_draft_tokens:
-            metrics.drafts.add(1)
-            metrics.draft_tokens.add(num_draft_tokens)
-            metrics.accepted_tokens.add(num_accepted)
+            counters["spec_decode_num_drafts"].add(1)
+            counters["spec_decode_num_draft_tokens"].add(num_draft_tokens)
+            counters["spec_decode_num_accepted_tokens"].add(num_accepted)
             for position in _POSITIONS[:num_accepted]:
-                metrics.accepted_per_position.add(1, position)
+                counters["spec_decode_num_accepted_tokens_per_pos"].add(1, position)
         if self._sampled is not None:
-            self._decided_ns[self._index] = time.time_ns()
             self._sampled.set_attributes(
                 {
                     "outrider.num_draft_tokens": num_draft_tokens,
@@ -277,87 +282,78 @@ class ObservedRequest(RequestObserver):
 
     def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
         now = time.monotonic()
-        self._seconds["commit"] += commit_seconds
         self._times.append(("commit", commit_seconds))
         self._record_times()
-        self._metrics.generation_tokens.add(num_tokens)
+        self._counters["generation_tokens"].add(num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
-            self._metrics.first_token.record(now - self._arrived)
-            self._metrics.genai_first_token.record(now - self._arrived, self._genai)
+            self._record("outrider.time_to_first_token_seconds", now - self._arrived)
+            self._record("gen_ai.server.time_to_first_token", now - self._arrived, self._genai)
         elif num_tokens:
-            self._metrics.inter_token.record((now - self._last_shown_at) / num_tokens)
+            each = (now - self._last_shown_at) / num_tokens
+            self._record("outrider.inter_token_latency_seconds", each)
         self._last_shown_at = now
         span = self._rounds.pop(round_index, None)
         if span is not None:
             self._tracer.start_span(
                 "outrider.commit",
                 context=set_span_in_context(span, Context()),
-                start_time=self._decided_ns.pop(round_index),
+                start_time=time.time_ns() - int(commit_seconds * 1e9),
             ).end()
             span.end()
 
     def finished(self, event: Finished) -> None:
-        seconds = time.monotonic() - self._arrived
+        now = time.monotonic()
         num_tokens = event.usage.completion_tokens
-        self._metrics.successes.add(1, event.finish_reason.value)
-        self._metrics.latency.record(seconds)
-        self._metrics.genai_duration.record(seconds, self._genai)
+        self._counters["request_success"].add(1, event.finish_reason.value)
+        self._record("outrider.e2e_request_latency_seconds", now - self._arrived)
+        self._record("gen_ai.server.request.duration", now - self._arrived, self._genai)
         if self._first_token_at is not None and num_tokens > 1:
-            after_first = time.monotonic() - self._first_token_at
-            self._metrics.genai_per_token.record(after_first / (num_tokens - 1), self._genai)
-        if self._span.is_recording():
-            metrics = event.metrics
-            self._span.set_attributes(
-                {
-                    "gen_ai.response.finish_reasons": [event.finish_reason.value],
-                    "gen_ai.usage.output_tokens": num_tokens,
-                    "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
-                    "outrider.num_rounds": metrics.num_rounds,
-                    "outrider.num_draft_tokens": metrics.num_draft_tokens,
-                    "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-                    "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
-                }
-            )
+            each = (now - self._first_token_at) / (num_tokens - 1)
+            self._record("gen_ai.server.time_per_output_token", each, self._genai)
+        metrics = event.metrics
+        self._span.set_attributes(
+            {
+                "gen_ai.response.finish_reasons": [event.finish_reason.value],
+                "gen_ai.usage.output_tokens": num_tokens,
+                "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
+                "outrider.num_rounds": metrics.num_rounds,
+                "outrider.num_draft_tokens": metrics.num_draft_tokens,
+                "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+                "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
+            }
+        )
         self._end()
 
     def failed(self, error: BaseException) -> None:
         """A client that goes away is no failure, but a cancel."""
         if self._ended:
             return
-        seconds = time.monotonic() - self._arrived
+        labels = self._genai
         if isinstance(error, Exception):
             kind = type(error).__name__
-            self._metrics.failures.add(1, kind)
-            self._metrics.genai_duration.record(seconds, self._genai | {"error.type": kind})
+            self._counters["request_failure"].add(1, kind)
+            labels = labels | {"error.type": kind}
             self._span.set_attribute("error.type", kind)
             # Nothing but our own errors is sure to say nothing of the prompt.
             message = error.message if isinstance(error, OutriderError) else kind
             self._span.set_status(StatusCode.ERROR, message)
         else:
             reason = FinishReason.CANCELLED.value
-            self._metrics.successes.add(1, reason)
-            self._metrics.genai_duration.record(seconds, self._genai)
+            self._counters["request_success"].add(1, reason)
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
+        self._record("gen_ai.server.request.duration", time.monotonic() - self._arrived, labels)
         self._end()
+
+    def _record(self, name: str, seconds: float, labels: dict[str, str] | None = None) -> None:
+        self._histograms[name].record(seconds, labels)
 
     def _record_times(self) -> None:
         """Not when they are known: the next round is under way, and nothing waits for this."""
         for phase, seconds in self._times:
-            self._metrics.phases[phase].record(seconds)
+            self._seconds[phase] += seconds
+            self._record(_PHASE_TIMES[phase], seconds)
         self._times.clear()
-
-    def _answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        span = self._asked.pop(side)
-        wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
-        span.set_attributes(
-            {
-                "outrider.wire_ms": wire_ms,
-                "outrider.queue_ms": queue_ms,
-                "outrider.compute_ms": compute_ms,
-            }
-        )
-        span.end()
 
     def _end(self) -> None:
         self._ended = True
@@ -366,20 +362,23 @@ class ObservedRequest(RequestObserver):
             span.end()
         # Rounds that still end after this are counted and not traced.
         self._asked, self._rounds, self._sampled = {}, {}, None
-        if self._span.is_recording():
-            totals = {f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()}
-            self._span.set_attributes(
-                {
-                    **totals,
-                    "outrider.num_sampled_rounds": self._num_sampled,
-                    "outrider.num_resyncs": self._num_resyncs,
-                    "outrider.num_fallback_rounds": self._num_fallbacks,
-                }
-            )
+        totals = {f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()}
+        self._span.set_attributes(
+            {
+                **totals,
+                "outrider.num_sampled_rounds": self._num_sampled,
+                "outrider.num_resyncs": self._num_resyncs,
+                "outrider.num_fallback_rounds": self._num_fallbacks,
+            }
+        )
         self._span.end()
 
 
-_POSITIONS: Final = tuple(str(position) for position in range(64))
+_PHASE_TIMES: Final = {phase: f"{PREFIX}round_{phase}_seconds" for phase in PHASES}
+
+
+def _reading(readings: Readings, name: str) -> dict[str, float]:
+    return {**readings()[name]}
 
 
 def _operation(request: GenerateRequest) -> str:
@@ -412,10 +411,7 @@ def _messages(request: GenerateRequest) -> str:
         turns = [(part.role, part.content) for part in prompt if isinstance(part, ChatMessage)]
         if not turns:
             return json.dumps(prompt)
-    return json.dumps(
-        [
-            {"role": role, "parts": [{"type": "text", "content": content}]}
-            for role, content in turns
-        ],
-        ensure_ascii=False,
-    )
+    found = [
+        {"role": role, "parts": [{"type": "text", "content": content}]} for role, content in turns
+    ]
+    return json.dumps(found, ensure_ascii=False)

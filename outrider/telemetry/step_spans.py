@@ -13,9 +13,10 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from outrider.messages import ProposalReply, Refused, Resync
 from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
-from outrider.telemetry.metrics import ITEMS, PREFIX, ObservedCounter, times, watch
+from outrider.telemetry.metrics import PREFIX, ObservedCounter, times, watch
 from outrider.telemetry.setup import read_sampled
 
+ITEMS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _KINDS: Final = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
@@ -60,14 +61,16 @@ class ObservedSteps:
 
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
         """Shows how many items wait for a step, and what the steps have come to."""
-        watch(self._meter, "num_items_waiting", "Items that wait for a step.", queued)
+        watch(
+            self._meter, "num_items_waiting", "Items that wait for a step.", lambda: {"": queued()}
+        )
         for name, about in _FIGURES.items():
             watch(self._meter, name, about, partial(_read, figures, name), grows=True)
         if figures().pages is None:
             return
         for name, (attribute, about) in _PAGES.items():
             grows = name.startswith("prefix_cache")
-            watch(self._meter, name, about, partial(_read_pages, figures, attribute), grows)
+            watch(self._meter, name, about, partial(_read_pages, figures, attribute), grows=grows)
 
     def stale(self) -> None:
         """An item came for a round that is over."""
@@ -136,9 +139,9 @@ def _kind(answer: Any) -> str:
     return "refused" if isinstance(answer, Refused) else "answered"
 
 
-def _read(figures: Callable[[], StepFigures], name: str) -> float:
-    return float(getattr(figures(), name))
+def _read(figures: Callable[[], StepFigures], name: str) -> dict[str, float]:
+    return {"": float(getattr(figures(), name))}
 
 
-def _read_pages(figures: Callable[[], StepFigures], name: str) -> float:
-    return float(getattr(figures().pages, name))
+def _read_pages(figures: Callable[[], StepFigures], name: str) -> dict[str, float]:
+    return {"": float(getattr(figures().pages, name))}

@@ -55,5 +55,5 @@ def test_metrics_are_real() -> None:
     named -= {name.removeprefix("outrider_") for name in pods}
     assert len(named) > 10
     for name in named - {f"round_{phase}_seconds" for phase in PHASES}:
-        assert f'"{name.removesuffix("_total")}"' in sources, name
+        assert f'{name.removesuffix("_total")}"' in sources, name
     assert "round_{phase}" in sources

@@ -22,7 +22,7 @@ from outrider.errors import BadRequest
 from outrider.request import GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import SamplingParams
-from outrider.telemetry.http_times import HttpTimes
+from outrider.telemetry.metrics import HttpTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "observability"

@@ -22,7 +22,7 @@ from outrider.request import ChatMessage, GenerateRequest
 from outrider.telemetry.destination import ROLES, Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
-from outrider.telemetry.request_spans import OPEN_ROUNDS_MAX, Detail, ObservedRequests
+from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import (
     Exports,
     read_sampled,
@@ -260,17 +260,6 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
     assert len(recorded.named("text_completion m")) == 1
     assert recorded.total("request_failure") == 1
     assert caplog.records == []
-
-
-def test_rounds_that_wait_for_the_store_are_bounded() -> None:
-    recorded = Recorded(detail=Detail(OPEN_ROUNDS_MAX + 10, 0))
-    for index in range(OPEN_ROUNDS_MAX + 10):
-        _round(recorded.observer, index)
-    assert len(recorded.named("outrider.round")) == 10
-    for index in range(OPEN_ROUNDS_MAX + 10):
-        recorded.observer.shown(index, 1, 0.5)
-    assert len(recorded.named("outrider.round")) == OPEN_ROUNDS_MAX + 10
-    assert len(recorded.named("outrider.commit")) == OPEN_ROUNDS_MAX
 
 
 @pytest.mark.parametrize("prompts", [False, True])
