@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from deploy.fleet.local_state import DeploymentRecord, process_start
+from deploy.fleet.local_state import LOCK_NAME, DeploymentRecord, publish
 
 RAY = "127.0.0.1:6379"
 
@@ -13,8 +16,7 @@ RAY = "127.0.0.1:6379"
 def record(**others: Any) -> DeploymentRecord:
     """With one replica of each role."""
     known: dict[str, Any] = {
-        "pid": os.getpid(), "process_start": process_start(os.getpid()) or 0,
-        "started_at": "2026-11-20T00:00:00+00:00",
+        "pid": os.getpid(), "started_at": "2026-11-20T00:00:00+00:00",
         "model": "m", "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
         "target_addresses": ["h:2"], "draft_addresses": ["h:3"], "target_directory": "",
         "tokenizer_directory": "", "deployment": "d",
@@ -22,3 +24,12 @@ def record(**others: Any) -> DeploymentRecord:
         "wanted": {"coordinator": 1, "target": 1, "draft": 1}, "ray_address": RAY,
     }  # fmt: skip
     return DeploymentRecord(**(known | others))
+
+
+def run_here(directory: Path, found: DeploymentRecord) -> None:
+    """As a deployment does: this process holds the lock from now on, and publishes the record."""
+    lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    with suppress(BlockingIOError):  # It holds it already.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, str(os.getpid()).encode())
+    publish(directory, found)

@@ -21,11 +21,9 @@ from deploy.fleet.local_state import (
     FILE_NAME,
     LOG_NAME,
     DeploymentRecord,
-    alive,
     exclusive,
     lock_holder,
     logged_error,
-    process_start,
     publish,
     publish_key,
     recorded_deployment,
@@ -157,7 +155,6 @@ def record_of(deployment: Deployment) -> DeploymentRecord:
     config, overview = deployment.config, deployment.overview
     return DeploymentRecord(
         pid=os.getpid(),
-        process_start=process_start(os.getpid()) or 0,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         model=config.target_name,
         draft_model=config.draft.model,
@@ -299,14 +296,13 @@ def stop(arguments: Arguments) -> int:
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
-    if record is not None and alive(record):
-        _end(record.pid, lambda: alive(record), arguments.timeout)
-        found = f"stopped the deployment at {record.grpc_address}"
-    elif holder is not None:
+    if holder is None:
+        found = _nothing_to_stop(directory, record)
+    else:
         _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
-    else:
-        found = _nothing_to_stop(directory, record)
+        if record is not None:
+            found = f"stopped the deployment at {record.grpc_address}"
     if not arguments.quiet:
         print(found, file=sys.stderr)
     return 0

@@ -21,7 +21,6 @@ from deploy.fleet.local_state import (
     DeploymentRecord,
     local_key,
     lock_holder,
-    locks_known,
     running_deployment,
     state_directory,
 )
@@ -116,10 +115,8 @@ async def _status(arguments: Arguments) -> Facts:
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
-    # The lock lets only one deployment have the directory. Not every kernel says who holds it.
-    found["lease"] = {
-        "file": str(state / LOCK_NAME), "known": locks_known(), "holder": lock_holder(state),
-    }  # fmt: skip
+    # The lock lets only one deployment have the directory.
+    found["lease"] = {"file": str(state / LOCK_NAME), "holder": lock_holder(state)}
     record = running_deployment(state)
     if record is None:
         return found

@@ -1,8 +1,8 @@
 """The one detached deployment of a user: its process, and where it answers.
 
 `deployment.json` in the state directory is written atomically when it is ready, and removed when it
-stops; so is `cli.key` where callers need a key. A lock beside it, held as long as the deployment
-runs, lets only one start.
+stops; so is `cli.key` where callers need a key. A lock beside it, which has the process's number in
+it and is held as long as the deployment runs, lets only one start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -29,7 +30,9 @@ LOCK_NAME: Final = "deployment.lock"
 LOG_NAME: Final = "serve.log"
 ERROR_PREFIX: Final = "outrider: error: "
 """Begins the line in which a command says why it ends."""
-_LOCKS: Final = Path("/proc/locks")
+_LOCK_ATTEMPTS: Final = 10
+_LOCK_PERIOD_S: Final = 0.02
+"""Between two of them: who looks at the lock holds it for a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,6 @@ class DeploymentRecord:
 
     pid: int
     """Of the process that started it and will stop it."""
-    process_start: int
-    """When that process started, in the kernel's ticks: a later process with its pid differs."""
     started_at: str
     """ISO 8601, UTC."""
     model: str
@@ -84,35 +85,6 @@ def state_directory(environment: Mapping[str, str]) -> Path:
     return path.resolve()
 
 
-def process_start(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks; None where there is no such process, or it
-    has ended and waits to be collected. 0 for a living one where the kernel does not say."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return 0 if not Path("/proc/self").exists() and _signalable(pid) else None
-    except ProcessLookupError:
-        return None
-    # The name in parentheses may hold spaces: count from behind it. Field 3 is the state.
-    after_name = stat.rpartition(")")[2].split()
-    return None if after_name[0] in ("Z", "X") else int(after_name[19])
-
-
-def _signalable(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def alive(record: DeploymentRecord) -> bool:
-    """Whether the process that started the deployment still runs."""
-    return process_start(record.pid) == record.process_start
-
-
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
     """The deployment that was recorded last and has not withdrawn its record, whether or not its
     process still runs. Raises `ConfigError` for a file that is no record."""
@@ -128,13 +100,10 @@ def recorded_deployment(directory: Path) -> DeploymentRecord | None:
 
 
 def running_deployment(directory: Path) -> DeploymentRecord | None:
-    """The deployment that runs; a record whose process is gone is removed. Raises `ConfigError`
-    for a file that is no record."""
+    """The deployment that runs, if it is ready. Raises `ConfigError` for a file that is no
+    record."""
     record = recorded_deployment(directory)
-    if record is None or alive(record):
-        return record
-    withdraw(directory)
-    return None
+    return record if record is not None and record.pid == lock_holder(directory) else None
 
 
 def logged_error(directory: Path) -> str | None:
@@ -177,40 +146,42 @@ def withdraw(directory: Path) -> None:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """The process that holds the lock of the one deployment. None where it is free, and where the
-    kernel does not say (`locks_known`): asking by taking the lock would keep a deployment from
-    starting at that moment."""
+    """The process that runs, starts or stops the one deployment; None where there is none."""
     try:
-        found = (directory / LOCK_NAME).stat()
-        lines = _LOCKS.read_text(encoding="ascii").splitlines()
+        with (directory / LOCK_NAME).open(encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    holders = [
-        int(fields[4])
-        for fields in (line.split() for line in lines)
-        if fields[1] == "FLOCK" and fields[5] == place
-    ]
-    return holders[0] if holders else None
-
-
-def locks_known() -> bool:
-    """Whether the kernel says who holds a lock."""
-    return _LOCKS.exists()
+    except BlockingIOError:
+        return int((directory / LOCK_NAME).read_text("ascii") or 0)
+    return None
 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock of the one deployment. Raises `ConfigError` while another holds it. The
-    kernel frees it when this process ends, however it ends."""
-    with (directory / LOCK_NAME).open("w", encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            record = running_deployment(directory)
-            where = f" (pid {record.pid}, {record.grpc_address})" if record else ", and is starting"
-            raise ConfigError(
-                f"a deployment runs already{where}; `outrider stop` stops it, "
-                "OUTRIDER_STATE_DIR names another place"
-            ) from None
+    """Holds the lock of the one deployment, and removes what one that was killed has left. Raises
+    `ConfigError` while another process holds it. The kernel frees it when this process ends,
+    however it ends."""
+    with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 == _LOCK_ATTEMPTS:
+                    raise ConfigError(_runs_already(directory)) from None
+                time.sleep(_LOCK_PERIOD_S)
+        withdraw(directory)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def _runs_already(directory: Path) -> str:
+    record = running_deployment(directory)
+    where = f" (pid {record.pid}, {record.grpc_address})" if record else ", and is starting"
+    return (
+        f"a deployment runs already{where}; `outrider stop` stops it, "
+        "OUTRIDER_STATE_DIR names another place"
+    )

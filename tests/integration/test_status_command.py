@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ import pytest
 import recorded
 from stack import Stack, running_stack
 
-from deploy.fleet.local_state import LOCK_NAME, DeploymentRecord, publish
+from deploy.fleet.local_state import DeploymentRecord, exclusive
 from outrider.client import GenerateRequest
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -66,7 +65,7 @@ async def facts(state: Path, code: int, *words: str) -> Any:
 
 async def test_a_deployment_is_described(stack: Stack, state: Path) -> None:
     """Where everything answers, what it runs, by which fingerprints, and how many sessions."""
-    publish(state, record(stack))
+    recorded.run_here(state, record(stack))
     events = stack.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
     await anext(events)
     found = await facts(state, 0)
@@ -89,7 +88,7 @@ async def test_a_deployment_is_described(stack: Stack, state: Path) -> None:
 
 async def test_what_does_not_answer_is_told(stack: Stack, state: Path) -> None:
     """A draft that is gone is told and the rest serves; a target that is gone is an error."""
-    publish(state, record(stack))
+    recorded.run_here(state, record(stack))
     await stack.draft_server.stop()
     found = await facts(state, 0, "--timeout", "1")
     assert (found["drafts"][0]["serving"], found["targets"][0]["serving"]) == (False, True)
@@ -110,13 +109,11 @@ async def test_a_named_server_is_asked(stack: Stack, state: Path) -> None:
 async def test_nothing_runs_or_is_starting(state: Path) -> None:
     """The lock says which, without being taken."""
     assert (await status(state))[:2] == (1, "nothing runs\n")
-    with (state / LOCK_NAME).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(state):
         found = await facts(state, 1)
         assert found["running"] is False
-        if found["lease"]["known"]:
-            assert found["lease"]["holder"] == os.getpid()
-            assert (await status(state))[1] == f"starting (pid {os.getpid()})\n"
+        assert found["lease"]["holder"] == os.getpid()
+        assert (await status(state))[1] == f"starting (pid {os.getpid()})\n"
     assert (await facts(state, 1))["lease"]["holder"] is None
 
 

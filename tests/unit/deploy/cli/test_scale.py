@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recorded import RAY, record
+from recorded import RAY, record, run_here
 
 from deploy.cli.main import main
 from deploy.cli.scale import parsed_bounds, parsed_counts
@@ -75,7 +75,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
 
 def deployed_here(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
     """The same, of the deployment that runs on this machine."""
-    publish(state_directory(os.environ), record())
+    run_here(state_directory(os.environ), record())
     return answer(monkeypatch, answers)
 
 
@@ -173,7 +173,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
     ray = answer(monkeypatch, {})
     assert main(["scale", "draft=2"]) == 1
     assert capsys.readouterr().err.startswith("outrider: error: nothing runs here; `outrider serve")
-    publish(state_directory(os.environ), record(process_start=1))
+    publish(state_directory(os.environ), record())
     assert main(["scale", "draft=2"]) == 1
     assert "nothing runs" in capsys.readouterr().err
     assert ray.opened == []
@@ -206,7 +206,7 @@ def test_settings_name_a_deployment_elsewhere(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", theirs)
     token = tmp_path / "ray.token"
     token.write_text(new_token())
-    publish(state_directory(os.environ), record(ray_token=str(token)))
+    run_here(state_directory(os.environ), record(ray_token=str(token)))
     file = tmp_path / "outrider.yaml"
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")
     assert main(["scale", "draft=3", "--config", str(file)]) == 0

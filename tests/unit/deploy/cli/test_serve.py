@@ -27,11 +27,8 @@ from deploy.cli.serve import _keep_record_current, endpoints_text
 from deploy.cli.status import ask_registry
 from deploy.fleet.local_state import (
     FILE_NAME,
-    LOCK_NAME,
     LOG_NAME,
     DeploymentRecord,
-    locks_known,
-    process_start,
     publish,
     running_deployment,
     state_directory,
@@ -89,7 +86,7 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     """Each time that it is told that something has changed, and not before."""
     state = state_directory(os.environ)
     record = recorded.record()
-    publish(state, record)
+    recorded.run_here(state, record)
     changed = asyncio.Event()
     config = load_config({"draft_model": "ngram", "redis_url": "unix:///x"}, {})
     deployment: Any = SimpleNamespace(
@@ -154,7 +151,7 @@ async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_passwor
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
     """As of one that takes another's place on another port."""
     state, record = state_directory(os.environ), recorded.record()
-    publish(state, record)
+    recorded.run_here(state, record)
     async with connected(parse(["chat"])) as known:
         assert known.find is not None
         publish(state, replace(record, grpc_address="h:9"))
@@ -199,33 +196,29 @@ def test_a_record_without_a_process_is_told_and_removed(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
     """As a deployment that was killed leaves it."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start = process_start(child.pid) or 0
-    child.communicate()
-    publish(state, record(pid=child.pid, process_start=start, grpc_address="127.0.0.1:50051"))
+    publish(state, record(pid=7, grpc_address="127.0.0.1:50051"))
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith(f"nothing runs: the deployment at 127.0.0.1:50051 (pid {child.pid})")
+    assert said.startswith("nothing runs: the deployment at 127.0.0.1:50051 (pid 7)")
     assert str(state / FILE_NAME) in said
     assert not (state / FILE_NAME).exists()
     assert main(["stop"]) == 0
     assert capsys.readouterr().err == "nothing runs\n"
 
 
-@pytest.mark.skipif(not locks_known(), reason="the kernel does not say who holds a lock")
 def test_a_deployment_that_is_starting_is_stopped(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
     """It has no record yet; the lock tells its process."""
     program = (
-        "import fcntl, sys\n"
-        "lock = open(sys.argv[1], 'w')\n"
-        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()\n"
+        "import pathlib, sys\n"
+        "from deploy.fleet.local_state import exclusive\n"
+        "with exclusive(pathlib.Path(sys.argv[1])):\n"
+        "    print(flush=True)\n"
+        "    sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(state / LOCK_NAME)],
+        [sys.executable, "-c", program, str(state)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as child:  # fmt: skip
         assert child.stdout is not None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,13 @@ import recorded
 
 from deploy.fleet.local_state import (
     FILE_NAME,
+    LOCK_NAME,
     DeploymentRecord,
     exclusive,
-    process_start,
+    local_key,
     publish,
+    publish_key,
+    recorded_deployment,
     running_deployment,
     state_directory,
     withdraw,
@@ -39,32 +39,28 @@ def record() -> DeploymentRecord:
 def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:
     """Written for the owner only, read back as it was, gone once withdrawn."""
     assert running_deployment(directory) is None
-    publish(directory, record)
-    assert running_deployment(directory) == record
-    assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert [path.name for path in directory.iterdir()] == [FILE_NAME]
-    withdraw(directory)
-    assert running_deployment(directory) is None
-    withdraw(directory)
+    with exclusive(directory):
+        publish(directory, record)
+        assert running_deployment(directory) == record
+        assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert {path.name for path in directory.iterdir()} == {FILE_NAME, LOCK_NAME}
+        withdraw(directory)
+        assert running_deployment(directory) is None
+        withdraw(directory)
 
 
-def test_a_record_of_a_dead_process_is_removed(directory: Path, record: DeploymentRecord) -> None:
-    """A deployment that was killed leaves a record that nobody is misled by."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    start = process_start(child.pid) or 0
-    child.wait()
-    publish(directory, replace(record, pid=child.pid, process_start=start))
-    assert running_deployment(directory) is None
-    assert not (directory / FILE_NAME).exists()
-
-
-def test_a_later_process_with_the_same_pid_is_not_taken_for_it(
+def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
-    """Kernels use pids again."""
-    publish(directory, replace(record, process_start=record.process_start - 1))
+    """Nor does it once another one starts, though kernels use pids again."""
+    publish(directory, record)
+    publish_key(directory, "a key")
     assert running_deployment(directory) is None
+    assert recorded_deployment(directory) == record
+    with exclusive(directory):
+        assert running_deployment(directory) is recorded_deployment(directory) is None
+        assert local_key(directory) == ""
 
 
 def test_a_damaged_record_is_named(directory: Path) -> None:

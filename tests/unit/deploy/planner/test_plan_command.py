@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
-from recorded import record
+from recorded import record, run_here
 
 from deploy.cli.main import main, parse
 from deploy.cli.options import deployment_config, flags_again, public_settings, with_settings
 from deploy.cli.plan import DECIDED
-from deploy.fleet.local_state import publish, state_directory
+from deploy.fleet.local_state import state_directory
 from outrider.config import load_config
 
 
@@ -66,7 +66,7 @@ def test_a_deployment_that_no_plan_can_be_held_against_is_refused_at_once(
 ) -> None:
     """And no flag is blamed that was not given."""
     runs_here = record(settings=public_settings(load_config(runs, {})))
-    publish(state_directory(os.environ), runs_here)
+    run_here(state_directory(os.environ), runs_here)
     drafter = ("--draft-model", "suffix") if runs else ()
     assert main(["plan", "--validate", *drafter]) == 2
     [line] = capsys.readouterr().err.splitlines()
