@@ -10,7 +10,8 @@ from typing import Any, Final
 from coordinator.decoding.committer import Committer
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import NotFound, OutriderError
-from outrider.registry.registry import ROLES, Registry
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ROLES
 from outrider.sessions.store import SessionStore
 
 HEALTH_TIMEOUT_S: Final = 2.0
@@ -70,7 +71,7 @@ class HealthMonitor:
         store: SessionStore,
         targets: ReplicaPool[Any, Any],
         drafts: ReplicaPool[Any, Any],
-        registry: Registry | None = None,
+        registry: RedisRegistry | None = None,
     ) -> None:
         self._store = store
         self._pools = (targets, drafts)

@@ -23,8 +23,8 @@ from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.limits import SEED_BITS
-from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
+from outrider.registry.redis_registry import Lease, RedisRegistry
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import advertised, build_lookup
 from outrider.sessions.redis_store import RedisStore
 from outrider.settings import blaming

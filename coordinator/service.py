@@ -37,7 +37,8 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
-from outrider.registry.registry import Figures, Registry
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import Figures
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -70,7 +71,7 @@ class CoordinatorService:
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
-        registry: Registry | None = None,
+        registry: RedisRegistry | None = None,
     ) -> None:
         """`owner` is its name in the session store: of this process alone, also of those before it.
         `targets` and `drafts` are there from the start, by name; more may join where there is a

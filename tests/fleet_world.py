@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
+from memory_registry import MemoryRegistry
+
 from deploy.fleet.ray_cluster import Actor, Demand
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.clock import run_virtually
 from outrider.config import load_config
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.registry.registry import Engagement, MemoryRegistry, Role
+from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}

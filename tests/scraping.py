@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memory_registry import MemoryRegistry
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from coordinator.health import LOOK_PERIOD_S
-from outrider.registry.registry import MemoryRegistry
 from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, DraftPool, ReplicaPool, TargetPool
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.errors import OutriderError
-from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, Registry, ReplicaRecord, Role
+from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, ReplicaRecord, Role
 from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ State = Literal["serving", "away", "leaving", "joining"]
 said yet what it runs, or does not fit."""
 
 
-async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[str, str]]:
+async def replicas_at_first(registry: RedisRegistry) -> tuple[dict[str, str], dict[str, str]]:
     """Addresses of the targets and of the drafts that a coordinator begins with, by name. For a
     target it waits up to a lease, in which one that lives says its name again even to a registry
     that has lost everything. Raises `StoreUnavailable`."""
@@ -150,7 +151,7 @@ class Discovery:
         self,
         role: Role,
         fleet: FleetView,
-        registry: Registry,
+        registry: RedisRegistry,
         link: Callable[[str], Link[Any, Any]] | None = None,
         begun_with: Mapping[str, str] | None = None,
     ) -> None:

@@ -29,7 +29,8 @@ from typing import Final
 
 from outrider.config import AutoscalePolicy
 from outrider.errors import OutriderError
-from outrider.registry.registry import ROLES, Registry, ReplicaRecord, Role
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Change:
 class Autoscaler:
     """Decides; remembers what was changed, and how long it has been calm."""
 
-    def __init__(self, registry: Registry, policy: AutoscalePolicy) -> None:
+    def __init__(self, registry: RedisRegistry, policy: AutoscalePolicy) -> None:
         """`policy` may be replaced by another one at any time."""
         self.policy = policy
         self._registry = registry

@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import Final
 
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable
-from outrider.registry.registry import ROLES, Registry, Role
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ROLES, Role
 
 from .ray_cluster import Cluster, retried
 from .replica import Replica, raise_first, role_and_age
@@ -94,7 +95,7 @@ class Fleet:
         self,
         cluster: Cluster,
         spec: FleetSpec,
-        registry: Registry,
+        registry: RedisRegistry,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when a replica begins to serve, or is gone."""

@@ -12,13 +12,15 @@ what they run.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
-from outrider.errors import InvariantError, check
+from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
-from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord, Role
+from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import calling, new_client, redis_errors
 
@@ -31,7 +33,7 @@ WANTED_TTL_S: Final = 7 * 86_400
 
 
 class RedisRegistry:
-    """A `Registry` in one Redis server."""
+    """The records of one deployment. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
         """Connects when it is first used. `deployment` names whose replicas these are."""
@@ -42,7 +44,7 @@ class RedisRegistry:
         self._expiry = ("EXPIRE", self._wanted, WANTED_TTL_S)
 
     async def announce(self, record: ReplicaRecord) -> None:
-        """See `Registry.announce`."""
+        """Begins or renews a replica's lease."""
         key, lease_ms = self._key(record.role, record.name), int(LEASE_S * 1e3)
         await self._run(
             ("SET", key, record.to_json(), "PX", lease_ms),
@@ -50,12 +52,12 @@ class RedisRegistry:
         )
 
     async def withdraw(self, role: Role, name: str) -> None:
-        """See `Registry.withdraw`."""
+        """Ends it."""
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """See `Registry.records`. Names whose leases have run out are taken off the list; what
-        is no record is left out."""
+        """The records of a role whose leases run, by name. Names whose leases have run out are
+        taken off the list; what is no record is left out."""
         [members] = await self._run(("SMEMBERS", self._names(role)))
         names = sorted(member.decode(errors="replace") for member in members)
         if not names:
@@ -77,12 +79,13 @@ class RedisRegistry:
         return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
 
     async def want(self, counts: Mapping[Role, int]) -> None:
-        """See `Registry.want`."""
+        """So many replicas of these roles are wanted from now on."""
         fields = [part for role, count in counts.items() for part in (role, count)]
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """See `Registry.wanted`. What is no count is left out."""
+        """How many are, of the roles of which that was said: each 0 to `REPLICAS_MAX`. What is no
+        count is left out."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -90,16 +93,16 @@ class RedisRegistry:
         return {role: count for role, count in counts.items() if count is not None}
 
     async def note_started(self, number: int) -> None:
-        """See `Registry.note_started`."""
+        """The deployment has started so many replicas in all."""
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """See `Registry.started`."""
+        """What was noted last, 0 to `REPLICA_NUMBER_MAX`; 0 where nothing was."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 
     async def close(self) -> None:
-        """See `Registry.close`."""
+        """Gives back its connections."""
         await self._client.aclose()
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
@@ -116,6 +119,57 @@ class RedisRegistry:
 
     def _key(self, role: Role, name: str) -> str:
         return f"{self._prefix}replica:{self._tag}:{role}:{name}"
+
+
+class Lease:
+    """Announces a replica until it is closed. While the registry is away the replica goes on, and
+    is announced once that is back."""
+
+    def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
+        """`record()` is what to say now. `close` closes the registry, too."""
+        self._registry = registry
+        self._record = record
+        self._task: asyncio.Task[None] | None = None
+        self._soon = asyncio.Event()
+
+    async def start(self) -> None:
+        """Announces it for the first time, and goes on to. Raises `StoreUnavailable`."""
+        await self._registry.announce(self._record())
+        self._task = asyncio.create_task(self._run())
+
+    def say_again(self) -> None:
+        """Announces the replica at once, as its record has changed."""
+        self._soon.set()
+
+    async def _run(self) -> None:
+        heard = True
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEWAL_S):
+                    await self._soon.wait()
+            self._soon.clear()
+            try:
+                await self._registry.announce(self._record())
+                heard = True
+            except OutriderError as error:
+                if heard:
+                    _log.warning("this replica cannot be announced: %s", error)
+                heard = False
+
+    async def withdraw(self) -> None:
+        """Ends the lease. Repeating it does nothing."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            record = self._record()
+            with suppress(OutriderError):
+                await self._registry.withdraw(record.role, record.name)
+
+    async def close(self) -> None:
+        """Withdraws it, and closes the registry."""
+        await self.withdraw()
+        await self._registry.close()
 
 
 def _number(text: bytes | None, most: int) -> int | None:

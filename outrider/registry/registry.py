@@ -1,7 +1,7 @@
 """Which replicas a deployment has: each announces itself, again and again, or is forgotten.
 
     record      what a replica says of itself                    `ReplicaRecord`
-    registry    the records of one deployment, in Redis          `redis_registry.py`
+    registry    the records of one deployment, in Redis          `RedisRegistry`
     lease       renews one replica's record                      `Lease`
 
 A record lasts `LEASE_S` and is renewed each `RENEWAL_S`. Nothing is decided by it alone:
@@ -11,18 +11,14 @@ be reached.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, ClassVar, Final, Literal, Protocol, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from outrider.errors import OutriderError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX
 from outrider.sessions.redis_address import RedisAddress
 
@@ -146,157 +142,3 @@ class Engagement:
     """Processes that share its model."""
     http_address: str = ""
     """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
-
-
-class Registry(Protocol):
-    """The records of one deployment. Every call may raise `StoreUnavailable`."""
-
-    async def announce(self, record: ReplicaRecord) -> None:
-        """Begins or renews a replica's lease."""
-        ...
-
-    async def withdraw(self, role: Role, name: str) -> None:
-        """Ends it."""
-        ...
-
-    async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role whose leases run, by name."""
-        ...
-
-    async def want(self, counts: Mapping[Role, int]) -> None:
-        """So many replicas of these roles are wanted from now on."""
-        ...
-
-    async def wanted(self) -> dict[Role, int]:
-        """How many are, of the roles of which that was said: each 0 to `REPLICAS_MAX`."""
-        ...
-
-    async def note_started(self, number: int) -> None:
-        """The deployment has started so many replicas in all."""
-        ...
-
-    async def started(self) -> int:
-        """What was noted last, 0 to `REPLICA_NUMBER_MAX`; 0 where nothing was."""
-        ...
-
-    async def close(self) -> None:
-        """Gives back what it holds."""
-        ...
-
-
-class MemoryRegistry:
-    """A registry for replicas and coordinators of one process."""
-
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` counts seconds; None = the running loop's."""
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._records: dict[tuple[Role, str], tuple[float, ReplicaRecord]] = {}
-        self._wanted: dict[Role, int] = {}
-        self._started = 0
-        self.failure: OutriderError | None = None
-        """What each call raises, while it is set."""
-
-    def forget(self) -> None:
-        """Loses everything, as a server does that is started anew without its data."""
-        self._records.clear()
-        self._wanted.clear()
-        self._started = 0
-
-    async def announce(self, record: ReplicaRecord) -> None:
-        """See `Registry.announce`."""
-        self._check()
-        self._records[record.role, record.name] = (self._clock() + LEASE_S, record)
-
-    async def withdraw(self, role: Role, name: str) -> None:
-        """See `Registry.withdraw`."""
-        self._check()
-        self._records.pop((role, name), None)
-
-    async def records(self, role: Role) -> list[ReplicaRecord]:
-        """See `Registry.records`."""
-        self._check()
-        check(role in ROLES, f"{role} is no role")
-        now = self._clock()
-        return [
-            record
-            for _, (until, record) in sorted(self._records.items())
-            if record.role == role and until > now
-        ]
-
-    async def want(self, counts: Mapping[Role, int]) -> None:
-        """See `Registry.want`."""
-        self._check()
-        self._wanted.update(counts)
-
-    async def wanted(self) -> dict[Role, int]:
-        """See `Registry.wanted`."""
-        self._check()
-        return dict(self._wanted)
-
-    async def note_started(self, number: int) -> None:
-        """See `Registry.note_started`."""
-        self._check()
-        self._started = number
-
-    async def started(self) -> int:
-        """See `Registry.started`."""
-        self._check()
-        return self._started
-
-    async def close(self) -> None:
-        """Does nothing."""
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
-class Lease:
-    """Announces a replica until it is closed. While the registry is away the replica goes on, and
-    is announced once that is back."""
-
-    def __init__(self, registry: Registry, record: Callable[[], ReplicaRecord]) -> None:
-        """`record()` is what to say now. `close` closes the registry, too."""
-        self._registry = registry
-        self._record = record
-        self._task: asyncio.Task[None] | None = None
-        self._soon = asyncio.Event()
-
-    async def start(self) -> None:
-        """Announces it for the first time, and goes on to. Raises `StoreUnavailable`."""
-        await self._registry.announce(self._record())
-        self._task = asyncio.create_task(self._run())
-
-    def say_again(self) -> None:
-        """Announces the replica at once, as its record has changed."""
-        self._soon.set()
-
-    async def _run(self) -> None:
-        heard = True
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RENEWAL_S):
-                    await self._soon.wait()
-            self._soon.clear()
-            try:
-                await self._registry.announce(self._record())
-                heard = True
-            except OutriderError as error:
-                if heard:
-                    _log.warning("this replica cannot be announced: %s", error)
-                heard = False
-
-    async def withdraw(self) -> None:
-        """Ends the lease. Repeating it does nothing."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-            record = self._record()
-            with suppress(OutriderError):
-                await self._registry.withdraw(record.role, record.name)
-
-    async def close(self) -> None:
-        """Withdraws it, and closes the registry."""
-        await self.withdraw()
-        await self._registry.close()

@@ -23,7 +23,7 @@ from outrider.settings import blaming
 
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
-    from outrider.registry.registry import Lease
+    from outrider.registry.redis_registry import Lease
     from outrider.replica.service import SteppedService
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
@@ -155,8 +155,7 @@ class ReplicaHost(Generic[Item, Answer]):
         member, service = config.membership, self._service
         if member is None or service is None:
             return
-        from outrider.registry.redis_registry import RedisRegistry
-        from outrider.registry.registry import Lease
+        from outrider.registry.redis_registry import Lease, RedisRegistry
         from outrider.sessions.redis_address import with_password
 
         role: Role = "target" if isinstance(config, TargetConfig) else "draft"

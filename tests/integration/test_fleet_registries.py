@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import redis
+from memory_registry import MemoryRegistry
 
 from outrider.errors import InvariantError, StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import LEASE_S, MemoryRegistry, Registry, ReplicaRecord
+from outrider.registry.registry import LEASE_S, ReplicaRecord
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 
@@ -33,7 +34,7 @@ class MemoryRegistries:
         self.now = 0.0
         self._made: list[MemoryRegistry] = []
 
-    def registry(self, deployment: str) -> Registry:
+    def registry(self, deployment: str) -> RedisRegistry:
         self._made.append(MemoryRegistry(lambda: self.now))
         return self._made[-1]
 
@@ -57,7 +58,7 @@ class RedisRegistries:
         self._server = server
         self._made: list[RedisRegistry] = []
 
-    def registry(self, deployment: str) -> Registry:
+    def registry(self, deployment: str) -> RedisRegistry:
         address = RedisAddress(url=self._server.url, key_prefix=self.prefix)
         self._made.append(RedisRegistry(address, deployment))
         return self._made[-1]

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from memory_registry import MemoryRegistry
 from scraping import VOCAB, watched_stack
 from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
-from outrider.registry.registry import MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import ReplicaRecord, Role
 from outrider.request import Finished, GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import SamplingParams
 

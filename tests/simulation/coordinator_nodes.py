@@ -15,7 +15,8 @@ from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
-from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
+from outrider.registry.redis_registry import Lease
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from tests.simulation.network import Network
 from tests.simulation.processes import Process

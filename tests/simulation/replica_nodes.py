@@ -10,7 +10,8 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.errors import InvariantError, OutriderError
 from outrider.messages import ProposalReply
-from outrider.registry.registry import Engagement, Lease, ReplicaRecord, Role
+from outrider.registry.redis_registry import Lease
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.scheduler import InlineExecutor
 from target_service.service import TargetService
 from tests.simulation.processes import Process

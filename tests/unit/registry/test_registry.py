@@ -11,16 +11,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_registry import MemoryRegistry
 
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
 from outrider.limits import REPLICA_NUMBER_MAX
+from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import (
     LEASE_S,
     RENEWAL_S,
     ROLES,
-    Lease,
-    MemoryRegistry,
     ReplicaRecord,
     Role,
 )
@@ -90,18 +90,6 @@ def test_a_record_with_a_value_of_another_kind_is_none(name: str, value: object)
 def test_what_is_no_object_is_no_record(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="not a record"):
         ReplicaRecord.from_json(text)
-
-
-def test_leases_in_memory_run_on_the_clock_of_the_loop() -> None:
-    async def main() -> None:
-        registry = MemoryRegistry()
-        await registry.announce(RECORD)
-        await asyncio.sleep(LEASE_S - 0.01)
-        assert await registry.records("draft") == [RECORD]
-        await asyncio.sleep(0.01)
-        assert await registry.records("draft") == []
-
-    run_virtually(main())
 
 
 TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)

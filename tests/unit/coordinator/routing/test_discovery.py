@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from memory_registry import MemoryRegistry
 from session_links import TOY, ScriptedLink
 
 from coordinator.routing.discovery import (
@@ -23,7 +24,7 @@ from coordinator.routing.replica_pool import DraftPool, TargetPool
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
-from outrider.registry.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord
+from outrider.registry.registry import LEASE_S, RENEWAL_S, ReplicaRecord
 
 SOON_S = READ_PERIOD_S + 0.1
 """By then the roster has looked once more."""

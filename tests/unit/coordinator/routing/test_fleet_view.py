@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from memory_registry import MemoryRegistry
 
 from coordinator.routing.discovery import Discovery, FleetView, SeenReplica
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
-from outrider.registry.registry import Figures, MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import Figures, ReplicaRecord, Role
 
 FIGURES = Figures(tokens_per_second=80.0)
 

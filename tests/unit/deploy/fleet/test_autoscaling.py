@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from memory_registry import MemoryRegistry
 
 from deploy.fleet.autoscaling import Autoscaler
 from outrider.config import AutoscalePolicy as Policy
 from outrider.config import parse_bounds
 from outrider.errors import StoreUnavailable
-from outrider.registry.registry import Figures, MemoryRegistry, ReplicaRecord, Role
+from outrider.registry.registry import Figures, ReplicaRecord, Role
 
 POLICY = Policy(
     bounds={"target": (1, 8), "draft": (0, 6), "coordinator": (1, 4)},
