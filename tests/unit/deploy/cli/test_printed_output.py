@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from models import byte_level_tokenizer
-from recorded import record
+from recorded import record, run_here
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
@@ -24,7 +24,6 @@ from deploy.cli.generate import STYLES, Printer, logprob_table
 from deploy.cli.main import main
 from deploy.cli.output import Progress, progress, show
 from deploy.cli.serve import _record_once_ready
-from deploy.fleet.local_state import process_start, publish
 from outrider.client import Completion, Metrics, Usage
 from outrider.messages import PositionLogprobs
 from outrider.request import Tokens
@@ -118,8 +117,8 @@ def test_what_a_detached_process_says_is_said_here(
     monkeypatch.setattr(progress, "quiet", False)
     (tmp_path / "serve.log").write_bytes(said)
     process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
-    ready = record(pid=os.getpid(), process_start=process_start(os.getpid()) or 0)
-    threading.Timer(0.1, publish, (tmp_path, ready)).start()
+    ready = record()
+    threading.Timer(0.1, run_here, (tmp_path, ready)).start()
     assert _record_once_ready(tmp_path, process) == ready
     assert lines(capsys) == ["loading"]
     gone: Any = SimpleNamespace(pid=1, poll=lambda: 1)
