@@ -14,7 +14,6 @@ from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
-from outrider.registry.redis_registry import RedisRegistry
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import Drafter
@@ -22,7 +21,7 @@ from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
-
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
 from outrider.replica.step_request import StepObserver

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, DraftPool, ReplicaPool, TargetPool
-from outrider.registry.redis_registry import RedisRegistry
 from outrider.errors import OutriderError
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, ReplicaRecord, Role
 from outrider.transport.link import Link
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from memory_registry import MemoryRegistry
 from session_links import TOY, ScriptedLink
 
 from coordinator.host import owner_name
@@ -15,7 +16,7 @@ from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import Unavailable
-from outrider.registry.registry import Membership, MemoryRegistry
+from outrider.registry.registry import Membership
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
 
