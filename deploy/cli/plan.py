@@ -28,7 +28,6 @@ from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
-from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
     from benchmarks.prompts import BenchPrompt
     from deploy.planner.acceptance import Sample
-    from deploy.planner.choosing import Replays, TemperaturePlan
+    from deploy.planner.choosing import TemperaturePlan
     from deploy.planner.fleets import SimulatedFleet
     from deploy.planner.rehearsal import Validation
     from deploy.planner.report import PlanReport
@@ -99,89 +98,59 @@ class Numbers(click.ParamType[Any]):
         return found if self._most > 1 else found[0]
 
 
-def _number(name: str, kind: Any, bounds: tuple[float, float], default: Any, text: str) -> Option:
-    metavar = "N" if kind is int else name.rpartition("-")[2].upper()
-    return option(name, type=Numbers(kind, *bounds), default=default, metavar=metavar, help=text)
+def _taking(*rows: tuple[str, Any, Any, str, str]) -> list[Option]:
+    """Options by name, type, default, what they take, and their help."""
+    return [
+        option(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+        for name, kind, default, metavar, text in rows
+    ]
 
 
-_PLAN: Final = (
-    option(
-        "--prompts", type=Path, metavar="FILE", help="JSONL of `prompt` and, if wanted, "
-        f"`category`, `max_tokens` and `response_format` [{BUILT_IN_PROMPTS} built-in prompts]",
+_COUNTS: Final = Numbers(int, 1, REPLICAS_MAX, 2**10, auto=True)
+_TO_LOOK_AT: Final = "to look at; auto = the fewest that keep --tpot-ms [auto]"
+_PLAN: Final = [
+    *_taking(
+        ("prompts", Path, None, "FILE", "JSONL of `prompt` and, if wanted, `category`, "
+         f"`max_tokens` and `response_format` [{BUILT_IN_PROMPTS} built-in prompts]"),
+        ("num-prompts", Numbers(int, 1, PROMPTS_MAX), None, "N", "take N prompts in all, the same "
+         "number of first ones of each category; of fewer than there are categories, one of each "
+         "of the first N"),
+        ("max-tokens", Numbers(int, 1, MAX_TOKENS_DEFAULT), 96, "N", "tokens of a completion"),
+        ("temperature", Numbers(float, 0, TEMPERATURE_MAX, TEMPERATURES_MAX), (0.0, 1.0),
+         "T[,T..]", "temperatures to plan for; the first is validated"),
+        ("round-trip-ms", Numbers(float, 0, 10_000), 0.0, "MS", "of the link between coordinator "
+         "and draft, beside what messages take on one machine"),
+        ("concurrency", Numbers(int, 1, SESSIONS_PER_COORDINATOR_MAX), 1, "N",
+         "sessions that a target replica decodes at a time"),
+        ("plot", Path, None, "FILE", "write the speed-up over K there, as an SVG"),
     ),
-    _number(
-        "--num-prompts", int, (1, PROMPTS_MAX), None, "take N prompts in all, the same number of "
-        "first ones of each category; of fewer than there are categories, one of each of the first "
-        "N",
-    ),
-    _number("--max-tokens", int, (1, MAX_TOKENS_DEFAULT), 96, "tokens of a completion"),
     option("--raw", is_flag=True, help="do not apply the model's chat template"),
-    option(
-        "--temperature", type=Numbers(float, 0, TEMPERATURE_MAX, TEMPERATURES_MAX),
-        default=(0.0, 1.0), metavar="T[,T..]",
-        help="temperatures to plan for; the first is validated",
-    ),
-    _number(
-        "--round-trip-ms", float, (0, 10_000), 0.0, "of the link between coordinator and draft, "
-        "beside what messages take on one machine",
-    ),
-    _number(
-        "--concurrency", int, (1, SESSIONS_PER_COORDINATOR_MAX), 1,
-        "sessions that a target replica decodes at a time",
-    ),
-    option(
-        "--separate-draft", is_flag=True, help="plan for drafts with a device of their own, also "
-        "where here they share the target's",
-    ),
-    option(
-        "--plot", type=Path, metavar="FILE", help="write the speed-up over K there, as an SVG"
-    ),
-    option("--validate", is_flag=True, help="run the real thing, and print predicted beside "
-           "measured"),
-)  # fmt: skip
-_SIMULATION: Final = (
-    option(
-        "--from-report", type=Path, metavar="FILE",
-        help="simulate what `outrider plan --json` printed before, and run no model",
-    ),
-    option(
-        "--from-numbers", metavar="KEY=VALUE,..", help="simulate a pair of such numbers, and run "
-        "no model [verify_ms=18.3,verify_tokens=16,draft_ms=1.3,draft_branches=64,acceptance=0.8,"
-        "num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time may be a table, "
-        "ROWS:MS/ROWS:MS, and the acceptance one by position, A/A/..",
-    ),
-    option(
-        "--sessions", type=Numbers(int, 1, 10_000, 2**10), default=(), metavar="N[,N..]",
-        help="sessions at a time: where one ends the next begins",
-    ),
-    option(
-        "--rate", type=Numbers(float, 0.001, 10_000, 2**10), default=(), metavar="R[,R..]",
-        help="requests a second instead",
-    ),
-    _number("--prompt-tokens", int, (1, 2**17), 256, "tokens of a prompt"),
-    _number("--answer-tokens", int, (1, MAX_TOKENS_DEFAULT), 256, "tokens of an answer, mean"),
-    *(
-        option(
-            f"--{role}s", type=Numbers(int, 1, REPLICAS_MAX, 2**10, auto=True), default=(),
-            metavar="N[,N..]|auto",
-            help=f"{role}s to look at; auto = the fewest that keep --tpot-ms [auto]",
-        )
-        for role in ROLES
-    ),
-    _number(
-        "--tpot-ms", float, (0.001, 60_000), None,
-        "time per token that 99 % of the tokens are to keep",
-    ),
-    option(
-        "--lose", metavar="ROLE@S[-S],..", help="lose a target, draft or coordinator at that "
-        "second, silently, and have another one at a later second",
-    ),
-    _number("--simulated-seconds", float, (1, 3_600), 10.0, "that are measured"),
-    _number(
-        "--coordinator-ms", float, (0, 1_000), 0.29,
-        "of a coordinator's one thread for a round; see `bench overhead`",
-    ),
-    _number("--simulation-seed", int, (0, SEED_MAX), 0, "of what is left to chance"),
+    option("--separate-draft", is_flag=True, help="plan for drafts with a device of their own, "
+           "also where here they share the target's"),
+    option("--validate", is_flag=True,
+           help="run the real thing, and print predicted beside measured"),
+]  # fmt: skip
+_SIMULATION: Final = _taking(
+    ("from-report", Path, None, "FILE",
+     "simulate what `outrider plan --json` printed before, and run no model"),
+    ("from-numbers", str, None, "KEY=VALUE,..", "simulate a pair of such numbers, and run no model "
+     "[verify_ms=18.3,verify_tokens=16,draft_ms=1.3,draft_branches=64,acceptance=0.8,"
+     "num_draft_tokens=6,look_ahead=0,hit_rate=0,rest_ms=0]; a time may be a table, "
+     "ROWS:MS/ROWS:MS, and the acceptance one by position, A/A/.."),
+    ("sessions", Numbers(int, 1, 10_000, 2**10), (), "N[,N..]",
+     "sessions at a time: where one ends the next begins"),
+    ("rate", Numbers(float, 0.001, 10_000, 2**10), (), "R[,R..]", "requests a second instead"),
+    ("prompt-tokens", Numbers(int, 1, 2**17), 256, "N", "tokens of a prompt"),
+    ("answer-tokens", Numbers(int, 1, MAX_TOKENS_DEFAULT), 256, "N", "tokens of an answer, mean"),
+    *((f"{role}s", _COUNTS, (), "N[,N..]|auto", f"{role}s {_TO_LOOK_AT}") for role in ROLES),
+    ("tpot-ms", Numbers(float, 0.001, 60_000), None, "MS",
+     "time per token that 99 % of the tokens are to keep"),
+    ("lose", str, None, "ROLE@S[-S],..", "lose a target, draft or coordinator at that second, "
+     "silently, and have another one at a later second"),
+    ("simulated-seconds", Numbers(float, 1, 3_600), 10.0, "S", "that are measured"),
+    ("coordinator-ms", Numbers(float, 0, 1_000), 0.29, "MS",
+     "of a coordinator's one thread for a round; see `bench overhead`"),
+    ("simulation-seed", Numbers(int, 0, SEED_MAX), 0, "N", "of what is left to chance"),
 )  # fmt: skip
 _SIMULATE: Final = option(
     "--simulate", is_flag=True,
@@ -400,30 +369,28 @@ def _check(arguments: Arguments, config: DeploymentConfig) -> None:
                 name, f"{value} cannot be validated here; with --validate it must be {allowed}"
             )
     if not arguments.server:
-        _check_running(_fixed(arguments), config)
+        _check_running(_fixed(arguments))
 
 
 def _fixed(arguments: Arguments) -> Arguments:
-    """For rounds that are all of one length, and wait for their drafts."""
-    return with_settings(arguments, length_control=False, look_ahead=0)
+    """For rounds that are all of one length, wait for their drafts, and copy from no answer that
+    another K has got."""
+    return with_settings(arguments, length_control=False, look_ahead=0, suffix_tokens_per_tenant=0)
 
 
-def _check_running(arguments: Arguments, config: DeploymentConfig) -> None:
+def _check_running(arguments: Arguments) -> None:
     """Raises `SettingError` where a deployment runs that a plan cannot be held against."""
     record = running_deployment(state_directory(os.environ))
-    if record is None:
-        return
-    try:
-        refuse_other_settings(arguments, record)
-        reason = "drafts copy from earlier answers" if _keeps_answers(config) else ""
-    except ConfigError:
-        reason = "its settings differ from those that are planned for"
-    if reason:
-        raise SettingError(
-            "validate",
-            f"cannot use the deployment that runs ({record.grpc_address}): {reason}; stop it "
-            "(outrider stop), and the command starts one of its own",
-        )
+    if record is not None:
+        try:
+            refuse_other_settings(arguments, record)
+        except ConfigError:
+            raise SettingError(
+                "validate",
+                f"cannot use the deployment that runs ({record.grpc_address}): its settings differ "
+                "from those that are planned for; stop it (outrider stop), and the command starts "
+                "one of its own",
+            ) from None
 
 
 def _read(
@@ -484,43 +451,28 @@ async def _plan(
     )
     if not arguments.validate:
         return report, None
-    return report, await _validate(_fixed(arguments), config, replays[0], plans[0], times[0])
+    return report, await _validate(_fixed(arguments), config, samples[0], plans[0], times[0])
 
 
 async def _validate(
     arguments: Arguments,
     config: DeploymentConfig,
-    replays: Replays,
+    sample: Sample,
     found: TemperaturePlan,
     times: ServiceTimes,
 ) -> Validation:
-    """Each K on a deployment of its own where drafts may copy from earlier answers. What is
-    predicted are rounds of that very K, whose drafts are waited for."""
-    from deploy.planner.choosing import SWEEP
+    """What is predicted are rounds of that very K, whose drafts are waited for."""
+    from deploy.planner.choosing import SWEEP, Replays
     from deploy.planner.rehearsal import compared, play_validation
 
-    chosen, sample = found.chosen, replays.sample
+    chosen, counts = found.chosen, (0, *SWEEP)
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
-    counts, played = (0, *SWEEP), []
-    keeps_answers = _keeps_answers(config)
-    for group in [(k,) for k in counts] if keeps_answers else [counts]:
-        async with connected(arguments) as connection, connection.client() as client:
-            if keeps_answers and not connection.is_own:
-                raise SettingError(
-                    "validate",
-                    "drafts copy from earlier answers, so that each K needs a deployment of its "
-                    "own; stop the one that runs (outrider stop)",
-                )
-            played += await play_validation(client, sample, rule, group, progress)
+    async with connected(arguments) as connection, connection.client() as client:
+        played = await play_validation(client, sample, rule, counts, progress)
+    replays = Replays(replace(config.draft, suffix_tokens_per_tenant=0), sample)
     predicted = {k: replays.of(rule, k) for k in counts}
     sampling = sample.temperature, rule
     return compared(played, predicted, times, sampling, chosen.num_draft_tokens)
-
-
-def _keeps_answers(config: DeploymentConfig) -> bool:
-    draft = config.draft
-    room = min(draft.suffix_tokens_per_tenant, draft.suffix_tokens_total)
-    return draft.drafter.lookup is LookupKind.SUFFIX and room > 0
 
 
 def _shares_device(config: DeploymentConfig) -> bool:

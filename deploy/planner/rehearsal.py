@@ -23,7 +23,6 @@ from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX, PAGE_SIZE, SE
 from outrider.request import Finished, GenerateRequest, RoundReport, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.text_acceptance import NUM_DEPTHS
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
@@ -315,12 +314,6 @@ class Validation:
             )
             for one in self.by_k
         ]  # fmt: skip
-        positions = [
-            [str(one.num_draft_tokens)]
-            + ["-" if pair is None else "{:.2f}/{:.2f}".format(*pair) for pair in one.positions]
-            for one in self.by_k
-            if one.num_draft_tokens > 0
-        ]
         found = self.values()
         worst = found["worst_position"]
         return [
@@ -329,11 +322,6 @@ class Validation:
                 "prompts read before",
                 ("K", "predicted tokens/s", "measured", "error", "a round", "measured"),
                 speeds,
-            ),
-            table(
-                f"Accepted, predicted/measured, where {REACHED_MIN} rounds came",
-                ("K", *map(str, range(1, NUM_DEPTHS + 1))),
-                [row[: NUM_DEPTHS + 1] for row in positions],
             ),
             f"tokens/s are off by {found['worst_error']:.1%} at most, acceptance at a position by "
             f"{'-' if worst is None else f'{worst:.3f}'}; K = {self.chosen_num_draft_tokens} is "
