@@ -10,6 +10,7 @@ from coordinator.auth.access_control import OPEN, AccessControl, current_caller
 from outrider.api_keys import Caller
 from outrider.errors import Overloaded
 from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_MAX
+from outrider.request import Event
 from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
     event_to_proto,
@@ -34,26 +35,29 @@ class CoordinatorServicer:
         self._num_reads: Counter[str] = Counter()
         """Calls that read stored sessions now, by their caller's name."""
 
-    async def generate(
+    def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams a generation; a client that goes away cancels it."""
         caller = current_caller()
-        running = self._service.generate(
-            request_from_proto(request), caller.tenant, _traceparent(context)
-        )
-        async with aclosing(running), self._access.admit(caller) as grant:
-            async for event in running:
-                await grant.note(event)
-                yield event_to_proto(event)
+        asked, trace = request_from_proto(request), _traceparent(context)
+        return self._events(self._service.generate(asked, caller.tenant, trace))
 
-    async def resume(
+    def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams the rest of a generation; a client that goes away cancels it."""
-        caller, resumed = current_caller(), resume_from_proto(request)
-        running = self._service.resume(resumed, caller.tenant, _traceparent(context))
-        async with aclosing(running), self._access.admit(caller, resumed.session_id) as grant:
+        caller, asked = current_caller(), resume_from_proto(request)
+        running = self._service.resume(asked, caller.tenant, _traceparent(context))
+        return self._events(running, asked.session_id)
+
+    async def _events(
+        self, running: AsyncGenerator[Event], resumes: str = ""
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        async with (
+            aclosing(running),
+            self._access.admit(current_caller(), resumes) as grant,
+        ):
             async for event in running:
                 await grant.note(event)
                 yield event_to_proto(event)

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from coordinator.decoding.committer import Committer
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import DraftPool, TargetPool
 from outrider.errors import NotFound, OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES
 from outrider.sessions.store import SessionStore
 
+_log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 1.0
+"""Between two looks at whether target and store answer, and at the fleet."""
 HEALTH_TIMEOUT_S: Final = 2.0
 """How long a target may take to describe itself."""
 TROUBLE_S: Final = 3.0
@@ -25,7 +29,7 @@ NO_SESSION: Final = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
 
 
-async def trouble(committer: Committer, store: SessionStore, targets: ReplicaPool[Any, Any]) -> str:
+async def trouble(committer: Committer, store: SessionStore, targets: TargetPool) -> str:
     """Why a request that comes now cannot make progress; empty where commits go on, and the store
     and a target answer within `TROUBLE_S`. The draft is not asked, because requests do without
     it."""
@@ -34,17 +38,14 @@ async def trouble(committer: Committer, store: SessionStore, targets: ReplicaPoo
     while True:
         if committer.closing:
             return "the coordinator is shutting down"
-        found = await _trouble_now(store, targets)
+        found = await store_trouble(store)
+        if found:
+            found = f"the session store does not answer: {found}"
+        elif not await targets.healthy(HEALTH_TIMEOUT_S):
+            found = "no target answers"
         if not found or loop.time() >= until:
             return found
         await asyncio.sleep(TROUBLE_RETRY_S)
-
-
-async def _trouble_now(store: SessionStore, targets: ReplicaPool[Any, Any]) -> str:
-    found = await store_trouble(store)
-    if found:
-        return f"the session store does not answer: {found}"
-    return "" if await targets.healthy(HEALTH_TIMEOUT_S) else "no target answers"
 
 
 async def store_trouble(store: SessionStore) -> str:
@@ -57,20 +58,14 @@ async def store_trouble(store: SessionStore) -> str:
     return ""
 
 
-_log = logging.getLogger(__name__)
-
-LOOK_PERIOD_S: Final = 1.0
-"""Between two looks at whether target and store answer, and at the fleet."""
-
-
 class HealthMonitor:
     """Looks now and then, and remembers."""
 
     def __init__(
         self,
         store: SessionStore,
-        targets: ReplicaPool[Any, Any],
-        drafts: ReplicaPool[Any, Any],
+        targets: TargetPool,
+        drafts: DraftPool,
         registry: RedisRegistry | None = None,
     ) -> None:
         self._store = store
@@ -78,8 +73,8 @@ class HealthMonitor:
         self._registry = registry
         self.target_available: bool | None = None
         self.store_available: bool | None = None
-        self.replicas_wanted: dict[str, int] = {}
-        self.replicas_present: dict[str, int] = {}
+        self.replicas_wanted: Mapping[Any, int] = {}
+        self.replicas_present: Mapping[Any, int] = {}
 
     def readings(self) -> dict[str, Mapping[str, float]]:
         """By metric and the value of its label what is known now. May be called by any thread."""
@@ -100,12 +95,10 @@ class HealthMonitor:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
-        self.target_available, self.store_available, _ = await asyncio.gather(
-            self._pools[0].healthy(HEALTH_TIMEOUT_S), self._ask_store(), self._count()
+        self.target_available, trouble, _ = await asyncio.gather(
+            self._pools[0].healthy(HEALTH_TIMEOUT_S), store_trouble(self._store), self._count()
         )
-
-    async def _ask_store(self) -> bool:
-        return not await store_trouble(self._store)
+        self.store_available = not trouble
 
     async def _count(self) -> None:
         registry = self._registry
@@ -113,14 +106,14 @@ class HealthMonitor:
             return
         try:
             wanted = await registry.wanted()
-            present: dict[str, int] = {}
-            for role in ROLES:
-                records = await registry.records(role)
-                present[role] = sum(not record.leaving for record in records)
+            present = {
+                role: sum(not record.leaving for record in await registry.records(role))
+                for role in ROLES
+            }
         except OutriderError as error:
             _log.debug("how large the fleet is, is not known: %s", error)
             return
-        self.replicas_wanted = {role: wanted[role] for role in ROLES if role in wanted}
+        self.replicas_wanted = dict(wanted)
         self.replicas_present = present
 
 

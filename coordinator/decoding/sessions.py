@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from coordinator.decoding.loop import Decoding, Entry
@@ -161,7 +161,7 @@ class SessionRun:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._decoding.close()
-        session, counters = self.session, self.session.counters
+        session = self.session
         try:
             if not (self._is_recorded or self._handed_over):
                 now = asyncio.get_running_loop().time()
@@ -174,9 +174,7 @@ class SessionRun:
                 finish_reason=session.finish_reason,
                 prompt_tokens=session.prompt_length,
                 completion_tokens=session.length - session.prompt_length,
-                num_rounds=counters.num_rounds,
-                num_draft_tokens=counters.num_draft_tokens,
-                num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+                **asdict(session.counters),
             )
             _log.debug("the session ended", extra=fields)
         return had_ended

@@ -21,7 +21,7 @@ from outrider.client.transport import (
     SessionView,
     Transport,
 )
-from outrider.errors import BadRequest, InvariantError, StreamBroken, Unavailable
+from outrider.errors import BadRequest, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
@@ -54,7 +54,7 @@ def addresses_of(server: object) -> list[str]:
         raise BadRequest(
             "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"
         )
-    return each
+    return list(dict.fromkeys(each))
 
 
 class EndpointPool(Generic[T]):
@@ -76,11 +76,10 @@ class EndpointPool(Generic[T]):
         self.clock = clock
         self._looked_at = clock()
         named = server() if callable(server) else server
-        names_none = callable(server) and named == ""
-        self._named = dict.fromkeys([] if names_none else addresses_of(named))
+        is_none = callable(server) and named == ""
+        self._named = [] if is_none else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
-        self._each = list(self._open.values())
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[T, float] = {}
         """Until when."""
@@ -95,7 +94,7 @@ class EndpointPool(Generic[T]):
     @property
     def each(self) -> list[T]:
         """To those that were named last; empty until a function has named any."""
-        return self._each
+        return [self._open[address] for address in self._named]
 
     @property
     def all(self) -> list[T]:
@@ -136,20 +135,19 @@ class EndpointPool(Generic[T]):
                 text = self._name()
                 if not text:  # For the moment, as while the only one is replaced.
                     return None
-                named = dict.fromkeys(addresses_of(text))
+                named = addresses_of(text)
             except Exception as error:  # noqa: BLE001 (the caller's function)
                 if repr(error) != self._trouble:
                     _log.warning("the coordinators stay those that are known: %r", error)
                 self._trouble = repr(error)
                 return None
             self._trouble = ""
-            if named.keys() == self._named.keys():
+            if set(named) == set(self._named):
                 return None
             for address in named:
                 if address not in self._open:
                     self._open[address] = self._connect(address)
             self._named = named
-            self._each = [self._open[address] for address in named]
             gone = [address for address in self._open if address not in named]
             closed = [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
             for one in closed:
@@ -186,31 +184,30 @@ class ResumingTransport(Transport):
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """Raises `StreamBroken` where a stream could not be resumed."""
-        return self._events(request, None, timeout_s)
+        return self._events(request, timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(None, request, timeout_s)
+        return self._events(request, timeout_s)
 
     async def _events(
-        self, request: GenerateRequest | None, begun: ResumeRequest | None, timeout_s: float
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         pool = self._pool
         deadline = pool.clock() + timeout_s
+        begun = request if isinstance(request, ResumeRequest) else None
         progress = StreamProgress(
             len(pool.each), self._resume_timeout_s, begun, pool.may_change, self._random
         )
         current: Transport | None = None
         while True:
             left_s = max(0.001, deadline - pool.clock())
-            rest = progress.remainder(left_s)
+            asked = progress.remainder(left_s) or request
             try:
                 current = current or pool.begin()
-                if rest is not None:
-                    stream = current.resume(rest, left_s)
-                elif request is not None:
-                    stream = current.generate(request, left_s)
+                if isinstance(asked, ResumeRequest):
+                    stream = current.resume(asked, left_s)
                 else:
-                    raise InvariantError("a stream of nothing")
+                    stream = current.generate(asked, left_s)
                 async with aclosing(stream) as events:
                     async for event in events:
                         if progress.note(event):
@@ -223,7 +220,9 @@ class ResumingTransport(Transport):
                     progress.begin_round(len(pool.each))
                 wait_s = progress.wait_after(error, pool.clock(), deadline)
                 if progress.moves_on:
-                    current = pool.after(current, _avoided_s(error, begins=rest is None))
+                    current = pool.after(
+                        current, _avoided_s(error, begins=isinstance(asked, GenerateRequest))
+                    )
             await self._sleep(wait_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.client.grpc_transport import session_view
 from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
-from outrider.sessions.store import SessionRecord
 from outrider.transport.codec import session_id_from_wire
 from outrider.transport.request_codec import (
     request_from_proto,
@@ -26,46 +25,12 @@ from outrider.transport.request_codec import (
 )
 
 
-class CoordinatorApi(Protocol):
-    """What a client needs of a coordinator: `coordinator.service.CoordinatorService` has it."""
-
-    @property
-    def model(self) -> Any:
-        """What is served: `name`, `vocab_size`, `max_model_len`. Raises `Unavailable` before it has
-        started."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """Sessions that run now."""
-        ...
-
-    def generate(self, request: GenerateRequest, tenant: str = "") -> AsyncGenerator[Event]:
-        """Runs a request; closing the iterator early cancels the session."""
-        ...
-
-    def resume(self, request: ResumeRequest, tenant: str = "") -> AsyncGenerator[Event]:
-        """Goes on with a session; closing the iterator early cancels it."""
-        ...
-
-    async def cancel(self, session_id: str, tenant: str = "") -> None:
-        """Ends a session as cancelled."""
-        ...
-
-    async def session(self, session_id: str, tenant: str = "") -> SessionRecord:
-        """What is stored of a session."""
-        ...
-
-    async def healthy(self) -> bool:
-        """Whether a request that comes now can make progress."""
-        ...
-
-
 class InProcessTransport(Transport):
     """Calls a coordinator's methods."""
 
-    def __init__(self, service: CoordinatorApi, tenant: str = "") -> None:
-        """Closing the transport leaves the service running. The sessions are those of `tenant`."""
+    def __init__(self, service: Any, tenant: str = "") -> None:
+        """`service` is a `coordinator.service.CoordinatorService`; closing the transport leaves it
+        running. The sessions are those of `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
@@ -89,7 +54,7 @@ class InProcessTransport(Transport):
     async def _events(
         self, stream: AsyncGenerator[Event], timeout_s: float
     ) -> AsyncGenerator[Event]:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
                 # Entered anew for every event: a timeout that is held open over a yield would
@@ -106,16 +71,16 @@ class InProcessTransport(Transport):
                     self._idle.discard(events)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
-        async with self._within(timeout_s):
+        async with self._until(_now() + timeout_s):
             await self._service.cancel(session_id_from_wire(session_id), self._tenant)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        async with self._within(timeout_s):
+        async with self._until(_now() + timeout_s):
             found = await self._service.session(session_id_from_wire(session_id), self._tenant)
         return session_view(session_to_proto(found))
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        async with self._within(timeout_s):
+        async with self._until(_now() + timeout_s):
             model = self._service.model
             return CoordinatorDescription(
                 model.name, model.vocab_size, model.max_model_len, self._service.num_running
@@ -123,25 +88,20 @@ class InProcessTransport(Transport):
 
     async def healthy(self, timeout_s: float) -> bool:
         try:
-            async with self._within(timeout_s):
-                return await self._service.healthy()
+            async with self._until(_now() + timeout_s):
+                return bool(await self._service.healthy())
         except (Unavailable, DeadlineExceeded):
             return False
 
     async def close(self) -> None:
         """Cancels what runs on this transport; the service goes on."""
         self._closed = True
-        now = asyncio.get_running_loop().time()
+        now = _now()
         for timeout in self._waiting:
             if not timeout.expired():
                 timeout.reschedule(now)
         for events in tuple(self._idle):
             await events.aclose()
-
-    @asynccontextmanager
-    async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        async with self._until(asyncio.get_running_loop().time() + timeout_s):
-            yield
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
@@ -162,3 +122,7 @@ class InProcessTransport(Transport):
             raise DeadlineExceeded("the coordinator did not answer in time") from None
         finally:
             self._waiting.discard(timeout)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
