@@ -13,21 +13,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
-from outrider.engine.tensor_parallel.rank_process import RankLeader
+from outrider.config import DraftConfig, TargetConfig
+from outrider.engine.tensor_parallel.rank_process import (
+    RankLeader,
+    engine_of_a_replica,
+    threads_of_a_rank,
+)
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import RoundItem
-from outrider.registry.registry import Engagement, ReplicaRecord, Role
-from outrider.replica.process_setup import Place, advertised
+from outrider.registry.registry import Engagement, ReplicaRecord
+from outrider.replica.process_setup import (
+    Place,
+    advertised,
+    cores_for,
+    log_at,
+    log_to,
+    on_passing_thread,
+    use_threads,
+)
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
+    from outrider.engine.interface import Engine
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.redis_registry import Lease
     from outrider.replica.service import SteppedService
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
-    from outrider.transport.certificates import InternalRole
     from outrider.transport.codec import Codec, Keyed
     from outrider.transport.server import RpcServer
     from outrider.transport.stream_server import ReplicaServicer
@@ -37,7 +49,8 @@ Answer = TypeVar("Answer", bound="Keyed")
 
 
 class ReplicaHost(Generic[Item, Answer]):
-    """Serves one replica service over gRPC; the base of the actors."""
+    """Serves one replica service over gRPC; the base of the actors, each of which says how to
+    `build` its own."""
 
     def __init__(self) -> None:
         self._service: SteppedService[Item, Answer] | None = None
@@ -61,9 +74,34 @@ class ReplicaHost(Generic[Item, Answer]):
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
-    def observe(
-        self, config: ModelServerConfig, role: Literal["draft", "target"]
-    ) -> StepObserver | None:
+    async def start(self, config: TargetConfig | DraftConfig, log_directory: str) -> str:
+        """Loads the model or the head, and serves; the address that coordinators call. Raises
+        `ConfigError`."""
+        role = _role(config)
+        num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
+        use_threads(num_threads)
+        log_to(log_directory, config.log_name(role))
+        log_at(config.log_level)
+        observer = self._observe(config)
+        engine = None
+        if not (isinstance(config, DraftConfig) and config.drafter.reads_target):
+            engine = await on_passing_thread(
+                engine_of_a_replica, config, role, num_threads, self.leadership
+            )
+        # On another thread: the helpers of that one would slow down the steps that are measured.
+        service = await on_passing_thread(self.build, engine, config, observer)
+        from outrider.transport.codec import DRAFT, VERIFY
+
+        codec: Any = VERIFY if role == "target" else DRAFT
+        return await self.serve(service, codec, config)
+
+    def build(
+        self, engine: Engine | None, config: Any, observer: StepObserver | None
+    ) -> SteppedService[Item, Answer]:
+        """The service of a configuration; blocks. `engine` is None for one without a model."""
+        raise NotImplementedError
+
+    def _observe(self, config: TargetConfig | DraftConfig) -> StepObserver | None:
         """Starts the telemetry that a configuration asks for; None where it is off. Raises
         `ConfigError`."""
         if not config.telemetry:
@@ -71,6 +109,7 @@ class ReplicaHost(Generic[Item, Answer]):
         from outrider.telemetry.setup import start_exports
         from outrider.telemetry.step_spans import ObservedSteps
 
+        role = _role(config)
         self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if self._exports is None:
             return None
@@ -108,8 +147,7 @@ class ReplicaHost(Generic[Item, Answer]):
     async def _end(self, grace_s: float) -> None:
         announcer, self._announcer = self._announcer, None
         if announcer is not None:
-            # First, so that no new sessions are sent here.
-            await announcer.close()
+            await announcer.close()  # First, so that no new sessions are sent here.
         if self._servicer is not None and self._service is not None:
             self._servicer.finish(self._service.drain())
         if self._server is not None:
@@ -158,12 +196,10 @@ class ReplicaHost(Generic[Item, Answer]):
         from outrider.registry.redis_registry import Lease, RedisRegistry
         from outrider.sessions.redis_address import with_password
 
-        role: Role = "target" if isinstance(config, TargetConfig) else "draft"
-
         def record() -> ReplicaRecord:
             runs = service.describe()
             return ReplicaRecord(
-                role=role,
+                role=_role(config),
                 name=member.name,
                 address=address,
                 host=socket.gethostname(),
@@ -201,12 +237,15 @@ class ReplicaHost(Generic[Item, Answer]):
         await self._end(LOST_REPLICA_GRACE_S)
 
 
+def _role(config: TargetConfig | DraftConfig) -> Literal["target", "draft"]:
+    return "target" if isinstance(config, TargetConfig) else "draft"
+
+
 def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
     """Only coordinators may call it, nor does it tell others what it has. Raises `ConfigError`."""
     from outrider.transport.tls import internal_server_credentials, role_guard
 
-    role: InternalRole = "target" if isinstance(config, TargetConfig) else "draft"
     with blaming("internal_tls_dir"):
-        credentials = internal_server_credentials(Path(config.internal_tls_dir), role)
+        credentials = internal_server_credentials(Path(config.internal_tls_dir), _role(config))
     guard = role_guard("coordinator")
     return {"reflection": False, "guard": guard, "credentials": credentials}

@@ -170,7 +170,7 @@ def build_engine(
     if not config.deterministic:
         records = ranks is None and not _shows_features(config)
         backend = find_backend(device, weight.dtype, graphs=records)
-    heads, exit_head = _heads(config, module), _exit_head(config, module)
+    heads, exit_head = _own_drafters(config, module)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
@@ -189,13 +189,16 @@ def build_engine(
     def all_agree(fine: bool) -> bool:
         return fine if ranks is None else bool(least(ranks, fine, device))
 
+    # A target's small steps leave a core to other processes while these use it.
+    is_set = config.num_threads > 0 or config.deterministic
+    spares = role == "target" and device.type == "cpu" and ranks is None and not is_set
     with by_its_keys(type(config)):
         engine = PagedEngine(
             module,
             info,
             max_num_seqs=config.step_sessions,
             kv_cache_memory_bytes=num_bytes,
-            contended_threads=_contended_threads(config, role, device, num_threads, ranks),
+            contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
             deterministic=config.deterministic,
             backend=backend,
             all_agree=all_agree,
@@ -211,20 +214,6 @@ def build_engine(
                 f"holds, which is {engine.info.max_model_len}",
             )
     return engine
-
-
-def _contended_threads(
-    config: TargetConfig | DraftConfig,
-    role: str,
-    device: torch.device,
-    num_threads: int,
-    ranks: Ranks | None,
-) -> int | None:
-    """Threads of a target's small steps while other processes use the cores; None = all."""
-    is_set = config.num_threads > 0 or config.deterministic
-    if role != "target" or device.type != "cpu" or ranks is not None or is_set or num_threads < 2:
-        return None
-    return num_threads - 1
 
 
 def _kernels(
@@ -279,44 +268,32 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
-def _drafts_with(config: TargetConfig | DraftConfig) -> str:
-    """What a target drafts with for itself; empty where it does not."""
-    return config.heads_kind if isinstance(config, TargetConfig) else ""
-
-
 def _shows_features(config: TargetConfig | DraftConfig) -> bool:
     """Whether drafting needs the head's inputs, which a replayed step does not show."""
-    return _drafts_with(config) == "medusa" or (
-        isinstance(config, TargetConfig) and config.shows_features
+    return isinstance(config, TargetConfig) and (
+        config.heads_kind == "medusa" or config.shows_features
     )
 
 
-def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedHeads | None:
-    """The draft heads on a target, whose weights are all there still. What they read a replayed
-    step does not show."""
-    if not isinstance(config, TargetConfig) or config.heads_kind != "medusa":
-        return None
+def _own_drafters(
+    config: TargetConfig | DraftConfig, module: torch.nn.Module
+) -> tuple[LoadedHeads | None, LoadedExit | None]:
+    """The draft heads or the exit head on a target, whose weights are all there still."""
+    if not isinstance(config, TargetConfig) or not config.heads_kind:
+        return None, None
+    from outrider.models.early_exit import load_exit
     from outrider.models.medusa import load_heads
 
-    with blaming("draft_model"):
-        return load_heads(Path(config.heads_directory), module, **_whose(config))
-
-
-def _exit_head(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedExit | None:
-    if not isinstance(config, TargetConfig) or config.heads_kind != "early-exit":
-        return None
-    from outrider.models.early_exit import load_exit
-
-    with blaming("draft_model"):
-        return load_exit(Path(config.heads_directory), module, **_whose(config))
-
-
-def _whose(config: TargetConfig) -> dict[str, Any]:
-    return {
+    path = Path(config.heads_directory)
+    names: dict[str, Any] = {
         "name": config.heads,
         "target_directory": Path(config.directory),
         "target_name": config.model,
     }
+    with blaming("draft_model"):
+        if config.heads_kind == "medusa":
+            return load_heads(path, module, **names), None
+        return None, load_exit(path, module, **names)
 
 
 def _bits(config: TargetConfig | DraftConfig) -> int | None:
