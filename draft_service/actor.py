@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
 from outrider.limits import EAGLE_WINDOWS
-from outrider.messages import DraftAnswer, DraftItem
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_eagle, build_grammars, build_lookup, step_costs
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from .service import DraftService
 
 
-class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
+class DraftActor(ReplicaHost):
     """A draft in a process of its own."""
 
     def build(

@@ -79,7 +79,7 @@ class LookAhead:
         found = self._rounds.get(item.head.session_id)
         return found is not None and found.item is item
 
-    def progress(self, item: DraftItem) -> Answers[DraftAnswer]:
+    def progress(self, item: DraftItem) -> Answers:
         """No answer, of a round that it `works_on`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
@@ -88,7 +88,7 @@ class LookAhead:
         item: DraftItem,
         committed: tuple[int, ...],
         unseen: tuple[int, ...],
-    ) -> Answers[DraftAnswer]:
+    ) -> Answers:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
         before = self._rounds.pop(item.head.session_id, None)
@@ -108,7 +108,7 @@ class LookAhead:
             self._end(before)
         return self._advanced(now, answers)
 
-    def advance(self, items: Sequence[DraftItem]) -> list[Answers[DraftAnswer]]:
+    def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
         """One pass for these rounds, all of which it `works_on`. Raises what the engine does."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
@@ -153,7 +153,7 @@ class LookAhead:
         for found in self._rounds.values():
             self._drop(found)
 
-    def _advanced(self, now: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers[DraftAnswer]:
+    def _advanced(self, now: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers:
         if any(isinstance(answer, Refused) for answer in answers):
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)

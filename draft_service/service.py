@@ -43,15 +43,13 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
 
-    def take(self, item: DraftItem, sender: AnswerSender[DraftAnswer]) -> None:
+    def take(self, item: DraftItem, sender: AnswerSender) -> None:
         """The time that an item leaves for its draws runs from here."""
         time, stated = asyncio.get_running_loop().time, self._stated_seconds
         deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
         super().take(replace(item, deadline=deadline), sender)
 
-    def _work(
-        self, item: DraftItem, sender: AnswerSender[DraftAnswer]
-    ) -> StepRequest[DraftItem, DraftAnswer]:
+    def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
         """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
         only the steps decide whether there is time for more."""
         work = super()._work(item, sender)
@@ -64,7 +62,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         grammars: Grammars,
         constraint: Constraint,
         item: DraftItem,
-        sender: AnswerSender[DraftAnswer],
+        sender: AnswerSender,
     ) -> None:
         """See `SteppedService._compile`. Those who wait are told when its time is over."""
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PASSES_MAX: Final = 2
 """Of one step. More would keep waiting who comes in an engine that states its time afterwards."""
-_Answer = DraftAnswer | Unfinished | Answers[DraftAnswer]
+_Answer = DraftAnswer | Unfinished | Answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Proposer:
         self._figures = self._now()
         return answers
 
-    def _advance(self, ahead: LookAhead, items: Sequence[DraftItem]) -> list[Answers[DraftAnswer]]:
+    def _advance(self, ahead: LookAhead, items: Sequence[DraftItem]) -> list[Answers]:
         """A pass for these rounds; or two, where nobody waits and nothing has come meanwhile: to
         hand a step over takes as long as a good part of a quick pass."""
         for _ in range(PASSES_MAX):

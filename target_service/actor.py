@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.config import TargetConfig
-from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import build_grammars, step_costs
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from .service import TargetService
 
 
-class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
+class TargetActor(ReplicaHost):
     """A target in a process of its own."""
 
     def build(

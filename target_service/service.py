@@ -65,7 +65,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    def _accept(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> None:
+    def _accept(self, item: VerifyItem, sender: AnswerSender) -> None:
         """Extends the rounds that run ahead of `item`, begins such rounds, or queues it."""
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -104,7 +104,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         self,
         session_id: str,
         ahead: RunAhead,
-        work: StepRequest[VerifyItem, VerifyAnswer],
+        work: StepRequest,
         answer: VerifyAnswer | None,
     ) -> None:
         if self._ahead.get(session_id) is not ahead or ahead.running is not work:
@@ -137,10 +137,10 @@ class RunAhead:
     | first + j | the same + j | `replies[j]`, or not yet |
     """
 
-    def __init__(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> None:
+    def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
         check(not item.proposal, "a round with a proposal is never run ahead of")
         self.sender = sender
-        self.running: StepRequest[VerifyItem, VerifyAnswer] | None = None
+        self.running: StepRequest | None = None
         """The round that is queued or being computed."""
         self._item = item
         self._last_round = item.head.round + item.run_ahead
@@ -177,7 +177,7 @@ class RunAhead:
             and asked.constraint_hash == mine.constraint_hash
         )
 
-    def extend(self, item: VerifyItem, sender: AnswerSender[VerifyAnswer]) -> list[VerdictReply]:
+    def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Moves the beginning to `item`, which `continues` these rounds, and the allowance on.
         Returns the verdicts known from its round on if they may have been lost on the way: where
         that round is asked for again, or over another connection."""

@@ -11,7 +11,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import (
@@ -20,7 +20,6 @@ from outrider.engine.tensor_parallel.rank_process import (
     threads_of_a_rank,
 )
 from outrider.limits import LOST_REPLICA_GRACE_S
-from outrider.messages import RoundItem
 from outrider.registry.registry import Engagement, ReplicaRecord
 from outrider.replica.process_setup import (
     Place,
@@ -40,21 +39,18 @@ if TYPE_CHECKING:
     from outrider.replica.service import SteppedService
     from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
-    from outrider.transport.codec import Codec, Keyed
+    from outrider.transport.codec import Codec
     from outrider.transport.server import RpcServer
     from outrider.transport.stream_server import ReplicaServicer
 
-Item = TypeVar("Item", bound=RoundItem)
-Answer = TypeVar("Answer", bound="Keyed")
 
-
-class ReplicaHost(Generic[Item, Answer]):
+class ReplicaHost:
     """Serves one replica service over gRPC; the base of the actors, each of which says how to
     `build` its own."""
 
     def __init__(self) -> None:
-        self._service: SteppedService[Item, Answer] | None = None
-        self._servicer: ReplicaServicer[Item, Answer] | None = None
+        self._service: SteppedService[Any, Any] | None = None
+        self._servicer: ReplicaServicer[Any, Any] | None = None
         self._server: RpcServer | None = None
         self._healthy: bool | None = None
         self._health_changed = asyncio.Event()
@@ -97,7 +93,7 @@ class ReplicaHost(Generic[Item, Answer]):
 
     def build(
         self, engine: Engine | None, config: Any, observer: StepObserver | None
-    ) -> SteppedService[Item, Answer]:
+    ) -> SteppedService[Any, Any]:
         """The service of a configuration; blocks. `engine` is None for one without a model."""
         raise NotImplementedError
 
@@ -160,8 +156,8 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def serve(
         self,
-        service: SteppedService[Item, Answer],
-        codec: Codec[Item, Answer],
+        service: SteppedService[Any, Any],
+        codec: Codec[Any, Any],
         config: TargetConfig | DraftConfig,
     ) -> str:
         """Serves `service` by gRPC, and announces it; the address that coordinators
@@ -227,9 +223,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self._healthy = healthy
         self._health_changed.set()
 
-    async def _follow_health(
-        self, service: SteppedService[Item, Answer], server: RpcServer
-    ) -> None:
+    async def _follow_health(self, service: SteppedService[Any, Any], server: RpcServer) -> None:
         while service.lost is None:
             await self._health_changed.wait()
             self._health_changed.clear()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
@@ -26,10 +26,8 @@ from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
     CANCELLED_CODE,
-    Answer,
     Answers,
     AnswerSender,
-    Item,
     RequestQueue,
     StepFigures,
     StepObserver,
@@ -50,14 +48,14 @@ of the steps find none, `on_starved` is called as often."""
 _INTERNAL_CODE = 13
 
 
-class StepScheduler(Generic[Item, Answer]):
+class StepScheduler:
     """Queues work, forms batches of distinct sessions in order of arrival, runs them, and sends
     each connection its answers of a step in one call. Starts with the first `submit`."""
 
     def __init__(
         self,
         executor: StepExecutor,
-        worker: StepWorker[Item, Answer],
+        worker: StepWorker,
         *,
         max_batch: int,
         queue_max: int,
@@ -72,7 +70,7 @@ class StepScheduler(Generic[Item, Answer]):
         self._observer = observer
         self._note_seconds = note_seconds
         self._batching_delay = batching_delay
-        self._queue: RequestQueue[Item, Answer] = RequestQueue(max_batch, queue_max)
+        self._queue = RequestQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
         self._max_batch = max_batch
@@ -125,7 +123,7 @@ class StepScheduler(Generic[Item, Answer]):
         may `park` others. While that lasts it is called again after `STARVED_REST_S`."""
         self._on_starved = on_starved
 
-    def submit(self, work: StepRequest[Item, Answer]) -> None:
+    def submit(self, work: StepRequest) -> None:
         """Queues work; see `RequestQueue.add`. Raises `Overloaded` when the queue is full,
         `Unavailable` once closed, `EngineLost` where no step can follow."""
         if self.lost is not None:
@@ -224,7 +222,7 @@ class StepScheduler(Generic[Item, Answer]):
             return
         self._wake.clear()
 
-    def _take(self) -> list[StepRequest[Item, Answer]]:
+    def _take(self) -> list[StepRequest]:
         taken = self._queue.take(asyncio.get_running_loop().time())
         for work in taken.unwanted:
             self._done(work, None)
@@ -234,7 +232,7 @@ class StepScheduler(Generic[Item, Answer]):
             self._parked[work.item.head.session_id] = None
         return taken.batch
 
-    async def _step(self, batch: list[StepRequest[Item, Answer]]) -> bool:
+    async def _step(self, batch: list[StepRequest]) -> bool:
         """Runs a step; False if it came to nothing for want of pages."""
         releases, self._releases = self._releases, {}
         parked, self._parked = list(self._parked), {}
@@ -274,7 +272,7 @@ class StepScheduler(Generic[Item, Answer]):
         if self._on_starved is not None:
             self._on_starved(self._queue.sessions)
 
-    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest[Item, Answer]]) -> None:
+    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
         """Refuses the batch, and all that waits."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
@@ -287,7 +285,7 @@ class StepScheduler(Generic[Item, Answer]):
                 self._refuse(work, refusal(work.item.head.key, lost))
             waiting = self._take()
 
-    def _crashed(self, batch: Sequence[StepRequest[Item, Answer]]) -> None:
+    def _crashed(self, batch: Sequence[StepRequest]) -> None:
         self._crashes += 1
         if self._observer is not None:
             self._observer.crashed()
@@ -297,8 +295,8 @@ class StepScheduler(Generic[Item, Answer]):
             self._refuse(work, Refused(work.item.head.key, _INTERNAL_CODE, message))
 
     async def _run_on_executor(
-        self, releases: dict[str, int], parked: list[str], items: list[Item]
-    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
+        self, releases: dict[str, int], parked: list[str], items: list[Any]
+    ) -> Sequence[Any]:
         """Raises what the step does, and `EngineLost` for one that hangs."""
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
@@ -310,8 +308,8 @@ class StepScheduler(Generic[Item, Answer]):
             raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
 
     def _on_executor(
-        self, releases: dict[str, int], parked: list[str], items: list[Item]
-    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
+        self, releases: dict[str, int], parked: list[str], items: list[Any]
+    ) -> Sequence[Any]:
         for session_id in releases:
             self._worker.release(session_id)
         if parked:
@@ -328,13 +326,13 @@ class StepScheduler(Generic[Item, Answer]):
 
     def _answer(
         self,
-        batch: list[StepRequest[Item, Answer]],
-        answers: Sequence[Answer | Refused | Unfinished | Answers[Answer]],
+        batch: list[StepRequest],
+        answers: Sequence[Any],
         start: float,
         end: float,
     ) -> None:
-        by_outlet: dict[AnswerSender[Any], list[Any]] = {}
-        held: dict[AnswerSender[Any], list[Any]] = {}
+        by_outlet: dict[AnswerSender, list[Any]] = {}
+        held: dict[AnswerSender, list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
@@ -371,19 +369,19 @@ class StepScheduler(Generic[Item, Answer]):
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
 
-    def _note_load(self, batch: list[StepRequest[Item, Answer]], start: float, end: float) -> None:
+    def _note_load(self, batch: list[StepRequest], start: float, end: float) -> None:
         if self._load is None:
             self._load = StepLoad(self._max_batch, start)
         self._load.stepped(batch, start, end)
 
-    def _put_back(self, works: Sequence[StepRequest[Item, Answer]]) -> None:
+    def _put_back(self, works: Sequence[StepRequest]) -> None:
         """Work that is not done, unless its session was released meanwhile."""
         for work in works:
             if work.item.head.epoch <= self._releases.get(work.item.head.session_id, 0):
                 self._cancel(work)
         self._queue.put_back(works)
 
-    def _tell_undrawn(self, work: StepRequest[Item, Answer]) -> None:
+    def _tell_undrawn(self, work: StepRequest) -> None:
         """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
         draw follows; the prefix is still run, and an empty proposal then says so."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
@@ -392,7 +390,7 @@ class StepScheduler(Generic[Item, Answer]):
         for sender in work.senders:
             sender.send([undrawn(work.item.head.key)])
 
-    def _cancel(self, work: StepRequest[Item, Answer]) -> None:
+    def _cancel(self, work: StepRequest) -> None:
         work.cancelled = True
         over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
         for sender in work.senders:
@@ -409,19 +407,19 @@ class StepScheduler(Generic[Item, Answer]):
             if self._on_health is not None:
                 self._on_health(self._reported)
 
-    def _refuse(self, work: StepRequest[Item, Answer], answer: Refused) -> None:
+    def _refuse(self, work: StepRequest, answer: Refused) -> None:
         for sender in work.senders:
             sender.send([answer])
         self._done(work, answer)
 
-    def _done(self, work: StepRequest[Item, Answer], answer: Answer | Refused | None) -> None:
+    def _done(self, work: StepRequest, answer: Any) -> None:
         if work.timer is not None:
             work.timer.cancel()
         if work.on_done is not None:
             work.on_done(work, answer)
 
 
-def _note_state(work: StepRequest[Any, Any], answer: Any) -> None:
+def _note_state(work: StepRequest, answer: Any) -> None:
     if isinstance(answer, Answers):
         work.unfinished = Unfinished.CONTINUES if answer.more else None
         work.answered = not answer.waited_for
@@ -430,7 +428,7 @@ def _note_state(work: StepRequest[Any, Any], answer: Any) -> None:
         work.answered = work.answered or work.item.gives_way
 
 
-def _timed(answer: Any, work: StepRequest[Any, Any], end: float, num_sharing: int) -> Any:
+def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
     """A verdict or proposal with its times: until the first step that did something for it, and
     from then; so many shared the last of its steps."""
     if not isinstance(answer, VerdictReply | ProposalReply):
@@ -452,7 +450,7 @@ class StepLoad:
         self._max_batch = max_batch
         self._sums = DecayedSums(WINDOW_S, now)
 
-    def stepped(self, works: Sequence[StepRequest[Any, Any]], start: float, end: float) -> None:
+    def stepped(self, works: Sequence[StepRequest], start: float, end: float) -> None:
         began = [work.started_at - work.arrived_at for work in works if work.started_at == start]
         self._sums.add(
             end,

@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from outrider.engine.interface import ModelInfo
 from outrider.engine.step_costs import StepCosts
@@ -20,15 +20,13 @@ from outrider.limits import (
     SILENT_SESSION_MS,
     STREAM_QUEUE_ITEMS_MAX,
 )
-from outrider.messages import Refused, ReplicaDescription, RoundHead
+from outrider.messages import Refused, ReplicaDescription, RoundHead, RoundItem
 from outrider.registry.registry import Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.scheduler import StepExecutor, StepScheduler
 from outrider.replica.step_request import (
     CANCELLED_CODE,
-    Answer,
     AnswerSender,
-    Item,
     StepObserver,
     StepRequest,
     StepWorker,
@@ -38,6 +36,8 @@ from outrider.replica.step_request import (
 from outrider.transport.link import Connection
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item", bound=RoundItem)
+Answer = TypeVar("Answer")
 
 
 class SteppedService(Generic[Item, Answer]):
@@ -49,7 +49,7 @@ class SteppedService(Generic[Item, Answer]):
 
     def __init__(
         self,
-        worker: StepWorker[Item, Answer],
+        worker: StepWorker,
         executor: StepExecutor,
         description: ReplicaDescription,
         observer: StepObserver | None = None,
@@ -133,7 +133,7 @@ class SteppedService(Generic[Item, Answer]):
     def check_integrity(self) -> None:
         self._worker.check_integrity()
 
-    def take(self, item: Item, sender: AnswerSender[Answer]) -> None:
+    def take(self, item: Item, sender: AnswerSender) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         self.num_items += 1
         stale = self._filter.admit(item.head)
@@ -147,13 +147,13 @@ class SteppedService(Generic[Item, Answer]):
         else:
             self._accept_constrained(self._grammars, constraint, item, sender)
 
-    def _refuse_stale(self, stale: Refused, sender: AnswerSender[Answer]) -> None:
+    def _refuse_stale(self, stale: Refused, sender: AnswerSender) -> None:
         if self._observer is not None:
             self._observer.stale()
         sender.send([stale])
 
     def _accept_constrained(
-        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender
     ) -> None:
         compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
@@ -164,7 +164,7 @@ class SteppedService(Generic[Item, Answer]):
         task.add_done_callback(self._compiling.discard)
 
     async def _compile(
-        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender[Answer]
+        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender
     ) -> None:
         """Works on an item once its constraint is compiled, or known not to be possible, unless its
         round is over by then."""
@@ -187,7 +187,7 @@ class SteppedService(Generic[Item, Answer]):
         elif not sender.closed:
             self._accept(_with_compiled(item, compiled), sender)
 
-    def leave(self, sender: AnswerSender[Answer]) -> None:
+    def leave(self, sender: AnswerSender) -> None:
         self._scheduler.park(self._tracker.leave(sender))
 
     def _park_the_silent(self, waiting: Collection[str]) -> None:
@@ -196,18 +196,18 @@ class SteppedService(Generic[Item, Answer]):
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
         self._scheduler.park(self._tracker.fall_silent(since, waiting))
 
-    def _accept(self, item: Item, sender: AnswerSender[Answer]) -> None:
+    def _accept(self, item: Item, sender: AnswerSender) -> None:
         self._submit(self._work(item, sender))
 
     def _on_release(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
         is kept."""
 
-    def _work(self, item: Item, sender: AnswerSender[Answer]) -> StepRequest[Item, Answer]:
+    def _work(self, item: Item, sender: AnswerSender) -> StepRequest:
         now = asyncio.get_running_loop().time()
         return StepRequest(item, [sender], now, expiry(item.head, now))
 
-    def _submit(self, work: StepRequest[Item, Answer]) -> bool:
+    def _submit(self, work: StepRequest) -> bool:
         """Queues work; or refuses it to those who wait for it, and returns False."""
         try:
             self._scheduler.submit(work)
@@ -219,7 +219,7 @@ class SteppedService(Generic[Item, Answer]):
 
 
 class _Connection(Generic[Item, Answer]):
-    def __init__(self, service: SteppedService[Item, Answer], sender: AnswerSender[Answer]) -> None:
+    def __init__(self, service: SteppedService[Item, Answer], sender: AnswerSender) -> None:
         self._service = service
         self._sender = sender
 
@@ -263,9 +263,9 @@ class SessionTracker:
     """
 
     def __init__(self) -> None:
-        self._heard: OrderedDict[str, tuple[AnswerSender[Any], float]] = OrderedDict()
+        self._heard: OrderedDict[str, tuple[AnswerSender, float]] = OrderedDict()
 
-    def hear(self, session_id: str, sender: AnswerSender[Any], now: float) -> None:
+    def hear(self, session_id: str, sender: AnswerSender, now: float) -> None:
         """An item of the session has come."""
         self._heard[session_id] = (sender, now)
         self._heard.move_to_end(session_id)
@@ -282,7 +282,7 @@ class SessionTracker:
         """The session has ended; unknown ones are ignored."""
         self._heard.pop(session_id, None)
 
-    def leave(self, sender: AnswerSender[Any]) -> list[str]:
+    def leave(self, sender: AnswerSender) -> list[str]:
         """The connection has closed: forgets and returns the sessions that it was last heard of
         for; those heard on another one since are still there."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]

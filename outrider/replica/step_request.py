@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, check
 from outrider.limits import ANSWERS_HELD_MS
-from outrider.messages import Refused, ReplyKey, RoundHead, RoundItem
+from outrider.messages import Refused, ReplyKey, RoundHead
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -26,12 +26,6 @@ CANCELLED_CODE = 1
 """google.rpc.Code of work that is not needed any more."""
 
 
-Item = TypeVar("Item", bound=RoundItem)
-Item_contra = TypeVar("Item_contra", bound=RoundItem, contravariant=True)
-Answer = TypeVar("Answer")
-Answer_co = TypeVar("Answer_co", covariant=True)
-
-
 class Unfinished(Enum):
     """Why an item of a step has no answer yet. It goes back to its place in the queue."""
 
@@ -42,10 +36,10 @@ class Unfinished(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answers(Generic[Answer]):
+class Answers:
     """Any number of answers to one item, none included."""
 
-    answers: tuple[Answer | Refused, ...]
+    answers: tuple[Any, ...]
     more: bool
     """Whether the item stays in the queue for more of them ..."""
     waited_for: bool = False
@@ -67,7 +61,7 @@ class StepFigures:
     """Items that found no pages, once for each step in which they found none."""
 
 
-class StepWorker(Protocol[Item_contra, Answer_co]):
+class StepWorker(Protocol):
     """Does the work of a step, on the executor's side."""
 
     @property
@@ -75,9 +69,7 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         """After the last step; may be read on any thread."""
         ...
 
-    def step(
-        self, items: Sequence[Item_contra]
-    ) -> Sequence[Answer_co | Refused | Unfinished | Answers[Any]]:
+    def step(self, items: Any) -> Sequence[Any]:
         """One answer for each item, or several, in order; the items' sessions are distinct, and
         come in the order in which they arrived. What is wrong with one item is answered `Refused`
         for it and leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises
@@ -93,7 +85,7 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         """Forgets a session."""
         ...
 
-    def recover(self, items: Sequence[Item_contra]) -> None:
+    def recover(self, items: Any) -> None:
         """After `step` raised: brings the items' sessions into a sane state by forgetting them."""
         ...
 
@@ -102,21 +94,21 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         ...
 
 
-class AnswerSender(Generic[Answer]):
+class AnswerSender:
     """Where the answers of one connection go."""
 
-    def __init__(self, send: Callable[[Sequence[Answer]], None]) -> None:
-        self._send: Callable[[Sequence[Any]], None] = send  # Every kind of answer may be a refusal.
+    def __init__(self, send: Callable[[Sequence[Any]], None]) -> None:
+        self._send = send
         self._held: list[Any] = []
         self._timer: TimerHandle | None = None
         self.closed = False
 
-    def send(self, answers: Sequence[Answer | Refused]) -> None:
+    def send(self, answers: Sequence[Any]) -> None:
         """Sends answers, behind those held of the same sessions, each once. Once the connection
         has been closed, sends nothing."""
         self._take_along(_sessions_of(answers), answers)
 
-    def hold(self, answers: Sequence[Answer | Refused]) -> None:
+    def hold(self, answers: Sequence[Any]) -> None:
         """Sends answers within `ANSWERS_HELD_MS`, in one message with those of other sessions that
         are held meanwhile."""
         self._held += answers
@@ -146,7 +138,7 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
     return {answer.key.session_id for answer in answers}
 
 
-class StepRequest(Generic[Item, Answer]):
+class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     __slots__ = (
@@ -155,16 +147,14 @@ class StepRequest(Generic[Item, Answer]):
     )  # fmt: skip
 
     def __init__(
-        self, item: Item, senders: list[AnswerSender[Answer]], arrived_at: float, expires_at: float
+        self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
         """Times are the loop's; after `expires_at` the answer is of no use, infinity = never."""
         self.item = item
         self.senders = senders
         self.arrived_at = arrived_at
         self.expires_at = expires_at
-        self.on_done: (
-            Callable[[StepRequest[Item, Answer], Answer | Refused | None], None] | None
-        ) = None
+        self.on_done: Callable[[StepRequest, Any], None] | None = None
         """Gets the answer after it was sent, or None where the request was dropped."""
         self.may_wait = False
         """Whether its answer may be held: see `AnswerSender.hold`."""
@@ -186,7 +176,7 @@ class StepRequest(Generic[Item, Answer]):
     def wanted(self) -> bool:
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
-    def asks_like(self, other: StepRequest[Item, Answer]) -> bool:
+    def asks_like(self, other: StepRequest) -> bool:
         """Whether both ask for the same thing, whatever time is left to either."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
@@ -213,7 +203,7 @@ class StepObserver(Protocol):
 
     def stepped(
         self,
-        works: Sequence[StepRequest[Any, Any]],
+        works: Sequence[StepRequest],
         answers: Sequence[Any],
         start: float,
         end: float,
@@ -241,25 +231,25 @@ _by_place = attrgetter("place")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Generic[Item, Answer]):
+class Taken:
     """What has left the queue, each list in order of arrival."""
 
-    batch: list[StepRequest[Item, Answer]] = field(default_factory=list)
+    batch: list[StepRequest] = field(default_factory=list)
     """For the next step."""
-    unwanted: list[StepRequest[Item, Answer]] = field(default_factory=list)
-    late: list[StepRequest[Item, Answer]] = field(default_factory=list)
+    unwanted: list[StepRequest] = field(default_factory=list)
+    late: list[StepRequest] = field(default_factory=list)
     """Expired."""
 
 
-class RequestQueue(Generic[Item, Answer]):
+class RequestQueue:
     """Work in order of arrival. It keeps its place when a step did not finish it."""
 
     def __init__(self, max_batch: int, queue_max: int) -> None:
         check(max_batch > 0 and queue_max > 0, "max_batch and queue_max must be positive")
         self._max_batch = max_batch
         self._queue_max = queue_max
-        self._waiting: list[StepRequest[Item, Answer]] = []
-        self._newest: dict[ReplyKey, StepRequest[Item, Answer]] = {}
+        self._waiting: list[StepRequest] = []
+        self._newest: dict[ReplyKey, StepRequest] = {}
         self._places = itertools.count()
 
     def __len__(self) -> int:
@@ -281,7 +271,7 @@ class RequestQueue(Generic[Item, Answer]):
         """Of the work that waits."""
         return {work.item.head.session_id for work in self._waiting}
 
-    def add(self, work: StepRequest[Item, Answer]) -> bool:
+    def add(self, work: StepRequest) -> bool:
         """Queues work. The very item that already waits is not queued twice: it is answered to
         both (unless it has `on_done`), and this returns False. Raises
         `Overloaded` when full."""
@@ -298,16 +288,16 @@ class RequestQueue(Generic[Item, Answer]):
         self._newest[key] = work
         return True
 
-    def take(self, now: float) -> Taken[Item, Answer]:
+    def take(self, now: float) -> Taken:
         """The oldest work of each session, without what was answered and has a newer one behind it:
         up to `max_batch` of what is new, as many again of what
         was begun, and of what found no pages before and may do so now. So neither long prompts nor
         work that waits for pages keep rounds out of a step's choice."""
-        taken: Taken[Item, Answer] = Taken()
+        taken: Taken = Taken()
         newest = {work.item.head.session_id: work for work in self._waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        left: list[StepRequest[Item, Answer]] = []
+        left: list[StepRequest] = []
         for work in self._waiting:
             session_id = work.item.head.session_id
             if not work.wanted or (work.answered and newest[session_id] is not work):
@@ -327,12 +317,12 @@ class RequestQueue(Generic[Item, Answer]):
         self._waiting = left
         return taken
 
-    def put_back(self, works: Sequence[StepRequest[Item, Answer]]) -> None:
+    def put_back(self, works: Sequence[StepRequest]) -> None:
         self._waiting = list(heapq.merge(works, self._waiting, key=_by_place))
         for work in works:
             self._newest.setdefault(work.item.head.key, work)
 
-    def of_session(self, session_id: str, epoch: int) -> list[StepRequest[Item, Answer]]:
+    def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
         """What waits for the session's epochs up to `epoch`."""
         return [
             work

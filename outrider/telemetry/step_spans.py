@@ -82,7 +82,7 @@ class ObservedSteps:
 
     def stepped(
         self,
-        works: Sequence[StepRequest[Any, Any]],
+        works: Sequence[StepRequest],
         answers: Sequence[Any],
         start: float,
         end: float,
@@ -103,7 +103,7 @@ class ObservedSteps:
                 self._trace(work, answer, len(works), began, end)
 
     def _trace(
-        self, work: StepRequest[Any, Any], answer: Any, num_items: int, start: float, end: float
+        self, work: StepRequest, answer: Any, num_items: int, start: float, end: float
     ) -> None:
         head = work.item.head
         context = read_sampled(head.traceparent)

@@ -15,7 +15,7 @@ from toy_engine import ToyEngine
 from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.limits import STEP_CRASHES_UNHEALTHY
-from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
+from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import target_link
@@ -45,7 +45,7 @@ class Hosted:
     def __init__(self) -> None:
         self.engine = ToyEngine()
         self.executor = GatedExecutor()
-        self.host: ReplicaHost[VerifyItem, VerifyAnswer] = ReplicaHost()
+        self.host: ReplicaHost = ReplicaHost()
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)

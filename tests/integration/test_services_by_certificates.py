@@ -87,7 +87,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 @asynccontextmanager
 async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
     """The address of a replica as its actor serves it."""
-    host: ReplicaHost[Any, Any] = ReplicaHost()
+    host: ReplicaHost = ReplicaHost()
     tls = str(directory)
     if role == "target":
         engine = ToyEngine()

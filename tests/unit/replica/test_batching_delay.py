@@ -174,7 +174,7 @@ def rounds_of_two(batching_delay: BatchingDelay | None) -> tuple[int, list[int]]
 
     async def main() -> tuple[int, list[int]]:
         worker: Any = Echo()
-        scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
+        scheduler: StepScheduler = StepScheduler(
             Sleeper(0.075), worker, max_batch=8, queue_max=8, batching_delay=batching_delay
         )
         num_rounds = 0
@@ -185,7 +185,7 @@ def rounds_of_two(batching_delay: BatchingDelay | None) -> tuple[int, list[int]]
             for index in count():
                 answered = asyncio.Event()
                 head = make_head((1, 2), session=number, round_index=index)
-                outlet: AnswerSender[Any] = AnswerSender(lambda _, event=answered: event.set())
+                outlet: AnswerSender = AnswerSender(lambda _, event=answered: event.set())
                 now = asyncio.get_running_loop().time()
                 scheduler.submit(StepRequest(DraftItem(head, 4), [outlet], now, math.inf))
                 await answered.wait()

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rounds import make_head
 
 from outrider.messages import DraftItem
 from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
 
-Queue = RequestQueue[DraftItem, Any]
+Queue = RequestQueue
 
 
-def work(
-    session: int, round_index: int = 0, expires_at: float = 9.0
-) -> StepRequest[DraftItem, Any]:
+def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> StepRequest:
     item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
     return StepRequest(item, [AnswerSender(lambda answers: None)], 0.0, expires_at)
 
 
-def names(works: list[StepRequest[DraftItem, Any]]) -> list[tuple[int, int]]:
+def names(works: list[StepRequest]) -> list[tuple[int, int]]:
     return [(int(w.item.head.session_id, 16), w.item.head.round) for w in works]
 
 
-def filled(*works: StepRequest[DraftItem, Any], max_batch: int = 2) -> Queue:
+def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
     queue = Queue(max_batch, 100)
     for each in works:
         queue.add(each)

@@ -78,23 +78,17 @@ class Desk:
 
     def __init__(self, max_batch: int = 8, queue_max: int = 100) -> None:
         self.executor, self.worker = GatedExecutor(), EchoWorker()
-        self.scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
+        self.scheduler: StepScheduler = StepScheduler(
             self.executor, self.worker, max_batch=max_batch, queue_max=queue_max
         )
         self.frames: list[list[Any]] = []
-        self.outlet: AnswerSender[Any] = AnswerSender(
-            lambda answers: self.frames.append(list(answers))
-        )
+        self.outlet: AnswerSender = AnswerSender(lambda answers: self.frames.append(list(answers)))
 
-    def submit(
-        self, session: int, round_index: int = 0, **changes: Any
-    ) -> StepRequest[DraftItem, Any]:
+    def submit(self, session: int, round_index: int = 0, **changes: Any) -> StepRequest:
         outlet = changes.pop("outlet", self.outlet)
         head = make_head((1, 2), session=session, round_index=round_index, **changes)
         now = asyncio.get_running_loop().time()
-        work: StepRequest[DraftItem, Any] = StepRequest(
-            DraftItem(head, 2), [outlet], now, expiry(head, now)
-        )
+        work: StepRequest = StepRequest(DraftItem(head, 2), [outlet], now, expiry(head, now))
         self.scheduler.submit(work)
         return work
 
@@ -366,11 +360,11 @@ class PatientWorker:
 class PatientDesk:
     def __init__(self, step_s: float = 0.001) -> None:
         self.worker = PatientWorker()
-        self.scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
+        self.scheduler: StepScheduler = StepScheduler(
             InlineExecutor(lambda: step_s), self.worker, max_batch=2, queue_max=100
         )
         self.answers: list[Any] = []
-        self.outlet: AnswerSender[Any] = AnswerSender(self.answers.extend)
+        self.outlet: AnswerSender = AnswerSender(self.answers.extend)
 
     def submit(self, session: int, deadline_ms: int = 0) -> None:
         head = make_head((1, 2), session=session, deadline_ms=deadline_ms)

@@ -17,7 +17,7 @@ from outrider.replica.service import SessionTracker, StaleRoundFilter
 from outrider.replica.step_request import AnswerSender, StepFigures
 
 
-def outlet() -> AnswerSender[Any]:
+def outlet() -> AnswerSender:
     return AnswerSender(lambda answers: None)
 
 

@@ -118,7 +118,7 @@ def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> No
         sent.append((asyncio.get_running_loop().time(), [one.message for one in answers]))
 
     async def hold() -> None:
-        outlet = AnswerSender[Refused](note)
+        outlet = AnswerSender(note)
         outlet.hold([refused(1, "first")])
         await asyncio.sleep(0.01)
         outlet.hold([refused(1, "second"), refused(2, "second's")])
