@@ -356,9 +356,12 @@ class StepScheduler:
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
-        if batch:
-            self._note_load(batch, start, end)
-        if batch and self._batching_delay is not None:
+        if not batch:
+            return
+        if self._load is None:
+            self._load = StepLoad(self._max_batch, start)
+        self._load.stepped(batch, start, end)
+        if self._batching_delay is not None:
             rows = sum(work.item.num_rows for work in batch)
             self._batching_delay.took(end - start, rows, len(batch))
             for work, answer in zip(batch, stamped, strict=True):
@@ -366,13 +369,8 @@ class StepScheduler:
                     self._batching_delay.answered(
                         work.item.head.session_id, work.item.num_rows, end
                     )
-        if self._observer is not None and batch:
+        if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
-
-    def _note_load(self, batch: list[StepRequest], start: float, end: float) -> None:
-        if self._load is None:
-            self._load = StepLoad(self._max_batch, start)
-        self._load.stepped(batch, start, end)
 
     def _put_back(self, works: Sequence[StepRequest]) -> None:
         """Work that is not done, unless its session was released meanwhile."""

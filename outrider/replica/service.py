@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -30,7 +31,6 @@ from outrider.replica.step_request import (
     StepObserver,
     StepRequest,
     StepWorker,
-    expiry,
     refusal,
 )
 from outrider.transport.link import Connection
@@ -136,32 +136,29 @@ class SteppedService(Generic[Item, Answer]):
     def take(self, item: Item, sender: AnswerSender) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         self.num_items += 1
-        stale = self._filter.admit(item.head)
-        if stale is not None:
-            self._refuse_stale(stale, sender)
+        if self._is_stale(item, sender):
             return
         self._tracker.hear(item.head.session_id, sender, asyncio.get_running_loop().time())
         constraint = item.head.constraint
         if constraint is None or self._grammars is None:
             self._accept(item, sender)
-        else:
-            self._accept_constrained(self._grammars, constraint, item, sender)
-
-    def _refuse_stale(self, stale: Refused, sender: AnswerSender) -> None:
-        if self._observer is not None:
-            self._observer.stale()
-        sender.send([stale])
-
-    def _accept_constrained(
-        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender
-    ) -> None:
-        compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
+            return
+        compiled = self._grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
             self._accept(_with_compiled(item, compiled), sender)
             return
-        task = asyncio.create_task(self._compile(grammars, constraint, item, sender))
+        task = asyncio.create_task(self._compile(self._grammars, constraint, item, sender))
         self._compiling.add(task)
         task.add_done_callback(self._compiling.discard)
+
+    def _is_stale(self, item: Item, sender: AnswerSender) -> bool:
+        """Whether an item's round is over, which is then told; else it is noted."""
+        stale = self._filter.admit(item.head)
+        if stale is not None:
+            if self._observer is not None:
+                self._observer.stale()
+            sender.send([stale])
+        return stale is not None
 
     async def _compile(
         self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender
@@ -181,10 +178,7 @@ class SteppedService(Generic[Item, Answer]):
             logger.exception("a constraint could not be compiled")
             sender.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
             return
-        stale = self._filter.admit(item.head)
-        if stale is not None:
-            self._refuse_stale(stale, sender)
-        elif not sender.closed:
+        if not self._is_stale(item, sender) and not sender.closed:
             self._accept(_with_compiled(item, compiled), sender)
 
     def leave(self, sender: AnswerSender) -> None:
@@ -204,8 +198,8 @@ class SteppedService(Generic[Item, Answer]):
         is kept."""
 
     def _work(self, item: Item, sender: AnswerSender) -> StepRequest:
-        now = asyncio.get_running_loop().time()
-        return StepRequest(item, [sender], now, expiry(item.head, now))
+        now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
+        return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
 
     def _submit(self, work: StepRequest) -> bool:
         """Queues work; or refuses it to those who wait for it, and returns False."""

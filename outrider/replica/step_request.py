@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, check
 from outrider.limits import ANSWERS_HELD_MS
-from outrider.messages import Refused, ReplyKey, RoundHead
+from outrider.messages import Refused, ReplyKey
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -180,10 +180,8 @@ class StepRequest:
         """Whether both ask for the same thing, whatever time is left to either."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
-        first: Any = self.item
-        again: Any = other.item
-        head = replace(first.head, deadline_ms=again.head.deadline_ms)
-        return bool(head == again.head and replace(first, head=head) == again)
+        head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
+        return bool(replace(self.item, head=head) == other.item)
 
 
 class StepObserver(Protocol):
@@ -222,14 +220,6 @@ def undrawn(key: ReplyKey) -> Refused:
     return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
 
 
-def expiry(head: RoundHead, now: float) -> float:
-    """Loop time at which an item that arrives now expires."""
-    return now + head.deadline_ms / 1000 if head.deadline_ms else float("inf")
-
-
-_by_place = attrgetter("place")
-
-
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What has left the queue, each list in order of arrival."""
@@ -256,11 +246,8 @@ class RequestQueue:
         return len(self._waiting)
 
     @property
-    def _num_waited_for(self) -> int:
-        return sum(not work.answered for work in self._waiting)
-
-    @property
     def rows(self) -> list[int]:
+        """Of each session's first work."""
         first: dict[str, int] = {}
         for work in self._waiting:
             first.setdefault(work.item.head.session_id, work.item.num_rows)
@@ -281,7 +268,8 @@ class RequestQueue:
             waiting.senders.extend(o for o in work.senders if o not in waiting.senders)
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return False
-        if len(self._waiting) >= self._queue_max and self._num_waited_for >= self._queue_max:
+        is_full = len(self._waiting) >= self._queue_max
+        if is_full and sum(not work.answered for work in self._waiting) >= self._queue_max:
             raise Overloaded(f"{self._queue_max} items wait for a step of this replica", 100)
         work.place = next(self._places)
         self._waiting.append(work)
@@ -318,7 +306,7 @@ class RequestQueue:
         return taken
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
-        self._waiting = list(heapq.merge(works, self._waiting, key=_by_place))
+        self._waiting = list(heapq.merge(works, self._waiting, key=attrgetter("place")))
         for work in works:
             self._newest.setdefault(work.item.head.key, work)
 
