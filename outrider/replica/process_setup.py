@@ -186,9 +186,6 @@ def build_engine(
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
 
-    def all_agree(fine: bool) -> bool:
-        return fine if ranks is None else bool(least(ranks, fine, device))
-
     # A target's small steps leave a core to other processes while these use it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = role == "target" and device.type == "cpu" and ranks is None and not is_set
@@ -201,7 +198,7 @@ def build_engine(
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
             deterministic=config.deterministic,
             backend=backend,
-            all_agree=all_agree,
+            all_agree=lambda fine: fine if ranks is None else bool(least(ranks, fine, device)),
             draft_heads=heads,
             shows_features=_shows_features(config),
             exit_head=exit_head,

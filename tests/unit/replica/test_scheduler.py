@@ -20,9 +20,13 @@ from outrider.replica.step_request import (
     StepFigures,
     StepRequest,
     Unfinished,
-    expiry,
 )
 from outrider.speculation.proposal import EMPTY_PROPOSAL
+
+
+def request(item: DraftItem, outlet: AnswerSender) -> StepRequest:
+    now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
+    return StepRequest(item, [outlet], now, now + left_ms / 1e3 if left_ms else float("inf"))
 
 
 class GatedExecutor:
@@ -87,8 +91,7 @@ class Desk:
     def submit(self, session: int, round_index: int = 0, **changes: Any) -> StepRequest:
         outlet = changes.pop("outlet", self.outlet)
         head = make_head((1, 2), session=session, round_index=round_index, **changes)
-        now = asyncio.get_running_loop().time()
-        work: StepRequest = StepRequest(DraftItem(head, 2), [outlet], now, expiry(head, now))
+        work = request(DraftItem(head, 2), outlet)
         self.scheduler.submit(work)
         return work
 
@@ -368,10 +371,7 @@ class PatientDesk:
 
     def submit(self, session: int, deadline_ms: int = 0) -> None:
         head = make_head((1, 2), session=session, deadline_ms=deadline_ms)
-        now = asyncio.get_running_loop().time()
-        self.scheduler.submit(
-            StepRequest(DraftItem(head, 2), [self.outlet], now, expiry(head, now))
-        )
+        self.scheduler.submit(request(DraftItem(head, 2), self.outlet))
 
     async def finish(self) -> dict[int, Any]:
         """Answers by session, once nothing waits."""
