@@ -112,9 +112,11 @@ class ReplicaHost:
         return ObservedSteps(self._exports.tracer, self._exports.meter, role)
 
     async def ping(self) -> Place:
+        """Where it runs."""
         return Place(os.getpid(), socket.gethostname())
 
     async def engagement(self) -> Engagement:
+        """What the reconciler is told of it."""
         return self._engagement
 
     async def traffic(self) -> int:

@@ -117,6 +117,7 @@ class AnswerSender:
             self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self._flush_all)
 
     def flush(self, session_id: str) -> None:
+        """Sends what is held of a session."""
         self._take_along({session_id}, ())
 
     def _flush_all(self) -> None:
