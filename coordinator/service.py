@@ -31,7 +31,6 @@ from coordinator.routing.discovery import FleetView
 from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.replica_pool import DraftPool, SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
-from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
@@ -47,6 +46,7 @@ from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
 from .audit import Auditor
+from .closing import run_all
 from .health import HealthMonitor, trouble
 
 _log = logging.getLogger(__name__)

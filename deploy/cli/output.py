@@ -111,14 +111,11 @@ def show(table: RenderableType, *, highlight: bool = True, soft_wrap: bool = Fal
     console.print(table, soft_wrap=soft_wrap)
 
 
-def program(name: str = "outrider") -> str:
-    """What to type for this program, or for one that is installed beside it: its path where a
-    shell does not find it by name. Empty where there is none."""
-    if shutil.which(name):
-        return name
+def program() -> str:
+    """What to type for this program: its path where a shell does not find it by name."""
     beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
-    found = shutil.which(name, path=str(beside.parent))
-    return found or ("" if name != "outrider" else name)
+    found = shutil.which("outrider") and "outrider"
+    return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"
 
 
 def shell_command() -> str:

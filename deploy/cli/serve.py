@@ -37,7 +37,7 @@ from outrider.telemetry.logs import LogFile
 from . import masking
 from .command import Arguments, argument, command, json_option, option
 from .options import COMMON, deployment_config, public_settings, setting_options
-from .output import program, progress, shell_command
+from .output import progress, shell_command
 
 if TYPE_CHECKING:
     from deploy.fleet.launcher import Deployment
@@ -180,19 +180,10 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> None:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """Where a deployment answers, what callers need, and commands to try that it does not refuse.
+    """Where a deployment answers, what callers need, and a command to try that it does not refuse.
     Those of this user on this machine need nothing."""
-    first, *_ = record.grpc_address.split(",")  # Other programs than ours call one.
-    words, field = '"The capital of France is"', '"text": "The capital of France is"'
-    if not record.tokenizer_directory:
-        words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
-    tries = [f"{shell_command()} generate {words}"]
+    words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = _caller_needs(record)
-    if not needed and (buf := program("buf")):
-        tries.append(
-            f"{shlex.quote(buf)} curl --protocol grpc --http2-prior-knowledge "
-            f"-d '{{{field}, \"max_tokens\": 16}}' http://{first}/outrider.v1.Coordinator/Generate"
-        )
     scheme = "https" if record.settings.get("ssl_certfile") else "http"
     by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
     sections = {
@@ -200,7 +191,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
         "OpenAI": [f"{one}/v1" for one in by_http],
         "window": [f"{one}/" for one in by_http],
         "others": [f"need {' and '.join(needed)}"] if needed else [],
-        "try": tries,
+        "try": [f"{shell_command()} generate {words}"],
         "stop": [f"{shell_command()} stop"],
     }
     lines = [f"serving {record.served_model_name}, drafted by {record.draft_model}"]
