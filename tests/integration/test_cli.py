@@ -376,17 +376,13 @@ def test_a_measurement_that_is_made_again_is_warned_of(served: Shell, tmp_path: 
 
 
 def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
-    """Its lines to try, in any folder; `stop` comes in the end. And what answers by HTTP does so
+    """Its line to try, in any folder; `stop` comes in the end. And what answers by HTTP does so
     where it says."""
-    tries = _shown(served, "try")
-    assert [line.rpartition("/outrider ")[2].split()[0] for line in tries[:1]] == ["generate"]
-    has_buf = (Path(sys.executable).parent / "buf").exists()
-    assert sum("buf curl" in line for line in tries) == has_buf
-    for line in tries:
-        found = served.paste(line, anywhere=True)
-        assert found.returncode == 0, (line, found.stderr)
-        assert "Paris" in found.stdout or "tokenIds" in found.stdout, line
-        assert "loading" not in found.stderr, line  # Else it has started one of its own.
+    [line] = _shown(served, "try")
+    found = served.paste(line, anywhere=True)
+    assert found.returncode == 0, found.stderr
+    assert "Paris" in found.stdout
+    assert "loading" not in found.stderr  # Else it has started one of its own.
     for name, path in (("OpenAI", "/models"), ("window", "")):
         [url] = _shown(served, name)
         address = url.removeprefix("http://")

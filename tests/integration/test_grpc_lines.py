@@ -1,4 +1,4 @@
-"""What the documents and `serve` say to type for gRPC, run by `buf` as a reader would."""
+"""What the documents say to type for gRPC, run by `buf` as a reader would."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 from made_certificates import Made
 from models import byte_level_tokenizer
-from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.grpc_api import CoordinatorServicer
-from deploy.cli.serve import endpoints_text
 from outrider.api_keys import Caller, add_key
 from outrider.tokenizer import TokenizerText
 from outrider.transport.server import RpcServer, ServerOptions, Service
@@ -94,13 +92,6 @@ async def test_the_readmes_line(stack: Stack) -> None:
     events = await answered(line.replace("127.0.0.1:50051", stack.server.address))
     check_answer(events, 16)
     assert events[0]["started"]["rule"] == "RULE_GREEDY"
-
-
-@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
-async def test_the_line_that_serve_prints(stack: Stack, tokenizer_directory: str) -> None:
-    deployed = record(grpc_address=stack.server.address, tokenizer_directory=tokenizer_directory)
-    (line,) = [line for line in endpoints_text(deployed).splitlines() if "buf curl " in line]
-    check_answer(await answered(line, PATH=os.environ["PATH"]), 16)
 
 
 async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:

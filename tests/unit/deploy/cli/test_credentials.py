@@ -19,7 +19,6 @@ from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.options import SECRETS, public_settings
 from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
 from deploy.fleet.preflight import check_before_start
-from deploy.fleet.rolling_update import changed
 from deploy.fleet.security_setup import own_trust, warnings, whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
@@ -57,23 +56,14 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
     assert not list(warnings(load_config(secure, {})))
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"ssl_certfile": "c"}, "ssl_certfile"),
-        ({"ssl_keyfile": "k"}, "ssl_keyfile"),
-        ({"ssl_ca_certs": "a"}, "ssl_ca_certs"),
-        ({"api_key": "short"}, "api_key"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, str], key: str) -> None:
-    """By the name of the one that was given."""
-    with pytest.raises(SettingError) as caught:
-        CoordinatorConfig(**settings)  # type: ignore[arg-type]
-    assert caught.value.key == key
-
-
-def test_reflection_is_off_with_keys_unless_asked_for() -> None:
+def test_settings_of_keys_and_certificates_go_together() -> None:
+    """Errors name the one that was given. Reflection is off with keys, unless it is asked for."""
+    for key, value in (
+        ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError) as caught:
+            CoordinatorConfig(**{key: value})  # type: ignore[arg-type]
+        assert caught.value.key == key
     assert CoordinatorConfig().serves_reflection
     assert not CoordinatorConfig(api_key=KEY).serves_reflection
     assert CoordinatorConfig(api_key=KEY, reflection=True).serves_reflection
@@ -137,19 +127,13 @@ def test_the_key_of_this_machines_commands_is_its_owners_alone(tmp_path: Path) -
 
 
 def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
-    """Which other users see. What follows `--` is no flag."""
-    arguments = parsed("--api-key", KEY, "--api-key=another-key-123456", "--max-num-seqs", "3")
-    words, environment = serve._detached(arguments)
+    """Which other users see."""
+    flags = ("--api-key", KEY, "--api-key=another-key-123456", "--redis-url", "redis://:secret@h:1")
+    words, environment = serve._detached(parsed(*flags, "--max-num-seqs", "3"))
     assert words == ["chat", "--max-num-seqs", "3"]
-    handed = json.loads(environment[masking.VARIABLE])
-    assert handed == ["--api-key", KEY, "--api-key=another-key-123456"]
+    assert json.loads(environment[masking.VARIABLE]) == list(flags)
     words, environment = serve._detached(parsed())
-    assert words == ["chat"]
-    assert masking.VARIABLE not in environment
-    flags = ["--redis-url", "redis://:secret@h:1", "--redis-password=other", "--redis-username"]
-    assert masking.split([*flags, "me", "--", "--api-key", "x"]) == (
-        ["--redis-username", "me", "--", "--api-key", "x"], flags[:3],
-    )  # fmt: skip
+    assert (words, masking.VARIABLE in environment) == (["chat"], False)
 
 
 SHOWS = """
@@ -259,17 +243,6 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
     for text in (*shown, str(wrong.value), str(bad.value)):
         assert KEY not in text
         assert made not in text
-
-
-def test_a_deployment_keeps_its_keys_and_whether_it_has_certificates() -> None:
-    """Keys of a file and certificates in another directory may come while it runs."""
-    given = load_config({"api_key_file": "/keys", "internal_tls_dir": "/tls"}, {})
-    assert changed(given, {"internal_tls_dir": "/new"}).target.internal_tls_dir == "/new"
-    assert changed(given, {"api_key_file": "/other"}).coordinator.api_key_file == "/other"
-    with pytest.raises(SettingError, match="cannot be turned on or off"):
-        changed(given, {"internal_tls_dir": ""})
-    with pytest.raises(SettingError, match="a deployment keeps its keys"):
-        changed(given, {"api_key": KEY})
 
 
 def test_keys_are_made_listed_and_revoked(

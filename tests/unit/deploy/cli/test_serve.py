@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import recorded
-from google.protobuf import json_format
 from recorded import record
 
 from deploy.cli.connection import Connection, connected
@@ -38,48 +36,32 @@ from deploy.fleet.status import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.registry.registry import Role
-from outrider.v1.coordinator_pb2 import GenerateRequest
 
 
-@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
-def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
-    """A prompt of a kind that the target takes, in a request that the protocol has."""
-    deployed = record(tokenizer_directory=tokenizer_directory)
-    words = shlex.split(endpoints_text(deployed).replace("\n", " "))
-    assert ("--token-ids" in words) == (not tokenizer_directory)
-    request = GenerateRequest()
-    json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
-    assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
-
-
-def test_each_coordinator_has_a_line_of_its_own() -> None:
-    """What stands behind `OpenAI` is one base URL, as OpenAI's clients take it."""
+def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A line for each coordinator (behind `OpenAI` one base URL, as OpenAI's clients take it), and
+    commands that find the deployment, and that a target without a tokenizer takes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
+    ours = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {shlex.quote(program())}"
     deployed = record(grpc_address="h:1,h:2", http_address="h:3,h:4")
-    lines = endpoints_text(deployed).splitlines()
-    assert lines[1:7] == [
+    assert endpoints_text(deployed).splitlines()[1:] == [
         "  gRPC    h:1",
         "          h:2",
         "  OpenAI  http://h:3/v1",
         "          http://h:4/v1",
         "  window  http://h:3/",
         "          http://h:4/",
+        f"  try     {ours} generate --token-ids 1,2,3",
+        f"  stop    {ours} stop",
     ]
-
-
-def test_what_serve_says_to_type_finds_its_deployment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also where its state directory is not the user's, as that of `make demo`."""
-    deployed = record()
-    ours = shlex.quote(program())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
-    before = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {ours}"
-    lines = endpoints_text(deployed).splitlines()
-    assert f"  try     {before} generate --token-ids 1,2,3" in lines
-    assert lines[-1] == f"  stop    {before} stop"
     monkeypatch.delenv("OUTRIDER_STATE_DIR")
-    assert endpoints_text(deployed).splitlines()[-1] == f"  stop    {ours} stop"
+    spoken = endpoints_text(record(tokenizer_directory="/somewhere")).splitlines()[-2:]
+    ours = shlex.quote(program())
+    assert spoken == [
+        f'  try     {ours} generate "The capital of France is"',
+        f"  stop    {ours} stop",
+    ]
 
 
 async def test_the_record_is_true_while_replicas_come_and_go() -> None:
