@@ -31,23 +31,16 @@ VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
     "a-claim-that-exists": ((), ("cache.kind=claim", "cache.claim.existing=models")),
     "nothing-optional": (
         (),
-        (
-            "ray.auth.enabled=false",
-            "ray.gcsFaultTolerance.enabled=false",
-            "ray.autoscaling.enabled=false",
-            "networkPolicy.enabled=false",
-            "podDisruptionBudget.enabled=false",
-        ),
+        tuple(f"{name}.enabled=false" for name in (
+            "ray.auth", "ray.gcsFaultTolerance", "ray.autoscaling", "networkPolicy",
+            "podDisruptionBudget",
+        )),
     ),
     "what-the-head-knows-kept-elsewhere": (
-        (),
-        (
-            "ray.gcsFaultTolerance.external.address=redis://r:6379",
-            "redis.auth.existingSecret=mine",
-        ),
+        (), ("ray.gcsFaultTolerance.external.address=redis://r:6379",),
     ),
     "no-drafts": ((), ("draft.replicas=0", "draft.minPods=0", "draft.maxPods=0")),
-}
+}  # fmt: skip
 """Values files, and further values, that must render to valid manifests."""
 
 

@@ -12,40 +12,14 @@ from outrider.config import deployment_settings
 CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "outrider"
 SCHEMA: Final = CHART / "values.schema.json"
 CHART_KEYS: Final = {
-    "address",
-    "api_key",
-    "api_key_file",
-    "coordinator_resources",
-    "deployment_name",
-    "draft_model",
-    "draft_num_gpus",
-    "draft_resources",
-    "draft_tensor_parallel_size",
-    "grpc_port",
-    "host",
-    "insecure",
-    "internal_tls_dir",
-    "model",
-    "num_coordinators",
-    "num_drafts",
-    "num_targets",
-    "port",
-    "redis_ca_file",
-    "redis_key_prefix",
-    "redis_password",
-    "redis_password_file",
-    "redis_sentinel_password",
-    "redis_url",
-    "redis_username",
-    "ssl_ca_certs",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "stop_timeout_s",
-    "target_num_gpus",
-    "target_resources",
-    "telemetry",
-    "tensor_parallel_size",
-}
+    "address", "api_key", "api_key_file", "coordinator_resources", "deployment_name",
+    "draft_model", "draft_num_gpus", "draft_resources", "draft_tensor_parallel_size",
+    "grpc_port", "host", "insecure", "internal_tls_dir", "model", "num_coordinators",
+    "num_drafts", "num_targets", "port", "redis_ca_file", "redis_key_prefix", "redis_password",
+    "redis_password_file", "redis_sentinel_password", "redis_url", "redis_username",
+    "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "stop_timeout_s", "target_num_gpus",
+    "target_resources", "telemetry", "tensor_parallel_size",
+}  # fmt: skip
 """Settings that have values of their own in the chart, or come from a Secret."""
 
 

@@ -21,34 +21,30 @@ def instructions() -> list[tuple[str, str]]:
     return [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]  # type: ignore[misc]
 
 
-def _copied() -> list[str]:
-    return [
+def test_what_the_wheel_needs_is_copied() -> None:
+    """Its packages and what describes it, each of which exists and is sent to the builder; with the
+    extra for a cluster, and its command as the entrypoint. Where packages come from is pip's own
+    setting."""
+    copied = [
         source
-        for name, words in instructions()
-        if name == "COPY" and not words.startswith("--from")
+        for name, words in instructions() if name == "COPY" and not words.startswith("--from")
         for source in shlex.split(words)[:-1]
-    ]
-
-
-def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
-    """Every source is in the tree, and is not left out of the context."""
+    ]  # fmt: skip
     sent = [line[1:] for line in IGNORED.read_text("utf-8").splitlines() if line.startswith("!")]
-    assert _copied()
-    for source in _copied():
-        assert (ROOT / source).exists(), source
-        assert source.removeprefix("./") in sent, source
-    assert sorted(sent) == sorted(_copied())
-
-
-def test_every_package_is_copied() -> None:
-    """Those that the wheel is made of, and what describes it."""
+    assert sorted(sent) == sorted(copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    packages = [
-        pattern.rstrip("*")
-        for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
-    ]
+    include = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = [pattern.rstrip("*") for pattern in include]
     described = [project["project"]["readme"], *project["project"]["license-files"]]
-    assert {*packages, *described, "pyproject.toml", "constraints.txt"} == set(_copied())
+    assert {*packages, *described, "pyproject.toml", "constraints.txt"} == set(copied)
+    assert all((ROOT / source).exists() for source in copied)
+    text = DOCKERFILE.read_text("utf-8")
+    assert set(re.findall(r"(?:\.|outrider)\[(\w+)\]", text)) == {"cluster"}
+    extra = project["project"]["optional-dependencies"]["cluster"]
+    assert any(each.startswith("ray[default]") for each in extra)  # The operator's probes ask it.
+    assert [words for name, words in instructions() if name == "ENTRYPOINT"] == ['["outrider"]']
+    assert "://" not in text
+    assert "index-url" not in text
 
 
 def test_the_image_does_not_run_as_root() -> None:
@@ -60,25 +56,6 @@ def test_the_image_does_not_run_as_root() -> None:
     made = " ".join(words for name, words in instructions() if name == "RUN")
     assert f"--uid {security['runAsUser']}" in made
     assert f"--gid {security['runAsGroup']}" in made
-
-
-def test_extras_that_are_installed_exist() -> None:
-    """Where the Dockerfile says `[NAME]`, the project has such an extra, with Ray's dashboard,
-    which the operator's probes ask."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    named = set(re.findall(r"(?:\.|outrider)\[(\w+)\]", DOCKERFILE.read_text("utf-8")))
-    assert named == {"cluster"}
-    assert any(
-        each.startswith("ray[default]") for each in project["optional-dependencies"]["cluster"]
-    )
-
-
-def test_the_entrypoint_is_the_command() -> None:
-    """That the project installs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    (entrypoint,) = (words for name, words in instructions() if name == "ENTRYPOINT")
-    assert entrypoint == '["outrider"]'
-    assert "outrider" in project["scripts"]
 
 
 def test_the_chart_and_the_image_are_of_one_version() -> None:
@@ -94,10 +71,3 @@ def test_the_chart_and_the_image_are_of_one_version() -> None:
     assert torch is not None
     assert f"version: {ray[1]}\n" in values
     assert f"torch=={torch[1]}+cpu" in DOCKERFILE.read_text("utf-8")
-
-
-def test_no_package_index_is_named() -> None:
-    """pip's own settings say where packages come from."""
-    text = DOCKERFILE.read_text("utf-8")
-    assert "://" not in text
-    assert "index-url" not in text

@@ -99,24 +99,17 @@ def test_only_the_coordinators_ports_face_users(stranger: Source) -> None:
     assert reached == {("coordinator", GRPC), ("coordinator", HTTP)}
 
 
-def test_the_pods_of_a_release_reach_each_other() -> None:
-    """Ray's processes, and coordinators their targets and drafts, at any port."""
-    manifests = render()
-    labels = _labels(manifests, f"{RELEASE}-outrider")
-    for group in GROUPS:
-        for other in GROUPS:
-            for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT):
-                assert admits(_policies(manifests), labels[group], Source(labels[other]), port)
-
-
-def test_redis_is_for_the_release() -> None:
-    """All its pods speak to it, at one port. Those of another release, whose labels differ in the
-    cluster's name alone, reach nothing."""
+def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
+    """Ray's processes, and coordinators their targets and drafts, at any port; Redis at one. Those
+    of another release, whose labels differ in the cluster's name alone, reach nothing."""
     manifests = render()
     labels = _labels(manifests, f"{RELEASE}-outrider")
     others = _labels(manifests, "another-outrider")
     to = labels["redis"]
     for group in GROUPS:
+        for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT):
+            for other in GROUPS:
+                assert admits(_policies(manifests), labels[group], Source(labels[other]), port)
         assert admits(_policies(manifests), to, Source(labels[group]), 6379)
         assert not admits(_policies(manifests), to, Source(labels[group]), 26379)
         for other in labels:

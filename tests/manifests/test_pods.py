@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from outrider.config import load_config
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
+from outrider.transport.certificates import RoleFiles
 from tests.manifests.rendering import (
     EVERY_OPTION,
     OWN_REDIS,
@@ -32,13 +34,17 @@ GROUPS = ("coordinator", "target", "draft")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_containers_have_few_rights(variant: str) -> None:
+def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
     """None runs as root, gains rights, keeps capabilities or writes to its root file system; only
-    the pod with the autoscaler has a token for the cluster."""
+    the pod with the autoscaler has a token for the cluster. Logs are rotated, and what is written
+    beside volumes is bounded. Kubernetes' own variables, such as OUTRIDER_PORT of a service called
+    outrider, are left out: `serve` would refuse them. All of Ray's pods have the password of Redis,
+    which Ray is not told."""
     manifests = render_variant(variant)
     scaling = ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
     for name, template in pods(manifests).items():
         spec = template["spec"]
+        assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -50,12 +56,21 @@ def test_containers_have_few_rights(variant: str) -> None:
             assert context["allowPrivilegeEscalation"] is False
             assert context["readOnlyRootFilesystem"] is True
             assert context["capabilities"] == {"drop": ["ALL"]}
-
-
-def test_no_variable_of_kubernetes_looks_like_a_setting() -> None:
-    """A service called outrider would be described as OUTRIDER_PORT, which `serve` refuses."""
-    for template in pods(render()).values():
-        assert template["spec"]["enableServiceLinks"] is False
+        for volume in spec["volumes"]:
+            if "emptyDir" in volume:
+                assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
+        mounts = [each["name"] for each in spec["containers"][0]["volumeMounts"]]
+        assert len(set(mounts)) == len(mounts), "a volume is mounted twice"
+    passwords = set()
+    for template in ray_pods(manifests).values():
+        found = variables(template["spec"]["containers"][0])
+        assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
+        assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
+        for each in template["spec"]["containers"]:
+            passwords.add(json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD")))
+    [password] = passwords
+    assert "secretKeyRef" in password
+    assert "redis_password" not in yaml.safe_load(settings_file(manifests))
 
 
 def test_variables_of_containers_are_known_to_serve() -> None:
@@ -137,20 +152,6 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert "readinessProbe" not in serve
     assert "readinessProbe" not in head
-
-
-def test_the_arguments_of_the_process_are_real() -> None:
-    """`outrider serve` has those flags."""
-    from deploy.cli.main import main
-
-    script = container(ray_pods(render())["headgroup"], "outrider")["command"][-1]
-    words = re.search(r"exec outrider (serve .*)", script)
-    assert words is not None
-    flags = [word for word in words[1].split() if word.startswith("--")]
-    assert flags == ["--address", "--config"]
-    with pytest.raises(SystemExit) as ended:
-        main([*words[1].split(), "--help"])
-    assert ended.value.code == 0
 
 
 def test_without_a_token_ray_asks_for_none() -> None:
@@ -236,50 +237,14 @@ def _redis(manifests: list[Manifest]) -> Manifest:
 
 
 def test_own_redis_keeps_sessions() -> None:
-    """It writes every append to a volume, and evicts nothing."""
-    manifests = render()
-    conf = of_kind(manifests, "ConfigMap")["rel-outrider-redis"]["data"]["redis.conf"]
-    assert "appendonly yes" in conf
-    assert "maxmemory-policy noeviction" in conf
-    stateful = _redis(manifests)
-    assert [each["metadata"]["name"] for each in stateful["spec"]["volumeClaimTemplates"]] == [
-        "data"
-    ]
+    """On a volume; its password is what the release is given."""
+    stateful = _redis(render())
+    claims = [each["metadata"]["name"] for each in stateful["spec"]["volumeClaimTemplates"]]
+    assert claims == ["data"]
     assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
     elsewhere = _redis(render((), ["redis.auth.existingSecret=mine"]))
     password = variables(container(elsewhere["spec"]["template"], "redis"))["REDIS_PASSWORD"]
     assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_pod_fills_the_disk_of_its_node(variant: str) -> None:
-    """Logs are rotated, and what is written beside volumes is bounded; Redis' data and logs of
-    anything share no volume."""
-    manifests = render_variant(variant)
-    for name, template in pods(manifests).items():
-        for volume in template["spec"]["volumes"]:
-            if "emptyDir" in volume:
-                assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
-        mounts = container(template, template["spec"]["containers"][0]["name"])["volumeMounts"]
-        places = {one["name"]: one["mountPath"] for one in mounts}
-        assert len(places) == len(mounts), "a volume is mounted twice"
-        if name not in ("redis", "gcs"):
-            found = variables(template["spec"]["containers"][0])
-            assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
-            assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_pod_of_ray_finds_the_password_of_redis(variant: str) -> None:
-    """Actors look there: Ray is not told it. Serve and Ray's own containers have the same."""
-    manifests = render_variant(variant)
-    found = {
-        json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD"))
-        for template in ray_pods(manifests).values() for each in template["spec"]["containers"]
-    }  # fmt: skip
-    assert len(found) == 1
-    assert "secretKeyRef" in found.pop()
-    assert "redis_password" not in yaml.safe_load(settings_file(manifests))
 
 
 def test_what_the_head_knows_outlives_it() -> None:
@@ -346,3 +311,38 @@ def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait(10)
+
+
+def _mounted(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The secrets of a pod's first container, by where they are."""
+    volumes = {each["name"]: each.get("secret") for each in pod["spec"]["volumes"]}
+    mounts = pod["spec"]["containers"][0]["volumeMounts"]
+    return {one["mountPath"]: volumes[one["name"]] for one in mounts if volumes[one["name"]]}
+
+
+def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
+    """Where the configuration says that it is, under the names that services look for, and with
+    the key for nobody else to read; only coordinators have keys of callers. Without secrets there
+    are none."""
+    manifests = render([EVERY_OPTION])
+    file = tmp_path / "config.yaml"
+    file.write_text(settings_file(manifests), "utf-8")
+    config = load_config({}, {}, file)
+    found = ray_pods(manifests)
+    for role, one in (
+        ("coordinator", config.coordinator), ("target", config.target), ("draft", config.draft)
+    ):  # fmt: skip
+        mounted = _mounted(found[role])
+        secret = mounted[one.internal_tls_dir]
+        files = RoleFiles.of(Path(one.internal_tls_dir), role)  # type: ignore[arg-type]
+        names = {path.name for path in (files.authority, files.certificate, files.key)}
+        assert {item["path"] for item in secret["items"]} == names
+        assert (secret["secretName"], secret["defaultMode"]) == ("services", 0o440)
+        assert ("/etc/outrider/keys" in mounted) == (role == "coordinator")
+    keys = _mounted(found["coordinator"])["/etc/outrider/keys"]
+    assert keys["secretName"] == "callers"
+    assert config.coordinator.api_key_file == f"/etc/outrider/keys/{keys['items'][0]['path']}"
+    assert not [path for path in _mounted(found["headgroup"]) if path != "/etc/outrider/redis"]
+    plain = render()
+    assert not {"api_key_file", "internal_tls_dir"} & yaml.safe_load(settings_file(plain)).keys()
+    assert not any(map(_mounted, ray_pods(plain).values()))
