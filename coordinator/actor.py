@@ -11,8 +11,6 @@ from outrider.registry.registry import Engagement
 from outrider.replica.process_setup import Place, log_at, log_to, use_threads
 from outrider.sessions.redis_address import with_password
 
-from .closing import run_all
-
 if TYPE_CHECKING:
     from .host import CoordinatorHost
 

@@ -19,7 +19,6 @@ from coordinator.auth.access_control import AccessControl, access_control_of
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.routing.discovery import Discovery, replicas_at_first
-from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.limits import SEED_BITS
@@ -35,6 +34,7 @@ from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import internal_trust, server_credentials
 from outrider.v1 import coordinator_pb2
 
+from .closing import run_all
 from .grpc_api import CoordinatorServicer
 from .service import CoordinatorService
 

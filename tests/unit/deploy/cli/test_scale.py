@@ -165,14 +165,16 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
 
 
 def test_where_nothing_runs_there_is_nothing_to_scale(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """Also where a deployment was killed and has left its record."""
     fleet.exists = False
-    publish(state_directory(os.environ), record(process_start=1))
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
         assert main(["scale", "draft=2"]) == 1
         assert capsys.readouterr().err.startswith("outrider: error: nothing runs here; `outrider s")
+        publish(state_directory(os.environ), record())
     assert fleet.opened == []
     assert main(["scale", "draft=2", "--address", "far:1", "--deployment-name", "there"]) == 1
     assert "no deployment of this name runs on the Ray cluster" in capsys.readouterr().err
