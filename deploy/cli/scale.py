@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deploy.fleet.preflight import check_ports_apart
+from deploy.fleet.preflight import listeners
 from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
 from deploy.fleet.rolling_update import FIXED, check_changes
 from deploy.fleet.security_setup import whole_paths
@@ -218,7 +218,7 @@ async def _upgrade(
         check_changes(given, changes)
         config = configuration({**given, **changes})  # What does not go together shows here.
         if not given["address"]:
-            check_ports_apart(config)
+            listeners(config)
         runs = bool(changes)
         if changes:
             await reconciler.change(changes)

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.registry.registry import Role
@@ -30,13 +29,13 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
-from .preflight import check_before_start, check_ports, resolve_models, tokenizer_warning
+from .preflight import check_before_start, check_ports, resolve_models, warnings
 from .ray_cluster import Actor, Cluster, resources
 from .ray_connection import RayConnection, check_asks_for_token
 from .reconciler import ReconcilerClient, find_reconciler, namespace_of, start_reconciler
 from .replica import close_timeout_s, raise_first
 from .rolling_update import FIXED
-from .security_setup import SecretFiles, own_trust, warnings, without_secrets
+from .security_setup import SecretFiles, without_secrets
 from .spec import FleetSpec, plan_fleet
 from .status import Overview
 
@@ -114,10 +113,10 @@ class Deployment:
             raise
 
     async def _start(self) -> None:
-        self._report(start_line(self.config))
+        verb = "starting" if self.ray.local else "connecting to"
+        self._report(f"{verb} Ray and Redis, finding the models")
         config = await self._prepare()
-        warning = tokenizer_warning(config.coordinator.tokenizer_directory)
-        for line in (*([warning] if warning else ()), *warnings(config)):
+        for line in warnings(config):
             self._report(line)
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -140,18 +139,8 @@ class Deployment:
         self._report("starting the coordinator")
         await reconciler.call("begin", "coordinator")
         await self._hear(reconciler)
-        await self._check_health()
         await reconciler.call("keep")
         self._go_on()
-
-    async def _check_health(self) -> None:
-        trust = own_trust(self.config.values())
-        if trust is None:
-            return
-        for address in self.overview.addresses("coordinator"):
-            async with Client(address, trust=trust) as client:
-                if not await client.healthy():
-                    raise Unavailable(f"the coordinator at {address} does not say that it serves")
 
     def _go_on(self) -> None:
         self._following = [asyncio.create_task(self._follow())]
@@ -211,25 +200,23 @@ class Deployment:
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
+        front = self.config.coordinator
         if self.ray.local:
             check_before_start(self.config)
-        if self.config.coordinator.redis_url:
+        if front.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
-            passwords = self._passwords
             reached = replace(
-                self.config.coordinator.redis,
-                password=passwords.redis,
-                sentinel_password=passwords.sentinel,
-            )
+                front.redis, password=self._passwords.redis,
+                sentinel_password=self._passwords.sentinel,
+            )  # fmt: skip
             from outrider.sessions.redis_store import RedisStore
 
             with blaming("redis_url"):
                 store = await RedisStore.connect(
-                    with_password(reached),
-                    wait_replicas=self.config.coordinator.redis_wait_replicas,
+                    with_password(reached), wait_replicas=front.redis_wait_replicas
                 )
                 await store.close()
-        elif self.config.coordinator.redis_wait_replicas:
+        elif front.redis_wait_replicas:
             raise SettingError(
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
@@ -307,9 +294,8 @@ class Deployment:
         """The replicas in order, and whatever is left of them without."""
         for _ in range(CLOSE_ATTEMPTS):
             try:
-                await reconciler.call(
-                    "close", timeout_s=close_timeout_s(self.config.stop_timeout_s)
-                )
+                timeout_s = close_timeout_s(self.config.stop_timeout_s)
+                await reconciler.call("close", timeout_s=timeout_s)
                 break
             except OutriderError as error:  # It may have died, and be about to return.
                 _log.warning("the replicas do not end in order: %s", error)
@@ -318,19 +304,6 @@ class Deployment:
             await reconciler.kill()
         finally:
             await Cluster(self.ray.namespace, local=self.ray.local).clear()
-
-
-def start_line(config: DeploymentConfig) -> str:
-    """What a start-up does first, for people."""
-    own = {"Ray": not config.address, "Redis": not config.coordinator.redis_url}
-    found = [
-        f"{verb} {' and '.join(names)}"
-        for verb, is_own in (("starting", True), ("connecting to", False))
-        if (names := [name for name, starts in own.items() if starts is is_own])
-    ]
-    if config.target.emulated is None:
-        found.append("finding the models")
-    return ", ".join(found)
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from outrider.config import (
     DraftConfig,
     TargetConfig,
     deployment_settings,
+    is_loopback,
 )
 from outrider.drafters.names import DraftModel, check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
@@ -36,36 +38,23 @@ def check_before_start(config: DeploymentConfig) -> None:
     certificates, for ports that are not apart, for a model that is certainly not there, and for
     what is no emulated one."""
     check_security_files(config.coordinator)
-    check_ports_apart(config)
+    listeners(config)
     check_names(config)
 
 
-def check_ports_apart(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Raises `SettingError` where two roles count up to one port,
-    or one beyond the last."""
-    _ports(config)
-
-
-def check_ports(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Binds each port for a moment. Raises `SettingError` for a
-    host or a port that cannot be listened on."""
-    for key, host, port in _ports(config):
-        _check_listening(key, host, port)
-
-
-def _ports(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """The setting, the host and the port of each listener; port 0 once for each role that takes any
-    free one. Raises `SettingError` where there are none left or two roles share one."""
-    num_http = config.num_coordinators if config.coordinator.http else 0
-    listeners = (
-        ("grpc_port", config.coordinator, config.coordinator.grpc_port, config.num_coordinators),
-        ("port", config.coordinator, config.coordinator.port, num_http),
-        ("target_port", config.target, config.target.port, config.num_targets),
-        ("draft_port", config.draft, config.draft.port, config.num_drafts),
-    )
+def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
+    """For a deployment on this machine: the setting, the host and the port of each listener; port 0
+    once for each role that takes any free one. Raises `SettingError` where two roles count up to
+    one port, or one beyond the last."""
+    front = config.coordinator
     taken: dict[int, str] = {}
     found = []
-    for key, server, first, number in listeners:
+    for key, server, first, number in (
+        ("grpc_port", front, front.grpc_port, config.num_coordinators),
+        ("port", front, front.port, config.num_coordinators if front.http else 0),
+        ("target_port", config.target, config.target.port, config.num_targets),
+        ("draft_port", config.draft, config.draft.port, config.num_drafts),
+    ):
         for port in range(first, first + number) if first else (0,):
             if port > PORT_MAX:
                 raise SettingError(key, f"{first} leaves no ports for {number} replicas")
@@ -75,24 +64,28 @@ def _ports(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     return found
 
 
-def _check_listening(key: str, host: str, port: int) -> None:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise SettingError("host", f"{host!r} is no address: {error.strerror or error}") from error
-    with socket.socket(family, kind) as probe:
-        # As the server will: an address that is only waiting to be forgotten is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def check_ports(config: DeploymentConfig) -> None:
+    """For a deployment on this machine. Binds each port for a moment. Raises `SettingError` for a
+    host or a port that cannot be listened on."""
+    for key, host, port in listeners(config):
         try:
-            probe.bind(address)
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            if error.errno not in _PORT_ERRORS:
-                raise SettingError("host", reason) from error
-            flag = deployment_settings()[key].flag
-            raise SettingError(
-                key, f"{reason}; give another port with {flag}, where 0 means any free one"
-            ) from error
+            reason = f"{host!r} is no address: {error.strerror or error}"
+            raise SettingError("host", reason) from error
+        with socket.socket(family, kind) as probe:
+            # As the server will: an address that is only waiting to be forgotten is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+                if error.errno not in _PORT_ERRORS:
+                    raise SettingError("host", reason) from error
+                flag = deployment_settings()[key].flag
+                raise SettingError(
+                    key, f"{reason}; give another port with {flag}, where 0 means any free one"
+                ) from error
 
 
 def check_names(config: DeploymentConfig) -> None:
@@ -135,9 +128,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     trust = config.target.trust_remote_code
     with blaming("model"):
         directory = resolve_model(config.target.model, trust_remote_code=trust)
-    _check_length("max_model_len", config.target.max_model_len, directory, trust)
-    num_ranks, name = config.target.tensor_parallel_size, config.target.model
-    _check_ranks("tensor_parallel_size", num_ranks, name, directory, trust)
+    _check_size(config.target, config.target.model, directory, trust)
     has_tokenizer = any((directory / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = str(directory) if has_tokenizer else ""
     config = replace(config, draft=replace(config.draft, tokenizer_directory=tokenizer))
@@ -146,24 +137,16 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         draft = _resolve_draft(config, draft_model, directory, trust)
     reads = draft_model is not None and draft_model.reads_features
     target = replace(
-        config.target,
-        directory=str(directory),
-        shows_features=reads,
+        config.target, directory=str(directory), shows_features=reads,
         tokenizer_directory=tokenizer,
-    )
+    )  # fmt: skip
     if draft.drafter.on_target is not None:
         target = _with_heads(target, draft, draft.drafter.on_target)
-    return replace(
-        config,
-        target=target,
-        draft=draft,
-        coordinator=replace(
-            config.coordinator,
-            tokenizer_directory=tokenizer,
-            served_model_name=config.served_model_name,
-            lookup=_lookup_of(draft),
-        ),
-    )
+    coordinator = replace(
+        config.coordinator, tokenizer_directory=tokenizer,
+        served_model_name=config.served_model_name, lookup=_lookup_of(draft),
+    )  # fmt: skip
+    return replace(config, target=target, draft=draft, coordinator=coordinator)
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
@@ -236,12 +219,11 @@ def _resolve_draft(
                 check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
     if draft_model.reads_features:
         return replace(draft, directory=str(directory))
-    _check_length("draft_max_model_len", draft.max_model_len, directory, trust)
-    size_key = "draft_tensor_parallel_size"
-    if not draft.target_directory:
-        _check_ranks(size_key, draft.tensor_parallel_size, name, directory, trust)
-    elif draft.tensor_parallel_size > 1:
-        raise SettingError(size_key, "a drafter that was made for a target runs on one rank")
+    if draft.target_directory and draft.tensor_parallel_size > 1:
+        raise SettingError(
+            "draft_tensor_parallel_size", "a drafter that was made for a target runs on one rank"
+        )
+    _check_size(draft, name, directory, trust, "draft_")
     return replace(draft, directory=str(directory))
 
 
@@ -255,36 +237,42 @@ def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetCo
         kind = TrainedKind.MEDUSA if draft.drafter.heads is not None else TrainedKind.EARLY_EXIT
         check_target(directory, name, kind, Path(target.directory), target.model)
     return replace(
-        target,
-        heads=name,
-        heads_kind=kind,
-        heads_directory=str(directory),
+        target, heads=name, heads_kind=kind, heads_directory=str(directory),
         heads_support_entries=draft.support_entries,
-    )
+    )  # fmt: skip
 
 
-def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:
-    if asked == 0:
-        return
-    from outrider.models.loading import stated_length
+def _check_size(
+    service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool, prefix: str = ""
+) -> None:
+    """Raises `SettingError` for a length that a model does not take, and for ranks that it cannot
+    be shared out among; `prefix` begins their keys."""
+    if service.max_model_len:
+        from outrider.models.loading import stated_length
 
-    stated = stated_length(directory, trust_remote_code=trust)
-    if stated is not None and asked > stated:
-        raise SettingError(key, f"{asked} is wrong; the model takes at most {stated} tokens")
-
-
-def _check_ranks(key: str, size: int, name: str, directory: Path, trust: bool) -> None:
-    if size > 1:
+        stated = stated_length(directory, trust_remote_code=trust)
+        if stated is not None and service.max_model_len > stated:
+            raise SettingError(
+                f"{prefix}max_model_len",
+                f"{service.max_model_len} is wrong; the model takes at most {stated} tokens",
+            )
+    if (num_ranks := service.tensor_parallel_size) > 1:
         from outrider.engine.tensor_parallel.sharding import check_shares
 
-        check_shares(directory, size, key=key, name=name, trust_remote_code=trust)
+        key = f"{prefix}tensor_parallel_size"
+        check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
 
 
-def tokenizer_warning(tokenizer_directory: str) -> str | None:
-    """A warning where the target has no tokenizer."""
-    if tokenizer_directory:
-        return None
-    return (
-        "warning: the target has no tokenizer: text, chat and stop strings will be refused; token "
-        "ids work (outrider generate --token-ids)"
-    )
+def warnings(config: DeploymentConfig) -> Iterator[str]:
+    """What is allowed, and may not be meant, of a configuration that has been resolved."""
+    front = config.coordinator
+    if not front.tokenizer_directory:
+        yield (
+            "warning: the target has no tokenizer: text, chat and stop strings will be refused; "
+            "token ids work (outrider generate --token-ids)"
+        )
+    if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
+        yield (
+            "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
+            "--ssl-keyfile unless something before this ends TLS"
+        )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.config import deployment_settings
-from outrider.errors import ConfigError, InvariantError, SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 
 from .security_setup import SecretFiles
@@ -61,11 +61,11 @@ class RayConnection:
     def __init__(
         self, address: str, namespace: str, secret_files: SecretFiles | None = None
     ) -> None:
-        """Actors have names in a `namespace`, which is their deployment's alone. The token of a
-        local cluster stands among its `secret_files`."""
+        """Actors have names in a `namespace`, which is their deployment's alone. `secret_files`
+        are a local cluster's, whose token stands among them."""
         self.local = not address
-        self._secret_files = secret_files
         self.namespace = namespace
+        self._secret_files = secret_files if self.local else None
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
@@ -87,13 +87,11 @@ class RayConnection:
             warnings.simplefilter("ignore")
             import ray
 
-        options: dict[str, Any] = {"namespace": self.namespace}
-        if self.local:
+        options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
+        if self._secret_files is not None:
             self._temporary = _short_directory()
             # Ray's processes listen on all addresses of the machine, whatever they are told.
-            if self._secret_files is None:
-                raise InvariantError("a local cluster has no place for its token")
-            self.token = self._secret_files.hide(TOKEN_FILE, new_token())
+            self.token = self._secret_files.hide(TOKEN_FILE, secrets.token_hex(_BYTES))
             use_token(self.token)
             options |= {
                 "include_dashboard": False,
@@ -102,12 +100,7 @@ class RayConnection:
             }
         try:
             with _without_secrets():
-                ray.init(
-                    address=self._address,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    **options,
-                )
+                ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
         except ray.exceptions.AuthenticationError as error:
             reason = str(error).partition("\n")[0]
             raise SettingError(
@@ -161,11 +154,6 @@ def _short_directory() -> str:
         raise ConfigError(
             f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
         ) from error
-
-
-def new_token() -> str:
-    """A token for a new cluster."""
-    return secrets.token_hex(_BYTES)
 
 
 def use_token(path: Path) -> None:

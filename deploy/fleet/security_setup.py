@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
-from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig, is_loopback
-from outrider.errors import ConfigError
+from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig
 from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming
 
 if TYPE_CHECKING:
-    from outrider.transport.channel import Trust
+    pass
 
 Server = TypeVar("Server", bound=ServerConfig)
 
@@ -99,31 +98,3 @@ def check_security_files(config: CoordinatorConfig) -> None:
     if config.api_key_file:
         with blaming("api_key_file"):
             read_key_file(Path(config.api_key_file))
-
-
-def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """What is allowed, and may not be meant."""
-    front = config.coordinator
-    if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
-        yield (
-            "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
-            "--ssl-keyfile unless something before this ends TLS"
-        )
-
-
-def own_trust(settings: Mapping[str, Value]) -> Trust | None:
-    """How a command of this machine knows the coordinators of a deployment with these settings: by
-    their certificate itself. None where it cannot, as it has no certificate of its own to show, or
-    theirs is elsewhere."""
-    from outrider.transport.channel import PLAIN
-
-    if not settings.get("ssl_certfile"):
-        return PLAIN
-    if settings.get("ssl_ca_certs"):
-        return None
-    from outrider.transport.tls import pinned_trust
-
-    try:
-        return pinned_trust(Path(str(settings["ssl_certfile"])))
-    except ConfigError:
-        return None

@@ -8,7 +8,7 @@ import logging
 import socket
 from importlib.metadata import version
 from threading import Thread
-from typing import Final
+from typing import Any, Final
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.context import Context
@@ -42,8 +42,7 @@ class Scrape:
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=self._registry
         )
-        self._server: WSGIServer | None = None
-        self._thread: Thread | None = None
+        self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
         """host:port that they are served on; empty until `serve`."""
 
@@ -52,12 +51,13 @@ class Scrape:
         from prometheus_client import start_http_server
 
         try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
+            server, thread = start_http_server(port, host, self._registry)
         except OSError as error:
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {error.strerror}"
             ) from error
-        self.address = f"{host}:{self._server.server_port}"
+        self._serving = server, thread
+        self.address = f"{host}:{server.server_port}"
         _log.info("metrics are served on %s", self.address)
 
     def render(self, accept: str) -> tuple[bytes, str]:
@@ -69,11 +69,11 @@ class Scrape:
 
     def stop(self) -> None:
         """Ends serving."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        if self._serving is not None:
+            server, thread = self._serving
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
 
 class Exports:
@@ -133,9 +133,13 @@ def start_exports(
         return None
     span_processor: SpanProcessor | None = None
     readers: list[MetricReader] = []
-    if destination.otlp_endpoint:
-        span_processor, reader = _otlp(destination.otlp_endpoint)
-        readers.append(reader)
+    if endpoint := destination.otlp_endpoint:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        told: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
+        span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **told))
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **told)))
     port = destination.port(role, slot)
     scrape = None if port is None and not scraped else Scrape()
     if scrape is not None:
@@ -143,16 +147,6 @@ def start_exports(
         if port is not None:
             scrape.serve(host, port)
     return Exports(role, span_processor, readers, scrape)
-
-
-def _otlp(endpoint: str) -> tuple[SpanProcessor, MetricReader]:
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    insecure = endpoint.startswith("http://")
-    spans = OTLPSpanExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
-    metrics = OTLPMetricExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
-    return BatchSpanProcessor(spans), PeriodicExportingMetricReader(metrics)
 
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ from deploy.fleet.ray_connection import (
     ENVIRONMENT,
     OBJECT_STORE_BYTES,
     forget_token,
-    new_token,
     use_token,
 )
 from outrider.sessions.embedded import find_server
@@ -54,7 +54,7 @@ class Machines:
         self._nodes: list[Node] = []
 
     async def __aenter__(self) -> Self:
-        self._token.write_text(new_token())
+        self._token.write_text(secrets.token_hex(32))
         use_token(self._token)
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
         port = _free_port()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from recorded import RAY, record, run_here
 
 from deploy.cli.main import main
 from deploy.fleet.local_state import publish, state_directory
-from deploy.fleet.ray_connection import new_token
 from deploy.fleet.status import Overview, ReplicaView
 from outrider.config import AutoscalePolicy as Policy
 from outrider.config import load_config
@@ -211,7 +211,7 @@ def test_settings_name_a_deployment_elsewhere(
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", theirs)
     token = tmp_path / "ray.token"
-    token.write_text(new_token())
+    token.write_text(secrets.token_hex(32))
     run_here(state_directory(os.environ), record(ray_token=str(token)))
     file = tmp_path / "outrider.yaml"
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")

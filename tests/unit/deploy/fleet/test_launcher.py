@@ -13,7 +13,7 @@ import ray
 
 from deploy.fleet import launcher
 from deploy.fleet import reconciler as asking
-from deploy.fleet.launcher import Deployment, start_line
+from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import Actor, Cluster
 from deploy.fleet.ray_connection import RayConnection
 from deploy.fleet.reconciler import ReconcilerClient, find_reconciler
@@ -157,25 +157,6 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
     assert new.calls == ["place", "close", "kill"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({}, "starting Ray and Redis, finding the models"),
-        ({"engine": "emulated:"}, "starting Ray and Redis"),
-        (
-            {"redis_url": "redis://h"},
-            "starting Ray, connecting to Redis, finding the models",
-        ),
-        (
-            {"redis_url": "redis://h", "address": "h:1"},
-            "connecting to Ray and Redis, finding the models",
-        ),
-    ],
-)
-def test_only_what_is_started_is_said_to_start(settings: dict[str, object], line: str) -> None:
-    assert start_line(load_config(settings, {})) == line
 
 
 def test_an_emulated_target_is_not_called_by_the_model_that_would_run() -> None:

@@ -24,7 +24,7 @@ from deploy.fleet.preflight import (
     check_ports,
     check_same_tokens,
     resolve_models,
-    tokenizer_warning,
+    warnings,
 )
 from outrider.config import DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
@@ -212,14 +212,13 @@ def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:
 def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -> None:
     """And one that has one is not."""
     config = resolve_models(load_config({"model": str(tiny)}, {}))
-    warning = tokenizer_warning(config.coordinator.tokenizer_directory)
-    assert warning is not None
+    [warning] = warnings(config)
     assert "\n" not in warning
     assert "--token-ids" in warning
     speaking = save_tiny_model(tmp_path / "speaking")
     byte_level_tokenizer(32).save_pretrained(speaking)
     config = resolve_models(load_config({"model": str(speaking)}, {}))
-    assert tokenizer_warning(config.coordinator.tokenizer_directory) is None
+    assert not [*warnings(config)]
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size", "draft_tensor_parallel_size"])
