@@ -16,7 +16,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -37,7 +37,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.replica.process_setup import use_threads
-from outrider.request import GenerateRequest, RoundReport, Tokens
+from outrider.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
@@ -107,7 +107,7 @@ class OverheadOptions(Options):
     turns: int = option(60, "transports: requests through each", low=1, high=10_000)
     max_tokens: int = option(32, "transports: tokens of each request", low=2, high=4_096)
     step_ms: float = option(
-        0.0, "transports: of the emulated target", low=0, high=1_000, metavar="MS", parse=float
+        5.0, "transports: of the emulated target", low=0, high=1_000, metavar="MS", parse=float
     )
 
 
@@ -270,12 +270,12 @@ async def measure_transports(options: OverheadOptions, progress: Progress) -> di
     both sides, and the kernel's loopback between them.
 
     `X_ttft_added_ms_p50` is the median of TTFT through X less that of the in-process request of the
-    same turn; `X_chunk_added_ms` likewise of the mean time between two chunks, which have a token
-    each."""
+    same turn; `X_chunk_added_ms` the median time from the coordinator's having a chunk to X's
+    client having read it, less the same median in-process."""
     progress("starting the target")
     asked = ServeOptions(ignore_eos=True, raw=True, num_draft_tokens=0)
     async with (
-        _coordinator_here(options.step_ms) as (service, address, http_url),
+        _coordinator_here(options.step_ms) as (stamps, service, address, http_url),
         Client(InProcessTransport(service)) as here,
         Client(address) as there,
         HttpServingClient(
@@ -289,25 +289,30 @@ async def measure_transports(options: OverheadOptions, progress: Progress) -> di
         }
         gc.collect()
         gc.freeze()  # What is always there is not looked through while times are taken.
-        return transport_figures(options, await take_turns(options, clients, progress))
+        return transport_figures(options, await take_turns(options, clients, stamps, progress))
 
 
-Times = Sequence[tuple[float, float]]
-"""Of each turn: TTFT, and the mean time between two tokens; ms."""
+Turns = list[tuple[float, list[float]]]
+"""Of each turn: TTFT, and of each chunk the time from the coordinator's having it; ms."""
 
 
 async def take_turns(
-    options: OverheadOptions, clients: Mapping[str, ServingClient], progress: Progress
-) -> Mapping[str, Times]:
-    """By client. Raises `Unavailable` where a request fails."""
+    options: OverheadOptions,
+    clients: Mapping[str, ServingClient],
+    stamps: list[float],
+    progress: Progress,
+) -> dict[str, Turns]:
+    """By client. `stamps` has when the coordinator had each chunk of the newest request. Raises
+    `Unavailable` where a request fails, or loses chunks."""
     names = list(clients)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    found: dict[str, Turns] = {name: [] for name in names}
     clock = asyncio.get_running_loop().time
     for turn in range(-WARM_UP_TURNS, options.turns):
         if turn % 10 == 0:
             progress(f"turn {turn} of {options.turns}")
         first = turn % len(names)
         for place, name in enumerate(names[first:] + names[:first]):
+            stamps.clear()
             times = StreamTimes(clock)
             prompt = BenchPrompt(words_of(len(names) * (turn + WARM_UP_TURNS) + place), name)
             began = clock()
@@ -315,29 +320,35 @@ async def take_turns(
                 await clients[name].answer(prompt, options.max_tokens, times)
             except RequestFailed as failure:
                 raise Unavailable(f"by {name}: {failure}") from failure
-            if len(times.chunk_s) < 2:
-                raise Unavailable(f"by {name} came {len(times.chunk_s)} chunks")
+            if len(times.chunk_s) != len(stamps) or not stamps:
+                raise Unavailable(
+                    f"by {name} came {len(times.chunk_s)} chunks where the coordinator had "
+                    f"{len(stamps)}"
+                )
             if turn >= 0:
-                first_s, last_s = times.chunk_s[0], times.chunk_s[-1]
-                between_s = (last_s - first_s) / (options.max_tokens - 1)
-                found[name].append((1e3 * (first_s - began), 1e3 * between_s))
+                delays = [1e3 * (at - had) for at, had in zip(times.chunk_s, stamps, strict=True)]
+                found[name].append((1e3 * (times.chunk_s[0] - began), delays))
     return found
 
 
-def transport_figures(options: OverheadOptions, times: Mapping[str, Times]) -> dict[str, float]:
+def transport_figures(options: OverheadOptions, turns: Mapping[str, Turns]) -> dict[str, float]:
     """By names in JSON; the k-th entries are of one turn."""
-    here = times["in_process"]
+    ttft = {name: [first for first, _ in each] for name, each in turns.items()}
+    chunk = {
+        name: percentile([ms for _, delays in each for ms in delays], 50)
+        for name, each in turns.items()
+    }
     figures = {
         "turns": options.turns,
         "max_tokens": options.max_tokens,
         "step_ms": options.step_ms,
-        "in_process_ttft_ms_p50": percentile([ttft for ttft, _ in here], 50),
-        "in_process_chunk_ms": percentile([between for _, between in here], 50),
+        "in_process_ttft_ms_p50": percentile(ttft["in_process"], 50),
+        "in_process_chunk_ms": chunk["in_process"],
     }
     for name in ("grpc", "http"):
-        for place, figure in enumerate(("ttft_added_ms_p50", "chunk_added_ms")):
-            added = [a[place] - b[place] for a, b in zip(times[name], here, strict=True)]
-            figures[f"{name}_{figure}"] = percentile(added, 50)
+        added = [a - b for a, b in zip(ttft[name], ttft["in_process"], strict=True)]
+        figures[f"{name}_ttft_added_ms_p50"] = percentile(added, 50)
+        figures[f"{name}_chunk_added_ms"] = chunk[name] - chunk["in_process"]
     return figures
 
 
@@ -349,10 +360,21 @@ def words_of(number: int) -> str:
 
 
 @asynccontextmanager
-async def _coordinator_here(step_ms: float) -> AsyncIterator[tuple[Any, str, str]]:
-    """A coordinator in this process before an emulated target with such steps: its service, and
-    where it answers by gRPC and HTTP."""
+async def _coordinator_here(step_ms: float) -> AsyncIterator[tuple[list[float], Any, str, str]]:
+    """A coordinator in this process before an emulated target with such steps: when it had the
+    tokens of its requests, its service, and where it answers by gRPC and HTTP."""
     from coordinator.actor import CoordinatorActor
+    from coordinator.service import CoordinatorService
+
+    stamps: list[float] = []
+    generate, clock = CoordinatorService.generate, asyncio.get_running_loop().time
+
+    async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
+        async with aclosing(generate(*given, **named)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    stamps.append(clock())
+                yield event
 
     engine = f"{EMULATED}vocab_size={len(_WORDS)},verify_ms={step_ms}"
     target_config = TargetConfig(engine=engine, model="emulated", num_threads=1)
@@ -364,11 +386,13 @@ async def _coordinator_here(step_ms: float) -> AsyncIterator[tuple[Any, str, str
         config = Replicas(target.address, "", redis_url).coordinator_config(
             http=True, tokenizer_directory=directory, served_model_name="emulated"
         )
+        stack.callback(setattr, CoordinatorService, "generate", generate)
+        setattr(CoordinatorService, "generate", stamped)  # noqa: B010 (a method, for a while)
         actor = CoordinatorActor()
         address = await actor.start(config, log_directory="")
         stack.push_async_callback(actor.stop, 1.0)
         http_address = (await actor.engagement()).http_address
-        yield actor.host and actor.host.service, address, f"http://{http_address}"
+        yield stamps, actor.host and actor.host.service, address, f"http://{http_address}"
 
 
 def _save_tokenizer(directory: str) -> None:
