@@ -477,9 +477,11 @@ def play_rounds(
         rounds: list[tuple[int, int | None]] = []
         for index, prompt in enumerate(asked):
             progress(f"{rule.value} at {temperature:g}, prompt {index + 1} of {len(asked)}")
-            session = _Session(target, draft, prompt, rule, temperature)
+            sampling = SamplingParams(temperature=temperature)
             with torch.inference_mode():
-                rounds += session.rounds(fan_out, num_draft_tokens)
+                rounds += _rounds(
+                    target, draft, prompt, (sampling, rule), fan_out, num_draft_tokens
+                )
         figures.append(way_figures(rule, temperature, rounds))
     return figures
 
@@ -514,75 +516,57 @@ def _hits_table(ways: Sequence[Mapping[str, Any]]) -> Any:
     )  # fmt: skip
 
 
-class _Session:
-    """One prompt's completion in one way: draft and target in this process."""
+def _rounds(
+    target: Engine,
+    draft: Engine,
+    asked: Asked,
+    way: tuple[SamplingParams, Rule],
+    fan_out: OutcomeModel,
+    num_draft_tokens: int,
+) -> Iterator[tuple[int, int | None]]:
+    """Decodes one prompt to the end; each round is guessed by what `fan_out` has learned so far,
+    and then teaches it."""
+    sampling, rule = way
+    drafter, vocabulary = ModelDrafter(draft), DraftVocabulary.of(draft.info.logit_token_ids)
+    eos = frozenset(target.info.eos_token_ids)
+    committed = asked.prompt_ids
 
-    def __init__(
-        self, target: Engine, draft: Engine, asked: Asked, rule: Rule, temperature: float
-    ) -> None:
-        self._target = target
-        self._draft = draft
-        self._drafter = ModelDrafter(draft)
-        self._vocabulary = DraftVocabulary.of(draft.info.logit_token_ids)
-        self._asked = asked
-        self._committed = asked.prompt_ids
-        self._rule = rule
-        self._sampling = SamplingParams(temperature=temperature)
-
-    def rounds(
-        self, fan_out: OutcomeModel, num_draft_tokens: int
-    ) -> Iterator[tuple[int, int | None]]:
-        """Decodes to the end; each round is guessed by what `fan_out` has learned so far, and then
-        teaches it."""
-        eos = frozenset(self._target.info.eos_token_ids)
-        asked = self._asked
-        try:
-            while len(self._committed) < len(asked.prompt_ids) + asked.max_tokens:
-                noise = RoundNoise(asked.seed, self._rule, len(self._committed))
-                proposal = self._propose(noise, num_draft_tokens)
-                guesses = guess_outcomes(
-                    self._run(self._draft, proposal), self._sampling, noise, proposal.token_ids,
-                    RANKS_MAX, self._vocabulary,
-                )  # fmt: skip
-                logits = self._run(self._target, proposal)
-                verdict = verdict_from_logits(logits, self._sampling, NO_HISTORY, proposal, noise)
-                uniforms = noise.accept_uniforms(len(proposal))
-                outcome = decide(verdict, proposal.token_ids, self._rule, uniforms)
-                accepted = outcome.num_accepted
-                rank = guesses.rank(accepted, outcome.token_ids[-1])
-                plan = [(o.num_accepted, o.rank) for o in fan_out.plan(guesses, LOOK_AHEAD_MAX)]
-                place = (accepted, rank)
-                fan_out.note(guesses, accepted, rank)
-                yield accepted, plan.index(place) if place in plan else None
-                self._committed = (*self._committed, *outcome.token_ids)
-                if eos.intersection(outcome.token_ids):
-                    return
-        finally:
-            for engine in (self._target, self._draft):
-                engine.release(_SEQUENCE)
-
-    def _propose(self, noise: RoundNoise, num_draft_tokens: int) -> Proposal:
-        self._draft.keep(_SEQUENCE, min(self._draft.length(_SEQUENCE), len(self._committed) - 1))
-        request = DraftRequest(
-            session_id=_SEQUENCE,
-            tenant="",
-            token_ids=self._committed,
-            prompt_length=len(self._asked.prompt_ids),
-            num_draft_tokens=num_draft_tokens,
-            sampling=self._sampling,
-            rule=self._rule,
-            noise=noise,
-        )
-        [proposal] = self._drafter.propose([request])
-        if isinstance(proposal, OutriderError):
-            raise proposal
-        if isinstance(proposal, Unended):
-            raise InvariantError("a proposal without a deadline ends in its call")
-        return proposal
-
-    def _run(self, engine: Engine, proposal: Proposal) -> torch.Tensor:
-        """The model's logits after the committed tokens and after each draft token: [K + 1, N]."""
-        engine.keep(_SEQUENCE, min(engine.length(_SEQUENCE), len(self._committed) - 1))
-        tokens = (*self._committed[engine.length(_SEQUENCE) :], *proposal.token_ids)
+    def forward(engine: Engine, proposal: Proposal) -> torch.Tensor:
+        """Logits after the committed tokens and after each draft token: [K + 1, N]."""
+        engine.keep(_SEQUENCE, min(engine.length(_SEQUENCE), len(committed) - 1))
+        tokens = (*committed[engine.length(_SEQUENCE) :], *proposal.token_ids)
         [logits] = engine.forward([SequenceStep(_SEQUENCE, tokens, len(proposal) + 1)])
         return logits
+
+    try:
+        while len(committed) < len(asked.prompt_ids) + asked.max_tokens:
+            noise = RoundNoise(asked.seed, rule, len(committed))
+            draft.keep(_SEQUENCE, min(draft.length(_SEQUENCE), len(committed) - 1))
+            [proposal] = drafter.propose([
+                DraftRequest(
+                    session_id=_SEQUENCE, tenant="", token_ids=committed,
+                    prompt_length=len(asked.prompt_ids), num_draft_tokens=num_draft_tokens,
+                    sampling=sampling, rule=rule, noise=noise,
+                )
+            ])  # fmt: skip
+            if isinstance(proposal, OutriderError):
+                raise proposal
+            if isinstance(proposal, Unended):
+                raise InvariantError("a proposal without a deadline ends in its call")
+            guesses = guess_outcomes(
+                forward(draft, proposal), sampling, noise, proposal.token_ids, RANKS_MAX, vocabulary
+            )
+            logits = forward(target, proposal)
+            verdict = verdict_from_logits(logits, sampling, NO_HISTORY, proposal, noise)
+            uniforms = noise.accept_uniforms(len(proposal))
+            outcome = decide(verdict, proposal.token_ids, rule, uniforms)
+            place = outcome.num_accepted, guesses.rank(outcome.num_accepted, outcome.token_ids[-1])
+            plan = [(o.num_accepted, o.rank) for o in fan_out.plan(guesses, LOOK_AHEAD_MAX)]
+            fan_out.note(guesses, *place)
+            yield outcome.num_accepted, plan.index(place) if place in plan else None
+            committed = (*committed, *outcome.token_ids)
+            if eos.intersection(outcome.token_ids):
+                return
+    finally:
+        for engine in (target, draft):
+            engine.release(_SEQUENCE)

@@ -1,15 +1,18 @@
-"""A server with OpenAI's streams over a plain socket, that answers as a test says: cut short, with
-errors, several tokens a chunk, and so on. It runs on a thread of its own."""
+"""A server with OpenAI's streams that answers as a test says: cut short, with errors, several
+tokens a chunk, and so on. It runs on a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import uvicorn
 
 
 @dataclass(frozen=True)
@@ -39,143 +42,90 @@ Script = Callable[[dict[str, Any]], Reply]
 
 
 class OpenAiServer:
-    """One listening socket; `base_url` and what was asked are for the test."""
+    """An ASGI application; `base_url` and what was asked are for the test."""
 
-    def __init__(self, script: Script, model: str = "served") -> None:
+    def __init__(self, script: Script) -> None:
         self._script = script
-        self._model = model
         self.base_url = ""
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.num_waiting = 0
-        self._crowd: asyncio.Event | None = None
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> None:
         self._crowd = asyncio.Event()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1000)
-        host, port = self._server.sockets[0].getsockname()
-        self.base_url = f"http://{host}:{port}"
 
-    async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while await self._answer_one(reader, writer):
-                pass
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split(" ")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in head[1:] if line)
-        }
-        raw = await reader.readexactly(int(headers.get("content-length", 0)))
-        self.paths.append(path)
-        self.headers.append(headers)
-        if method == "GET":
-            models = {"object": "list", "data": [{"id": self._model, "object": "model"}]}
-            await self._whole(writer, 200, models)
-            return True
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.paths.append(scope["path"])
+        self.headers.append({name.decode(): text.decode() for name, text in scope["headers"]})
+        if scope["method"] == "GET":
+            await _whole(send, 200, {"object": "list", "data": [{"id": "served"}]})
+            return
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message["body"], message["more_body"]
         body = json.loads(raw)
         self.bodies.append(body)
-        return await self._stream(
-            writer, body, self._script(body), path.endswith("/chat/completions")
-        )
-
-    async def _whole(self, writer: asyncio.StreamWriter, status: int, value: object) -> None:
-        text = json.dumps(value).encode()
-        writer.write(
-            b"HTTP/1.1 %d Said\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-            % (status, len(text), text)
-        )
-        await writer.drain()
-
-    async def _stream(
-        self, writer: asyncio.StreamWriter, body: dict[str, Any], reply: Reply, is_chat: bool
-    ) -> bool:
-        """Whether the connection goes on."""
+        reply = self._script(body)
         if reply.waits_for:
-            await self._wait_for(reply.waits_for)
+            if len(self.bodies) >= reply.waits_for:
+                self._crowd.set()
+            await self._crowd.wait()
         if reply.status != 200:
-            error = {"message": reply.error, "type": "x", "param": None, "code": None}
-            await self._whole(writer, reply.status, {"error": error})
-            return True
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-            b"transfer-encoding: chunked\r\n\r\n"
-        )
-        if is_chat:
-            self._event(writer, choices=[_choice(True, role="assistant", content="")])
-        for text in reply.chunks:
-            await asyncio.sleep(reply.gap_s)
-            self._event(writer, choices=[_choice(is_chat, content=text)])
-        await writer.drain()
+            await _whole(send, reply.status, {"error": {"message": reply.error, "type": "x"}})
+            return
+        kind = (b"content-type", b"text/event-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        async for event in _events(reply, body, scope["path"].endswith("/chat/completions")):
+            data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
+            message = {"type": "http.response.body", "body": data.encode(), "more_body": True}
+            await send(message)
         if reply.breaks:
-            return False
-        if reply.error:
-            self._event(writer, error={"message": reply.error, "type": "x"})
-        elif not reply.stops:
-            self._event(writer, choices=[_choice(is_chat, finish_reason="length")])
-            if reply.num_tokens and body["stream_options"]["include_usage"]:
-                usage = {
-                    "prompt_tokens": reply.prompt_tokens,
-                    "completion_tokens": reply.num_tokens,
-                }
-                self._event(writer, choices=[], usage=usage, metrics=dict(reply.metrics))
-            self._write(writer, b"data: [DONE]\n\n")
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
-        return True
-
-    async def _wait_for(self, number: int) -> None:
-        assert self._crowd is not None
-        self.num_waiting += 1
-        if self.num_waiting >= number:
-            self._crowd.set()
-        await self._crowd.wait()
-
-    def _event(self, writer: asyncio.StreamWriter, **fields: Any) -> None:
-        chunk = {"id": "x", "object": "chunk", "created": 1, "model": self._model, **fields}
-        self._write(writer, b"data: " + json.dumps(chunk).encode() + b"\n\n")
-
-    def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+            raise ConnectionError("as the test says")
+        await send({"type": "http.response.body", "body": b""})
 
 
-def _choice(is_chat: bool, finish_reason: str | None = None, **delta: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
-    return found | ({"delta": delta} if is_chat else {"text": delta.get("content", "")})
+async def _whole(send: Any, status: int, value: object) -> None:
+    kind = (b"content-type", b"application/json")
+    await send({"type": "http.response.start", "status": status, "headers": [kind]})
+    await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+
+async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
+    def choice(finish_reason: str | None = None, **delta: str) -> dict[str, Any]:
+        found = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
+        return {"choices": [{"index": 0, "finish_reason": finish_reason} | found]}
+
+    if is_chat:
+        yield choice(role="assistant", content="")
+    for text in reply.chunks:
+        await asyncio.sleep(reply.gap_s)
+        yield choice(content=text)
+    if reply.breaks:
+        return
+    if reply.error:
+        yield {"error": {"message": reply.error, "type": "x"}}
+    elif not reply.stops:
+        yield choice(finish_reason="length")
+        if reply.num_tokens and body["stream_options"]["include_usage"]:
+            usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.num_tokens}
+            yield {"choices": [], "usage": usage, "metrics": dict(reply.metrics)}
+        yield "[DONE]"
 
 
 @contextmanager
 def serving(script: Script) -> Iterator[OpenAiServer]:
     """A server on a thread of its own, for commands that have an event loop of their own."""
-    server = OpenAiServer(script)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    app = OpenAiServer(script)
+    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", backlog=1_000)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    while not server.started:
+        time.sleep(0.005)
+    host, port = server.servers[0].sockets[0].getsockname()
+    app.base_url = f"http://{host}:{port}"
     try:
-        yield server
+        yield app
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
+        server.should_exit = True
         thread.join(10)
-        loop.close()
-
-
-async def _cancel_others() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

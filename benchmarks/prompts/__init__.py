@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.errors import BadRequest, SettingError
 from outrider.grammar.constraint import Constraint
@@ -106,27 +107,24 @@ def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[Be
     return tuple(selected)
 
 
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    prompt: str = Field(pattern=r"\S")
+    category: str = Field(UNCATEGORISED, pattern=r"\S")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_DEFAULT)
+    response_format: Any = None
+
+
 def _parse_line(line: str, where: str) -> BenchPrompt:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SettingError("prompts", f"{where}: is not JSON ({error}); {_ALLOWED}") from error
-    if not isinstance(value, dict):
-        raise SettingError("prompts", f"{where}: is no object; {_ALLOWED}")
-    text = value.get("prompt")
-    category = value.get("category", UNCATEGORISED)
-    for key, field in (("prompt", text), ("category", category)):
-        if not isinstance(field, str) or not field.strip():
-            raise SettingError("prompts", f'{where}: "{key}" is missing or no text; {_ALLOWED}')
-        if not field.isprintable() and _has_surrogate(field):
-            raise SettingError("prompts", f'{where}: "{key}" holds half a character; {_ALLOWED}')
-    max_tokens = value.get("max_tokens")
-    if max_tokens is not None and not (
-        type(max_tokens) is int and 1 <= max_tokens <= MAX_TOKENS_DEFAULT
-    ):
-        raise SettingError("prompts", f'{where}: "max_tokens" is {max_tokens!r}; {_ALLOWED}')
-    constraint = _constraint(value.get("response_format"), where)
-    return BenchPrompt(str(text), category, max_tokens, constraint)
+        found = _Line.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = "".join(f'"{name}": ' for name in first["loc"]) + first["msg"]
+        raise SettingError("prompts", f"{where}: {what}; {_ALLOWED}") from error
+    constraint = _constraint(found.response_format, where)
+    return BenchPrompt(found.prompt, found.category, found.max_tokens, constraint)
 
 
 def _constraint(value: object, where: str) -> Constraint | None:
@@ -141,8 +139,3 @@ def _constraint(value: object, where: str) -> Constraint | None:
     except BadRequest as error:
         raise SettingError("prompts", f"{where}: {error.message}") from error
     raise SettingError("prompts", f'{where}: "response_format" is wrong; {_ALLOWED}')
-
-
-def _has_surrogate(text: str) -> bool:
-    """JSON can escape half of a surrogate pair; no tokenizer and no protobuf takes it."""
-    return any("\ud800" <= character <= "\udfff" for character in text)

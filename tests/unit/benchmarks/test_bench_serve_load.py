@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -47,13 +48,9 @@ def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tai
     assert abs(found.var() - variance) < 5 * variance * math.sqrt((tail + 2) / NUMBER)
 
 
-def test_infinite_rates_and_shapes_have_no_chance_in_them() -> None:
+def test_times_without_chance_and_a_seed_that_repeats_them() -> None:
     assert list(islice(arrival_times(math.inf, 1.0, 0), 3)) == [0.0, 0.0, 0.0]
-    even = list(islice(arrival_times(4.0, math.inf, 0), 3))
-    assert even == pytest.approx([0.25, 0.5, 0.75])
-
-
-def test_a_seed_repeats_its_times() -> None:
+    assert list(islice(arrival_times(4.0, math.inf, 0), 3)) == pytest.approx([0.25, 0.5, 0.75])
     assert gaps(5.0, 1.0, seed=7).tolist() == gaps(5.0, 1.0, seed=7).tolist()
     assert gaps(5.0, 1.0, seed=7).tolist() != gaps(5.0, 1.0, seed=8).tolist()
 
@@ -149,25 +146,25 @@ def test_a_duration_ends_the_sending_and_not_what_runs(options: ServeOptions, nu
 
 
 def test_a_failed_request_is_kept_and_ends_nothing() -> None:
+    """One without a token has failed, too."""
     server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
     run = play(ServeOptions(num_prompts=3), server)
     assert sorted(record.error for record in run.records) == ["", "", "no room"]
     assert (run.num_failed, run.num_tokens) == (1, 8)
     failed = next(record for record in run.records if record.error)
     assert failed.latency_s == pytest.approx(4.0)
-
-
-def test_an_answer_without_a_token_has_failed() -> None:
     [record] = play(ServeOptions(num_prompts=1), ScriptedServer(num_tokens=0)).records
     assert record.error == "the answer ended without a token"
 
 
-def test_a_prompt_may_say_how_long_its_answer_is(tmp_path: Path) -> None:
+def test_categories_take_turns_and_a_prompt_may_say_how_long_its_answer_is(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
+    lines = [f'{{"prompt": "{text}", "category": "{text[0]}"' for text in ("a1", "a2", "b1")]
+    file.write_text(f'{lines[0]}, "max_tokens": 7}}\n{lines[1]}}}\n{lines[2]}}}\n', "utf-8")
     server = ScriptedServer()
     play(ServeOptions(prompts=file, max_tokens=9), server)
-    assert [(prompt.text, most) for _, prompt, most in server.asked] == [("a", 7), ("b", 9)]
+    asked = [(prompt.text, most) for _, prompt, most in server.asked]
+    assert asked == [("a1", 7), ("b1", 9), ("a2", 9)]
 
 
 def test_an_interrupted_load_keeps_what_was_over() -> None:
@@ -211,7 +208,6 @@ def test_a_bug_of_ours_is_no_failed_request() -> None:
 
 def test_a_late_event_loop_is_noticed() -> None:
     """Which makes all times too long."""
-    import time
 
     class Busy:
         async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
@@ -343,12 +339,3 @@ def test_rounds_are_means_over_all_of_them() -> None:
     assert found["mean_round_draft_ms"] == 1.0
     assert found["mean_round_verify_ms"] == 15.0
     assert set(round_values([RECORD]).values()) == {None}
-
-
-def test_categories_take_turns(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    texts = ("a1", "a2", "a3", "b1", "c1", "c2")
-    lines = [f'{{"prompt": "{text}", "category": "{text[0]}"}}' for text in texts]
-    file.write_text("\n".join(lines), "utf-8")
-    found = [prompt.text for prompt in ServeOptions(prompts=file).load_prompts()]
-    assert found == ["a1", "b1", "c1", "a2", "c2", "a3"]

@@ -51,11 +51,9 @@ def subject(
     ("option", "fine", "wrong"),
     [
         ("num_prompts", (1, 100_000), (0, 100_001)),
-        ("max_tokens", (1, 16_384), (0, 16_385)),
         ("temperature", (0, 2.0), (-0.01, 2.01, float("nan"), float("inf"))),
         ("num_draft_tokens", (1, 16), (0, 17)),
         ("concurrency", ((1,), (4096, 1)), ((0,), (4, 4097), (), (4, 4))),
-        ("seed", (0, 2**64 - 1), (-1, 2**64)),
         ("rule", (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (Rule.GREEDY,)),
     ],
 )
@@ -152,8 +150,9 @@ async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> Non
     side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
     options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
     await run(options, subject(side), lambda line: None)
-    assert {found.rule for _, found in side.calls} == {Rule.BLOCK}
-    assert {found.num_draft_tokens for _, found in side.calls} == {0, 3}
+    assert {(found.rule, found.num_draft_tokens) for _, found in side.calls} == {
+        (Rule.BLOCK, 0), (Rule.BLOCK, 3),
+    }  # fmt: skip
 
 
 async def test_a_deployment_that_drafts_nothing_has_nothing_to_compare() -> None:
@@ -346,6 +345,3 @@ async def test_a_prompt_may_ask_for_json(tmp_path: Path) -> None:
     constraint = client.requests[0].constraint
     assert constraint is not None
     assert constraint.text == '{"type":"array"}'
-    for wrong in ({"type": "xml"}, {"type": "json_schema"}, 5):
-        with pytest.raises(ConfigError, match="here:1"):
-            parse_prompts(json.dumps({"prompt": "a", "response_format": wrong}), "here")

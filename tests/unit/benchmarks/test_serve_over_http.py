@@ -132,13 +132,6 @@ def test_a_hundred_streams_at_a_time(capsys: pytest.CaptureFixture[str]) -> None
     assert (found["completed"], found["max_concurrent_requests"]) == (100, 100)
 
 
-def test_a_server_without_usage_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(lambda body: Reply(num_tokens=0)) as server:
-        found, err = measured(capsys, server, "--num-prompts", "1")
-    assert found["total_output_tokens"] == 3
-    assert "of 1 requests the server told no usage" in err
-
-
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a model's name nothing can begin; with one, every request fails."""
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
@@ -151,44 +144,42 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 of 2 requests failed\n  2x ConnectError" in err
 
 
-def test_a_stream_of_someone_else_fails_its_request_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_not_as_openai_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stream that is not fails its request alone; without usage a chunk is a token."""
     wrong = {"speculative_decoding": {"no": 1}}
-    with serving(lambda body: Reply(metrics=wrong if len(server.bodies) == 1 else {})) as server:
+
+    def script(body: dict[str, Any]) -> Reply:
+        return Reply(metrics=wrong) if len(server.bodies) == 1 else Reply(num_tokens=0)
+
+    with serving(script) as server:
         found, err = measured(
             capsys, server, "--num-prompts", "2", "--max-concurrency", "1", code=1
         )
-    assert (found["completed"], found["failed"]) == (1, 1)
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (1, 1, 3)
     assert "the stream is not as OpenAI's: 'num_spec_steps'" in err
+    assert "of 1 requests the server told no usage" in err
 
 
 class Page(HTMLParser):
-    """Tags that are closed in their order, their texts, and all that they refer to."""
-
-    VOID = ("meta", "br")
+    """Tags that are closed in their order, their texts, and all that they refer to beyond the
+    page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
+        self.tags: list[str] = []
         self.loads: list[str] = []
-        self.cells: list[str] = []
-        self.scripts: list[str] = []
-        self.num_plots = 0
+        self.texts: list[tuple[str, str]] = []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.note(attrs)
-        self.num_plots += tag == "svg"
-        if tag not in self.VOID:
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.note(attrs)
-
-    def note(self, attrs: list[tuple[str, str | None]]) -> None:
-        """What begins with # is in the page itself."""
+        self.tags.append(tag)
         names = ("src", "href", "xlink:href", "action")
         self.loads += [name for name, at in attrs if name in names and not f"{at}".startswith("#")]
 
@@ -196,10 +187,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells.append(data)
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(data)
+        self.texts.append((self.open[-1] if self.open else "", data))
 
 
 def test_the_report_is_one_page_with_the_same_numbers(
@@ -227,10 +215,10 @@ def test_the_report_is_one_page_with_the_same_numbers(
     page = Page(text)
     assert page.open == []
     assert page.loads == []
-    assert page.num_plots == 7
+    assert page.tags.count("svg") == 7
     assert not re.search(r"url\((?!#)|@import|<b>", text)
-    assert [json.loads(script) for script in page.scripts] == [found]
-    cells = page.cells
+    assert [json.loads(data) for tag, data in page.texts if tag == "script"] == [found]
+    cells = [data for tag, data in page.texts if tag in ("td", "th")]
     assert cells[cells.index("requests that were answered") + 1] == "3"
     assert cells[cells.index("requests that failed") + 1] == "1"
     for metric, label in (
@@ -243,30 +231,20 @@ def test_the_report_is_one_page_with_the_same_numbers(
         assert shown == pytest.approx(expected, abs=0.0051)
 
 
-def test_a_page_of_nothing_but_failures_and_of_many_requests(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_page_of_nothing_but_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     with serving(lambda body: Reply(status=503, error="away")) as server:
         measured(capsys, server, "--num-prompts", "2", "--report", str(path), code=1)
     assert Page(path.read_text("utf-8")).open == []
-    with serving(lambda body: Reply()) as server:
-        measured(
-            capsys, server, "--num-prompts", "420", "--max-concurrency", "20", "--report", str(path)
-        )
-    text = path.read_text("utf-8")
-    assert "the first 400 of 420" in text
 
 
 def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda body: Reply()) as server:
-        assert (
-            main(["bench", "serve", "--base-url", f"{server.base_url}/v1/", "--num-prompts", "2"])
-            == 0
-        )
+        words = ["--base-url", f"{server.base_url}/v1/", "--num-prompts", "2"]
+        assert main(["bench", "serve", *words]) == 0
     out = capsys.readouterr().out
-    for words in ("served by openai-chat", "requests that were answered", "TTFT", "p99", "E2EL"):
-        assert words in out
+    for text in ("served by openai-chat", "requests that were answered", "TTFT", "p99", "E2EL"):
+        assert text in out
 
 
 def test_an_interrupted_command_reports_what_there_is() -> None:
@@ -297,42 +275,27 @@ def test_an_interrupted_command_reports_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--request-rate", "0"), "--request-rate: 0.0 is wrong"),
         (("--request-rate", "nan"), "--request-rate: nan is wrong"),
         (("--request-rate", "fast"), "--request-rate: 'fast' is not a valid float"),
-        (("--burstiness", "-1"), "--burstiness: -1.0 is wrong"),
         (("--burstiness", "2"), "--burstiness: needs --request-rate"),
-        (("--max-concurrency", "0"), "--max-concurrency: 0 is wrong"),
         (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
-        (("--num-warmups", "-1"), "--num-warmups: -1 is wrong"),
-        (("--duration", "0", "--max-concurrency", "1"), "--duration: 0.0 is wrong"),
         (("--duration", "5"), "--duration: needs --request-rate or --max-concurrency"),
-        (("--max-tokens", "0"), "--max-tokens: 0 is wrong"),
-        (("--temperature", "3"), "--temperature: 3.0 is wrong"),
-        (("--seed", "-1"), "--seed: -1 is wrong"),
-        (("--num-draft-tokens", "17"), "--num-draft-tokens: 17 is wrong"),
         (("--goodput", "ttft"), "--goodput: 'ttft' is wrong; it must be NAME:MS"),
         (("--goodput", "itl:5"), "--goodput: itl is wrong; it must be each of ttft, tpot, e2el"),
         (("--goodput", "ttft:1", "ttft:2"), "--goodput: ttft ttft is wrong"),
         (("--goodput", "ttft:-1"), "--goodput: -1.0 is wrong"),
         (("--percentile-metrics", "ttft,x"), "--percentile-metrics: 'x' is wrong"),
-        (("--metric-percentiles", "101"), "--metric-percentiles: 101.0 is wrong"),
         (("--metric-percentiles", "x"), "--metric-percentiles: 'x' is wrong"),
         (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
         (("--save-result", "/nowhere/x.json"), "--save-result: /nowhere/x.json is wrong"),
-        (("--report", "/"), "--report: / is wrong"),
         (("--save-detailed",), "--save-detailed: needs --save-result"),
-        (("--endpoint", "/v1/completions"), "--endpoint: needs --base-url"),
         (("--api-key", "x"), "--api-key: needs --base-url"),
         (("--base-url", "127.0.0.1:1"), "--base-url: '127.0.0.1:1' is wrong"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
-        (("--base-url", "http://h:x"), "--base-url: 'http://h:x' is wrong"),
         (("--base-url", "http://h", "--endpoint", "/x"), "--endpoint: '/x' is wrong"),
         (("--base-url", "http://h", "--api-key", "a b"), "--api-key: must be of printable ASCII"),
-        (("--base-url", "http://h", "--server", "h:1"), "--server: is for a deployment of ours"),
         (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
         (("--base-url", "http://h", "--rounds"), "--rounds: is for a deployment of ours"),
-        (("--base-url", "http://h", "--num-draft-tokens", "1"), "--num-draft-tokens: is for a"),
         (
             ("--base-url", "http://h", "--raw", "--endpoint", "/v1/chat/completions"),
             "--raw: cannot go with --endpoint /v1/chat/completions",
