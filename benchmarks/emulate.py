@@ -114,7 +114,7 @@ MODES: Final = (
 class EmulateOptions(Options):
     """What `bench emulate` is asked for. Wrong values raise `SettingError`."""
 
-    scenario: str = option("70b-1b", "which pair of models", choices=tuple(SCENARIOS), parse=str)
+    scenario: str = option("70b-1b", "which pair of models", choices=tuple(SCENARIOS))
     tokens: int = option(4_000, "tokens of each mode's session", low=32, high=TOKENS_MAX)
     look_ahead: int = option(
         LOOK_AHEAD_DEFAULT, "outcomes of a round that are worked out ahead", low=1,

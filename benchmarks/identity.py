@@ -36,7 +36,7 @@ class IdentityOptions(PromptOptions):
     """What is asked for. Wrong values raise `SettingError`."""
 
     max_tokens: int = 128
-    server: str = option("127.0.0.1:50051", "coordinator", metavar="HOST:PORT", parse=str)
+    server: str = option("127.0.0.1:50051", "coordinator", metavar="HOST:PORT")
     num_draft_tokens: tuple[int, ...] = option(
         (1, 4, 8), "each K that is compared with plain decoding", low=1, high=NUM_DRAFT_TOKENS_MAX,
         metavar="K[,K..]", parse=whole_numbers,

@@ -32,11 +32,13 @@ def option(
     high: float = math.inf,
     choices: tuple[str, ...] = (),
     metavar: str = "N",
-    parse: Callable[[str], Any] = int,
+    parse: Callable[[str], Any] | None = None,
     several: bool = False,
 ) -> Any:
     """A field with an option. A boolean is a switch; the entries of a tuple have the bounds or
-    choices. `several` = it takes words, instead of one with commas. `parse` raises `ValueError`."""
+    choices. `several` = it takes words, instead of one with commas. `parse` raises `ValueError`;
+    None = the type of the default, or a whole number."""
+    parse = parse or (int if default is None else type(default))
     flag = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
     return field(default=default, metadata=flag | {"parse": parse, "several": several})
 
@@ -146,7 +148,7 @@ class DecodingOptions(PromptOptions):
     """Prompts, and how they are decoded."""
 
     rule: str = option(
-        Rule.TOKEN.value, "how drafts are accepted at a temperature above 0", parse=str,
+        Rule.TOKEN.value, "how drafts are accepted at a temperature above 0",
         choices=(Rule.TOKEN.value, Rule.BLOCK.value, Rule.COUPLED.value),
     )  # fmt: skip
     num_draft_tokens: int | None = option(
@@ -191,10 +193,9 @@ class DeviceOptions(Options):
 
     model: str = option(
         RANDOM_MODEL, f"a model, or {RANDOM_MODEL}: random numbers of that size", metavar="MODEL",
-        parse=str,
     )  # fmt: skip
-    device: str = option("auto", "auto, cpu or cuda[:N]", metavar="DEVICE", parse=str)
-    dtype: str = option("bfloat16", "of weights and keys and values", metavar="DTYPE", parse=str)
+    device: str = option("auto", "auto, cpu or cuda[:N]", metavar="DEVICE")
+    dtype: str = option("bfloat16", "of weights and keys and values", metavar="DTYPE")
     context_tokens: int = option(256, "tokens before the steps", low=1, high=1_000_000)
     num_draft_tokens: int = option(
         8, "tokens of a draft and a verification", low=1, high=NUM_DRAFT_TOKENS_MAX

@@ -101,13 +101,11 @@ class OverheadOptions(Options):
     sessions: int = option(
         500, "capacity: sessions at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX
     )
-    seconds: float = option(
-        10.0, "capacity: time of the measurement", low=1, high=600, metavar="S", parse=float
-    )
+    seconds: float = option(10.0, "capacity: time of the measurement", low=1, high=600, metavar="S")
     turns: int = option(60, "transports: requests through each", low=1, high=10_000)
     max_tokens: int = option(32, "transports: tokens of each request", low=2, high=4_096)
     step_ms: float = option(
-        5.0, "transports: of the emulated target", low=0, high=1_000, metavar="MS", parse=float
+        5.0, "transports: of the emulated target", low=0, high=1_000, metavar="MS"
     )
 
 

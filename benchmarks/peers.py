@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ from .peers_libraries import (
     sweep_prompts,
 )
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
-from .references import PROMPT_LOOKUP_TOKENS, ReferenceProcess, encoder
+from .references import PROMPT_LOOKUP_TOKENS, ReferenceModel, ReferenceProcess, encoder
 from .report import Report, table
 from .speedup import Subject
 
@@ -72,7 +72,7 @@ class PeersOptions(DecodingOptions):
         NAMES, "which systems", choices=NAMES, metavar="NAMES", parse=words
     )
     environments: Path = option(
-        Path(".venv/peers"), "where `make peers` has installed them", metavar="DIR", parse=Path
+        Path(".venv/peers"), "where `make peers` has installed them", metavar="DIR"
     )
     sweep: bool = option(
         False, "find each peer's fastest settings anew, though an earlier run has found them"
@@ -133,68 +133,64 @@ def _http_side(options: PeersOptions, subject: Subject, plain: bool) -> HttpSide
     return HttpSide(subject.http_url, raw=options.raw, api_key=subject.api_key, plain=plain)
 
 
+@dataclass
 class _Peers:
     """Starts the systems beside Outrider; they end with the stack."""
 
-    def __init__(
-        self,
-        options: PeersOptions,
-        subject: Subject,
-        prompts: Sequence[BenchPrompt],
-        stack: AsyncExitStack,
-        progress: Progress,
-    ) -> None:
+    options: PeersOptions
+    subject: Subject
+    prompts: Sequence[BenchPrompt]
+    stack: AsyncExitStack
+    progress: Progress
+    clients: dict[str, BenchClient] = field(default_factory=dict)
+    settings: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> ReferenceModel:
         """Raises `SettingError` where the target's files are not on this machine."""
-        if subject.reference is None:
+        if self.subject.reference is None:
             raise SettingError(
                 "server", "the target's files are not known here; its peers need them"
             )
-        self._options = options
-        self._subject = subject
-        self._reference = subject.reference
-        self._prompts = prompts
-        self._stack = stack
-        self._progress = progress
-        self._clients: dict[str, BenchClient] = {}
-        self.settings: dict[str, Mapping[str, object]] = {}
-        self.missing: dict[str, str] = {}
+        return self.subject.reference
 
     def setup(self, num_draft_tokens: int) -> dict[str, object]:
         """What all sides share, by name in JSON."""
         return {
-            "model": self._subject.model,
-            "draft_model": self._subject.draft_model,
-            "dtype": self._subject.dtype,
+            "model": self.subject.model,
+            "draft_model": self.subject.draft_model,
+            "dtype": self.subject.dtype,
             "num_draft_tokens": num_draft_tokens,
-            "num_prompts": len(self._prompts),
-            "max_tokens": self._options.max_tokens,
-            "rule": self._options.rule,
-            "threads": self._reference.num_threads,
+            "num_prompts": len(self.prompts),
+            "max_tokens": self.options.max_tokens,
+            "rule": self.options.rule,
+            "threads": self.reference.num_threads,
         }
 
     def contestants(self, decoding: Decoding, concurrency: int) -> list[Contestant]:
         """Those that run and take so many requests at a time."""
         return [
             Contestant(side, client, decoding, concurrency)
-            for side, client in self._clients.items()
+            for side, client in self.clients.items()
             if concurrency == 1 or not isinstance(client, ReferenceProcess)
         ]
 
     def drops(self, side: str, error: OutriderError) -> bool:
         """Whether to go on without a side that has failed: from now on without a peer's."""
-        if side not in self._clients:
+        if side not in self.clients:
             return False
-        del self._clients[side]
+        del self.clients[side]
         self.missing[side] = f"it failed: {error.message}"
         return True
 
     async def start(self) -> None:
         """Starts those that are wanted and installed."""
-        servers = self._options.servers
+        servers = self.options.servers
         for peer in PEERS:
-            if peer.name not in self._options.peers:
+            if peer.name not in self.options.peers:
                 continue
-            if not peer.is_installed(self._options.environments):
+            if not peer.is_installed(self.options.environments):
                 self.missing[peer.name] = NOT_INSTALLED
             elif servers and not peer.server:
                 self.missing[peer.name] = "it has no server"
@@ -202,18 +198,18 @@ class _Peers:
                 self.missing[peer.name] = "the target does not come from a GGUF file"
             else:
                 await self._start_library(peer)
-        if TRANSFORMERS in self._options.peers and not servers:
+        if TRANSFORMERS in self.options.peers and not servers:
             await self._start_transformers()
 
     async def _start_library(self, peer: Peer) -> None:
         """Both modes, with the fastest settings."""
-        inputs, again = self._inputs, self._options.sweep
+        inputs, again = self._inputs, self.options.sweep
         try:
-            found = await fastest_settings(peer, inputs, self._progress, again=again)
+            found = await fastest_settings(peer, inputs, self.progress, again=again)
         except (ConfigError, Unavailable) as error:
             self.missing[peer.name] = error.message
             return
-        kind = ServerProcess if self._options.servers else LibraryProcess
+        kind = ServerProcess if self.options.servers else LibraryProcess
         for mode, setting in found.items():
             process = kind(peer, setting, inputs)
             settings = {
@@ -230,11 +226,11 @@ class _Peers:
             Side.TRANSFORMERS: {},
             Side.PROMPT_LOOKUP: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
         }
-        if self._reference.drafter:
-            sides[Side.ASSISTED] = {"assistant_model": self._reference.drafter_name}
+        if self.reference.drafter:
+            sides[Side.ASSISTED] = {"assistant_model": self.reference.drafter_name}
         versions = {"transformers": version("transformers")}
         for side, options in sides.items():
-            process = ReferenceProcess(side, self._reference, self._options.raw)
+            process = ReferenceProcess(side, self.reference, self.options.raw)
             await self._enter(side, process, {"versions": versions, "options": options})
 
     async def _enter(
@@ -243,13 +239,13 @@ class _Peers:
         process: LibraryProcess | ReferenceProcess | ServerProcess,
         settings: Mapping[str, object],
     ) -> None:
-        self._progress(f"loading the model once more: {side}")
+        self.progress(f"loading the model once more: {side}")
         try:
-            await self._stack.enter_async_context(process)
+            await self.stack.enter_async_context(process)
         except (ConfigError, Unavailable) as error:
             self.missing[side] = error.message
             return
-        self._clients[side] = process
+        self.clients[side] = process
         self.settings[side] = settings
 
     @cached_property
@@ -259,13 +255,13 @@ class _Peers:
         from outrider.models.sources import cache_dir, gguf_file
         from outrider.tokenizer import TokenizerText
 
-        options, reference = self._options, self._reference
+        options, reference = self.options, self.reference
         directory = Path(reference.directory)
         text = TokenizerText.load(directory, trust_remote_code=reference.trust_remote_code)
         encode = encoder(text, options.raw)
-        asked = (*self._prompts, *WARM_UP_PROMPTS, *sweep_prompts())
+        asked = (*self.prompts, *WARM_UP_PROMPTS, *sweep_prompts())
         token_ids = {prompt.text: encode(prompt.text) for prompt in asked}
-        gguf = gguf_file(self._subject.model)
+        gguf = gguf_file(self.subject.model)
         completion = max(options.max_tokens, SWEEP_TOKENS) + SPARE_TOKENS
         context = max(map(len, token_ids.values())) + completion
         model = LibraryModel(

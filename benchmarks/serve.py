@@ -73,11 +73,10 @@ class ServeOptions(Options):
     num_warmups: int = option(0, "requests before anything is measured", low=0, high=10_000)
     request_rate: float = option(
         math.inf, "requests a second, at random times; inf = all at once", low=1e-3, metavar="R",
-        parse=float,
     )  # fmt: skip
     burstiness: float = option(
         1.0, "of the gaps' Gamma law: 1 = Poisson, less = bursts, inf = even", low=1e-3,
-        metavar="SHAPE", parse=float,
+        metavar="SHAPE",
     )  # fmt: skip
     max_concurrency: int | None = option(
         None, "requests at a time; more wait in this client [no bound]", low=1, high=4_096
@@ -95,7 +94,7 @@ class ServeOptions(Options):
         128, "tokens of an answer whose prompt does not say", low=1, high=MAX_TOKENS_DEFAULT
     )
     temperature: float = option(
-        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T", parse=float
+        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
     )
     ignore_eos: bool = option(False, "go on past the model's own end (not of OpenAI's)")
     raw: bool = option(False, "do not apply the model's chat template")

@@ -44,7 +44,7 @@ class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
 
     temperature: float = option(
-        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T", parse=float
+        0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
     )
     concurrency: tuple[int, ...] = option(
         (1,), "requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
