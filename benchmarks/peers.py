@@ -133,7 +133,7 @@ def _http_side(options: PeersOptions, subject: Subject, plain: bool) -> HttpSide
     return HttpSide(subject.http_url, raw=options.raw, api_key=subject.api_key, plain=plain)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Peers:
     """Starts the systems beside Outrider; they end with the stack."""
 
