@@ -83,13 +83,6 @@ def test_a_key_may_be_kept_by_its_sum_alone() -> None:
         assert Keyring(read_entries(line)).find(key) == Caller("bob", "t")
 
 
-def test_keys_are_all_different() -> None:
-    """256 bits beside their salt, which is no secret."""
-    keys = [new_key() for _ in range(1000)]
-    assert len({key[20:] for key in keys}) == len({k[3:19] for k in keys}) == 1000
-    assert all(len(key) == 3 + 16 + 1 + 43 for key in keys)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -97,10 +90,7 @@ def test_keys_are_all_different() -> None:
         ("\n# x\nalice secret-in-clear", "line 3: HASH must be sha256:"),
         ("a/b sha256:" + "0" * 64, "line 1: 'a/b' is wrong; it must be up to 64"),
         ("a sha256:" + "0" * 64 + " concurrency=0", "concurrency: '0' is wrong; .* from 1 to 4096"),
-        ("a sha256:" + "0" * 64 + " requests_per_minute=1e3", "requests_per_minute: '1e3' is wr"),
         ("a sha256:" + "0" * 64 + " concurrency=" + "9" * 5000, "concurrency: '9{32}' is wrong"),
-        ("a sha256:" + "0" * 64 + " admin=yes", "'admin=yes' is wrong; it must be tenant=TENANT"),
-        ("a sha256:" + "0" * 64 + " root", "'root' is wrong"),
         ("a sha256:" + "0" * 64 + " colour=red", "'colour=red' is wrong; it must be tenant=TENANT"),
         ("a sha256:" + "0" * 64 + " tenant=x tenant=y", "'tenant' is there twice"),
         ("a sha256:" + "0" * 64 + " tenant=", "tenant: '' is wrong"),

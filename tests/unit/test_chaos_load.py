@@ -15,7 +15,7 @@ from outrider.client import Event, GenerateRequest, Tokens
 from outrider.errors import Overloaded
 from tests.chaos import load
 from tests.chaos.faults import Adversary, Fault
-from tests.chaos.load import Asked, Load, Work
+from tests.chaos.load import Load, Work
 
 FATES = ("right", "wrong", "refused", "broken", "cancelled", "silent")
 """What becomes of the request for each of as many streams."""
@@ -134,19 +134,3 @@ async def test_what_fails_during_a_pair_of_faults_is_counted_apart(prepared: Loa
     assert (report["num_failed"], report["num_wrong"], report["num_stuck"]) == (0, 1, 0)
     assert (report["num_during_pairs"], report["num_failed_during_pairs"]) == (4, 2)
     assert report["errors_during_pairs"] == ["Overloaded: full", "ValueError: broken"]
-
-
-async def test_waits_that_begin_in_a_fault_are_measured(prepared: Load) -> None:
-    """From when the request was made on; what was before the fault does not count, nor a request
-    that came after it."""
-    adversary = Adversary(cast("Any", None), cast("Any", None), prepared, seed=1)
-    prepared.asked = [
-        Asked(1.0, [2.0, 14.0], 15.0),
-        Asked(12.0, [17.0], 18.0),
-        Asked(16.0, [90.0], 91.0),
-        Asked(2.0, [3.0], 4.0),
-    ]
-    fault = Fault("kill", "target", 0.0)
-    await adversary._see(fault, 10.0, 16.0)
-    assert adversary.gaps == {("kill", "target"): [4.0, 5.0]}
-    assert (fault.num_touched, fault.longest_gap_s) == (2, 5.0)

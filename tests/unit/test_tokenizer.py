@@ -146,22 +146,19 @@ def test_chat_uses_the_models_template() -> None:
     assert all(text.is_special(i) for i, token in enumerate(SPECIAL_TOKENS))
 
 
-def test_a_model_without_template_refuses_chat() -> None:
-    with pytest.raises(BadRequest, match="chat: model byte fallback has no chat template"):
-        text_of("byte fallback").encode_chat([{"role": "user", "content": "x"}])
-
-
-def test_a_template_that_refuses_is_a_bad_request() -> None:
-    with pytest.raises(BadRequest, match="chat: the model's chat template refuses: no tools here"):
-        text_of("byte level").encode_chat([{"role": "tool", "content": "x"}])
-
-
-def test_text_that_is_not_unicode_is_refused() -> None:
-    text = text_of("byte level")
+@pytest.mark.parametrize(
+    ("kind", "role", "content", "said"),
+    [
+        ("byte fallback", "user", "x", "chat: model byte fallback has no chat template"),
+        ("byte level", "tool", "x", "chat: the model's chat template refuses: no tools here"),
+        ("byte level", "user", "a\ud800", "chat: not Unicode"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(kind: str, role: str, content: str, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        text_of(kind).encode_chat([{"role": role, "content": content}])
     with pytest.raises(BadRequest, match="text: not Unicode"):
-        text.encode("a\ud800")
-    with pytest.raises(BadRequest, match="chat: not Unicode"):
-        text.encode_chat([{"role": "user", "content": "a\ud800"}])
+        text_of(kind).encode("a\ud800")
 
 
 def test_loading(tmp_path: Path) -> None:

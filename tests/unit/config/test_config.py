@@ -27,9 +27,10 @@ def _file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_defaults_are_the_configurations_own() -> None:
-    """Nothing given is nothing changed."""
-    assert load_config({}, {}) == DeploymentConfig()
+def test_defaults_are_the_configurations_own(tmp_path: Path) -> None:
+    """A file of comments changes nothing, nor do variables that say where things lie."""
+    environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b", "OUTRIDER_TEST_DATA": "/c"}
+    assert load_config({}, environment, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
 
 
 def test_a_draft_shares_its_steps_as_a_target_does_unless_it_is_told() -> None:
@@ -48,18 +49,6 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     assert config.draft.max_num_seqs == 3
     assert config.target.max_model_len == 40
     assert config.target.dtype == "bfloat16"
-
-
-def test_a_shared_setting_reaches_every_service() -> None:
-    """One key is one setting, whoever uses it."""
-    config = load_config({"insecure": True, "host": EVERYWHERE}, {})
-    assert {config.target.host, config.draft.host, config.coordinator.host} == {EVERYWHERE}
-
-
-def test_places_are_not_settings() -> None:
-    """Variables that say where things lie pass."""
-    environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b", "OUTRIDER_TEST_DATA": "/c"}
-    assert load_config({}, environment) == DeploymentConfig()
 
 
 @pytest.mark.parametrize(
@@ -95,17 +84,15 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_config({}, {}, tmp_path / "nowhere")
 
 
-def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
-    """A file of comments is a file."""
-    assert load_config({}, {}, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
-
-
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
         ({"OUTRIDER_MAX_NUM_SEQ": "3"}, "OUTRIDER_MAX_NUM_SEQ: there is no such setting"),
         ({"OUTRIDER_MAX_NUM_SEQS": "many"}, "OUTRIDER_MAX_NUM_SEQS: 'many' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": ""}, "OUTRIDER_MAX_NUM_SEQS: '' is wrong"),
+        ({"OUTRIDER_MAX_NUM_SEQS": "5.0"}, "OUTRIDER_MAX_NUM_SEQS: '5.0' is wrong"),
+        ({"OUTRIDER_MAX_NUM_SEQS": "0"}, "'0' is wrong; it must be a whole number from 1 to 4096"),
+        ({"OUTRIDER_HTTP": "y"}, "OUTRIDER_HTTP: 'y' is wrong; it must be true or false"),
         ({"OUTRIDER_INSECURE": "maybe"}, "OUTRIDER_INSECURE: 'maybe' is wrong"),
     ],
 )
@@ -116,29 +103,14 @@ def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: st
     assert says in caught.value.message
 
 
-@pytest.mark.parametrize("setting", deployment_settings().values(), ids=lambda found: found.key)
-def test_every_bound_holds_from_both_sides(setting) -> None:  # type: ignore[no-untyped-def]
-    """The bounds themselves are allowed, one step beyond is refused with the flag's name."""
-    for bound, step in ((setting.minimum, -1), (setting.maximum, 1)):
-        if bound is None:
-            continue
-        others = {"ngram_max": 64} if setting.key == "ngram_min" else {}
-        others |= {"ngram_min": 1} if setting.key == "ngram_max" else {}
-        load_config({**others, setting.key: str(bound)}, {})
-        with pytest.raises(ConfigError, match=setting.flag):
-            load_config({setting.key: str(bound + step)}, {})
-    for choice in setting.choices:
-        load_config({setting.key: choice}, {})
-
-
-@pytest.mark.parametrize("setting", deployment_settings().values(), ids=lambda found: found.key)
-def test_every_setting_is_documented(setting) -> None:  # type: ignore[no-untyped-def]
+def test_every_setting_is_documented() -> None:
     """A sentence, with the unit where the name has one."""
-    assert setting.doc.endswith((".", ";", ")"))
-    if setting.key.endswith("_ms"):
-        assert " ms" in setting.doc
-    if setting.key.endswith("_s"):
-        assert " s." in setting.doc
+    for setting in deployment_settings().values():
+        assert setting.doc.endswith((".", ";", ")"))
+        if setting.key.endswith("_ms"):
+            assert " ms" in setting.doc
+        if setting.key.endswith("_s"):
+            assert " s." in setting.doc
 
 
 @pytest.mark.parametrize("kind", [TargetConfig, DraftConfig, CoordinatorConfig])
@@ -193,12 +165,3 @@ def test_secrets_are_not_shown() -> None:
     """What may hold a password does not get into logs through `repr`."""
     config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
     assert "swordfish" not in repr(config)
-
-
-@pytest.mark.parametrize(
-    ("variable", "text"),
-    [("OUTRIDER_INSECURE", "y"), ("OUTRIDER_HTTP", "t"), ("OUTRIDER_MAX_NUM_SEQS", "5.0")],
-)
-def test_text_that_is_only_nearly_a_value_is_refused(variable: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable}: '{text}' is wrong"):
-        load_config({}, {variable: text})
