@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
@@ -58,7 +57,7 @@ from outrider.models.compatibility import (
     dependent_at,
     trial_tokens,
 )
-from outrider.models.early_exit import LoadedExit, first_layers, watched_layer
+from outrider.models.early_exit import LoadedExit, Watched, first_layers, watched_layer
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.medusa import LoadedHeads
@@ -122,7 +121,9 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         self._thread_counts = {num_threads, contended_threads or num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
-        self._head = watch_head(module) if shows_features or draft_heads is not None else None
+        self._head: Watched | None = None
+        if shows_features or draft_heads is not None:
+            self._head = watch_head(module)
         check(
             self._head is None or backend is None or backend.new_recorder is None,
             "recorded steps show no features",
@@ -344,7 +345,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         sizes = [step.num_logits for step in steps]
         if self._head is not None:
             if self._decoder is not None:
-                self._seen = self._head.rows[0]  # type: ignore[index]
+                self._seen = self._head.read[0]  # type: ignore[index]
             self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
@@ -517,9 +518,9 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         )
         logits: torch.Tensor = output.logits[0]
         if self._head is not None:
-            if self._head.rows is None:
+            if self._head.read is None:
                 raise ConfigError("its head is not called as a module: what it reads is not known")
-            self._seen = self._wanted(self._head.rows[0], logit_rows)
+            self._seen = self._wanted(self._head.read[0], logit_rows)
         return self._wanted(logits, logit_rows)
 
     def _call_shallow(
@@ -539,30 +540,8 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         return rows if self._selects_logits else rows.index_select(0, logit_rows)
 
 
-class HeadInputs(nn.Module):
-    """A head, and what it was called with last."""
-
-    def __init__(self, head: Any) -> None:
-        super().__init__()
-        self.head = head
-        self.rows: torch.Tensor | None = None
-        """[..., D], in the model's dtype; None before the first call."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the head makes of rows [..., D]."""
-        self.rows = rows
-        logits: torch.Tensor = self.head(rows)
-        return logits
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The head's own [V, D]."""
-        weight: Any = self.head.weight
-        return weight  # type: ignore[no-any-return]
-
-
-def watch_head(module: Any) -> HeadInputs:
+def watch_head(module: Any) -> Watched:
     """Puts a watch on the head of a causal language model, and returns it."""
-    watched = HeadInputs(module.get_output_embeddings()).eval()
+    watched = Watched(module.get_output_embeddings())
     module.set_output_embeddings(watched)
     return watched

@@ -87,37 +87,42 @@ def first_layers(module: Any, num_layers: int) -> Any:
     return shallow.eval()
 
 
-class _Watched(nn.Module):
-    """A layer, and what it put out last."""
+class Watched(nn.Module):
+    """A module, and what it read and put out last; all else of it is the module's."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.inner = inner
+        self.read: torch.Tensor | None = None
+        """Its first argument."""
         self.output: torch.Tensor | None = None
+        self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """A base model may ask its layers what kind they are."""
+        """A base model may ask its layers what kind they are, and its head for its weight."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
+            return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        found = self.layer(*arguments, **options)
+        """As the module's."""
+        found = self.inner(*arguments, **options)
+        self.read = arguments[0] if arguments else None
         self.output = found[0] if isinstance(found, tuple) else found
         return found
 
 
 @contextmanager
-def watched_layer(module: Any, num_layers: int) -> Iterator[_Watched]:
+def watched_layer(module: Any, num_layers: int) -> Iterator[Watched]:
     """Within, the `output` [..., D] of the model's layer `num_layers`, counted from 1, is kept."""
     layers = layers_of(module)
-    watched = _Watched(layers[num_layers - 1]).eval()
+    watched = Watched(layers[num_layers - 1])
     layers[num_layers - 1] = watched
     try:
         yield watched
     finally:
-        layers[num_layers - 1] = watched.layer
+        layers[num_layers - 1] = watched.inner
 
 
 _EPS: Final = 1e-6

@@ -9,7 +9,7 @@ not run: it may be one that waits for other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -76,49 +76,44 @@ def same_rows(
         return False
 
 
-def same_wiring(original: nn.Module, replacement: nn.Module) -> bool:
-    """Whether two layers do the same with what their blocks give, which are others meanwhile."""
-    try:
-        return _call_layer(original) == _call_layer(replacement)
-    except PROBE_ERRORS:
-        return False
+def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
+    """Whether a layer and its replacement do the same with what their blocks give, which are others
+    meanwhile: what they make of a few numbers, and what their attention is called with besides."""
+    called: list[dict[str, Any]] = []
 
+    def attend(hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+        called.append(given)
+        return hidden_states * 3 + 1, None
 
-def _call_layer(layer: nn.Module) -> tuple[list[float], list[dict[str, Any]]]:
-    """What a layer makes of a few numbers, and what its attention was called with besides."""
-    calls: list[dict[str, Any]] = []
+    def affine(factor: int) -> _Stub:
+        return _Stub(lambda rows: rows * factor + 1)
 
-    class Attention(nn.Module):
-        def forward(self, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
-            calls.append(given)
-            return hidden_states * 3 + 1, None
-
+    norms = ("input_layernorm", "post_attention_layernorm", "mlp", *_MLP_NORMS)
+    blocks = {
+        name: affine(factor)
+        for name, factor in zip(norms, (5, 7, 11, 13, 17), strict=True)
+        if hasattr(layer, name)
+    }
     given = {
         "attention_mask": 1, "position_ids": 2, "past_key_values": 3, "use_cache": False,
         "position_embeddings": (4, 5), "more": 6,
     }  # fmt: skip
-    blocks = {
-        "input_layernorm": _Affine(5), "self_attn": Attention(),
-        "post_attention_layernorm": _Affine(7), "mlp": _Affine(11),
-    }  # fmt: skip
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        blocks |= {
-            "pre_feedforward_layernorm": _Affine(13), "post_feedforward_layernorm": _Affine(17),
-        }  # fmt: skip
-    with _replaced(layer, **blocks):
-        output = layer(torch.arange(4.0, dtype=torch.float64).view(1, 2, 2), **given)
-    return output.flatten().tolist(), calls
+    rows = torch.arange(4.0, dtype=torch.float64).view(1, 2, 2)
+    try:
+        with _replaced(layer, self_attn=_Stub(attend), **blocks):
+            outputs = [each(rows, **given) for each in (layer, replacement(layer))]
+            return torch.equal(*outputs) and called[0] == called[1]
+    except PROBE_ERRORS:
+        return False
 
 
-class _Affine(nn.Module):
-    """x -> factor * x + 1."""
+_MLP_NORMS: Final = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
-    def __init__(self, factor: int) -> None:
+
+class _Stub(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._factor = factor
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows * self._factor + 1
+        self.forward = function
 
 
 def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall | None:

@@ -114,9 +114,8 @@ class DirectLayer(nn.Module):
     """A layer of a model with less between its blocks: [..., D] -> [..., D].
 
     h + attention(norm(h)), and then to that + mlp(norm(.)); in a layer of four norms (Gemma's) what
-    attention and MLP put out is normed, too. Takes from the library's `layer` its blocks under
-    their names there, and all that it knows of itself. What it is called with goes to its
-    attention.
+    attention and MLP put out is normed, too. Takes from the library's `layer` its blocks, and all
+    that it knows of itself. What it is called with goes to its attention.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -124,41 +123,25 @@ class DirectLayer(nn.Module):
         vars(self).update(_own_knowledge(layer))
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
-        self.post_attention_layernorm: Any = layer.post_attention_layernorm
+        self.attention_norm: Any = None
+        """Of what attention puts out; or None."""
+        self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
-        self._has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
-        if self._has_four_norms:
-            self.pre_feedforward_layernorm: Any = layer.pre_feedforward_layernorm
-            self.post_feedforward_layernorm: Any = layer.post_feedforward_layernorm
-
-    @property
-    def attention_norm(self) -> Any:
-        """The norm of what attention puts out, or None."""
-        return self.post_attention_layernorm if self._has_four_norms else None
-
-    @property
-    def mlp_input_norm(self) -> Any:
-        """The norm of what the MLP reads."""
-        if self._has_four_norms:
-            return self.pre_feedforward_layernorm
-        return self.post_attention_layernorm
-
-    @property
-    def mlp_output_norm(self) -> Any:
-        """The norm of what the MLP puts out, or None."""
-        return self.post_feedforward_layernorm if self._has_four_norms else None
+        self.mlp_output_norm: Any = None
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self.attention_norm = layer.post_attention_layernorm
+            self.mlp_input_norm = layer.pre_feedforward_layernorm
+            self.mlp_output_norm = layer.post_feedforward_layernorm
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Of [..., D], in its dtype."""
-        output: torch.Tensor
         rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        if not self._has_four_norms:
-            hidden_states = hidden_states + rows
-            output = self.mlp(self.post_attention_layernorm(hidden_states))
-            return hidden_states + output
-        hidden_states = hidden_states + self.post_attention_layernorm(rows)
-        rows = self.mlp(self.pre_feedforward_layernorm(hidden_states))
-        output = self.post_feedforward_layernorm(rows)
+        if self.attention_norm is not None:
+            rows = self.attention_norm(rows)
+        hidden_states = hidden_states + rows
+        output: torch.Tensor = self.mlp(self.mlp_input_norm(hidden_states))
+        if self.mlp_output_norm is not None:
+            output = self.mlp_output_norm(output)
         return hidden_states + output
 
     __call__ = forward
@@ -364,8 +347,7 @@ def _direct_layer(layer: Any) -> nn.Module | None:
     children = layer._modules.keys()
     if children not in (_LAYER_CHILDREN, _LAYER_CHILDREN | _MLP_NORMS) or list(_tensors(layer)):
         return None
-    direct = DirectLayer(layer)
-    return direct if same_wiring(layer, direct) else None
+    return DirectLayer(layer) if same_wiring(layer, DirectLayer) else None
 
 
 def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
