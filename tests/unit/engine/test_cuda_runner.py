@@ -105,27 +105,6 @@ def test_a_tree_and_a_rollback(device: str, make_engine: EngineMaker) -> None:
     assert gap(rows[1], dense(library, prefix[:20] + ids(3, 5))[-3:]) <= CLOSE
 
 
-def test_a_long_prefix_in_parts(device: str, make_engine: EngineMaker) -> None:
-    """Beside a sequence that decodes; the longer parts are more rows than are recorded."""
-    module = tiny("gemma3", device, 600)
-    library = twin(module)
-    engine = engine_on(device, make_engine, module, max_model_len=600)
-    short, long = ids(30, 2), ids(500)
-    run(engine, "short", short[:27], 0)
-    rows, decoding = [], []
-    for start, end in ((0, 200), (200, 290), (290, 500)):
-        token = short[engine.length("short") :][:1]
-        steps = [
-            SequenceStep("long", long[start:end], end - start),
-            SequenceStep("short", token, 1),
-        ]
-        both = engine.forward(steps)
-        rows.append(both[0])
-        decoding.append(both[1])
-    assert gap(torch.cat(rows), dense(library, long)) <= CLOSE
-    assert gap(torch.cat(decoding), dense(library, short)[-3:]) <= CLOSE
-
-
 def test_like_steps_share_a_recording(make_engine: EngineMaker) -> None:
     """Steps of other sequences, lengths and tokens replay what is there; a tree and a long prefix
     are run as they are."""

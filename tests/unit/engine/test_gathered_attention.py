@@ -202,25 +202,6 @@ def test_like_sequences_share_a_group() -> None:
     assert [group.num_segments for group in groups] == [1, 16]
 
 
-def test_slots_are_gathered_in_whole_units() -> None:
-    """From the one in which a window begins to the one in which the sequence ends; nothing is
-    masked where a token sees all of them."""
-    held = [HeldSequence(SequenceStep("a", (1,), 1), 20, [0, 1])]
-    plan = plan_step(held, (None, 4, 6), 16, CPU, torch.float64)
-    assert plan.groups[None][0].slots.tolist() == [*range(21), *[0] * 11]
-    assert plan.groups[4][0].slots.tolist() == [*range(16, 21), *[16] * 11]
-    assert plan.groups[6][0].slots.tolist() == plan.groups[None][0].slots.tolist()
-    for window, seen_from in ((None, 0), (4, 17), (6, 15)):
-        begin = 16 if window == 4 else 0
-        bias = plan.groups[window][0].bias
-        assert bias is not None
-        assert [begin + i for i, b in enumerate(bias.flatten()) if b == 0] == [
-            *range(seen_from, 21)
-        ]
-    full = [HeldSequence(SequenceStep("a", (1,), 1), 31, [0, 1])]
-    assert plan_step(full, (None,), 16, CPU, torch.float64).groups[None][0].bias is None
-
-
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_comes_later_does_not_change_a_tokens_sums(

@@ -244,14 +244,6 @@ def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
     assert (rows - expected).norm() <= 3 * (dense(library, ids(40)) - expected).norm()
 
 
-def test_a_module_that_belongs_to_an_engine_cannot_be_called(make_engine: EngineMaker) -> None:
-    """Its attention would have no pages."""
-    module = llama()
-    make_engine(module)
-    with pytest.raises(InvariantError, match="outside of it"):
-        module(input_ids=torch.tensor([[1, 2]]))
-
-
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40])
 def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None:
     """The error names the id, and the other sequences of the call have not run either."""

@@ -75,15 +75,6 @@ def test_longer_steps_keep_their_threads() -> None:
     assert machine.run(100).count(1) == TRIAL_STEPS
 
 
-def test_a_single_pause_changes_nothing() -> None:
-    machine = Machine(one=0.013, two=0.010)
-    machine.run(10)
-    machine.times[2] = 0.5
-    assert machine.run(1) == [2]
-    machine.times[2] = 0.01
-    assert set(machine.run(10)) == {2}
-
-
 def test_steps_are_held_against_their_kind() -> None:
     """Whole verifications between the shallow steps of an early exit are not slow, and a trial of
     the one does not end with steps of the other."""

@@ -122,15 +122,6 @@ def test_eviction_by_the_engine_is_noticed() -> None:
     replica.table.check_integrity()
 
 
-def test_the_table_makes_room(replica: Replica) -> None:
-    for number in range(20):
-        replica.answer(head([1, 2], 0, session_id=str(number)))
-    assert len(replica.table) == 8
-    assert "11" not in replica.table
-    assert "12" in replica.table
-    replica.table.check_integrity()
-
-
 def test_a_drafter_records_only_what_has_slots() -> None:
     """The last draft token is sampled but not run."""
     replica = Replica()

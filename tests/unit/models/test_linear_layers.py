@@ -95,18 +95,6 @@ def test_many_rows_are_widened(
     assert torch.equal(widened(few), layer(few))
 
 
-def test_the_weight_is_shared() -> None:
-    """Nothing is copied, and what was a parameter may go; rows that lie apart are put together."""
-    layer = random_layer(torch.bfloat16, bias=True)
-    widened = WidenedLinear(layer.weight, layer.bias)
-    assert widened.weight.data_ptr() == layer.weight.data_ptr()
-    assert list(widened.parameters()) == []
-    assert str(widened) == "WidenedLinear(192, 97, bias=True)"
-    turned = WidenedLinear(layer.weight.t(), None)
-    assert turned.weight.is_contiguous()
-    assert torch.equal(turned.weight, layer.weight.t())
-
-
 def test_where_weights_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU without products of bfloat16, in bfloat16 alone; there every linear layer is."""
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
