@@ -14,7 +14,7 @@ import torch
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Chain, ChainEngine, Engine, SequenceStep
+from outrider.engine.interface import Engine, MultiStep, MultiStepEngine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.draft_sampling import (
@@ -156,7 +156,7 @@ class ModelDrafter:
         """Each branch to its length in one call of the engine, or as far as there is time for all
         of those `beside` it; False, and nothing has changed, where that cannot be done."""
         engine = self._engine
-        if not branches or not isinstance(engine, ChainEngine):
+        if not branches or not isinstance(engine, MultiStepEngine):
             return False
         drawings = [
             Drawing(branch.request.sampling, branch.request.rule, branch.request.noise)
@@ -169,8 +169,10 @@ class ModelDrafter:
         num_depths = max(counts)
         draws = DeviceDraws(drawings, num_depths, self._sampler.entries_max, self.vocabulary)
         began = time.perf_counter()
-        chains = [Chain(_step(branch), num) for branch, num in zip(branches, counts, strict=True)]
-        drawn = engine.draw_chains(chains, draws)
+        chains = [
+            MultiStep(_step(branch), num) for branch, num in zip(branches, counts, strict=True)
+        ]
+        drawn = engine.run_multi_step(chains, draws)
         if drawn is None:
             return False
         if all(len(branch.unseen) <= _UNSEEN_OF_A_ROUND for branch in branches):

@@ -191,7 +191,7 @@ class ShallowEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class MultiStep:
     """What one sequence is to run and then to draw."""
 
     step: SequenceStep
@@ -201,7 +201,7 @@ class Chain:
 
 
 class Draws(Protocol):
-    """Draws the tokens of S chains on the device of their logits, and waits for nothing there."""
+    """Draws tokens of S sequences on the device of their logits, and waits for nothing there."""
 
     @property
     def key(self) -> Hashable:
@@ -209,7 +209,7 @@ class Draws(Protocol):
         ...
 
     def words(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """What `draw` reads of these chains, with `num_rows` - S others for padding: as
+        """What `draw` reads of these sequences, with `num_rows` - S others for padding: as
         many words for any S."""
         ...
 
@@ -219,13 +219,16 @@ class Draws(Protocol):
 
 
 @runtime_checkable
-class ChainEngine(Protocol):
-    """An engine that can do so."""
+class MultiStepEngine(Protocol):
+    """An engine that can draw several tokens of each sequence in one call."""
 
-    def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
-        """Runs each chain's step, draws its tokens, and runs all but the last: what was drawn,
-        [most tokens, chains, any]; of a shorter chain the last ones mean nothing. None where it
-        cannot be done at once; then no sequence has changed. Raises what `Engine.forward` does."""
+    def run_multi_step(
+        self, sequences: Sequence[MultiStep], draws: Draws
+    ) -> npt.NDArray[Any] | None:
+        """Runs each sequence's step, draws its tokens, and runs all but the last: what was drawn,
+        [most tokens, sequences, any]; where fewer are drawn the last ones mean nothing. None where
+        it cannot be done at once; then no sequence has changed. Raises what `Engine.forward`
+        does."""
         ...
 
 

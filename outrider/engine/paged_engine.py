@@ -30,12 +30,12 @@ from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_runner import CudaRunner
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import (
-    Chain,
-    ChainEngine,
     Draws,
     FeatureEngine,
     FoundPrefix,
     ModelInfo,
+    MultiStep,
+    MultiStepEngine,
     PageCounts,
     SequenceStep,
     ShallowEngine,
@@ -68,7 +68,7 @@ cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)
 
 
-class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
+class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
     """The module belongs to it from now on: its attention is replaced, and it cannot be called from
     elsewhere."""
 
@@ -368,33 +368,35 @@ class PagedEngine(FeatureEngine, ShallowEngine, ChainEngine):
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
 
-    def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
-        """See `ChainEngine.draw_chains`. Done where steps are recorded, in one replay for all."""
+    def run_multi_step(
+        self, sequences: Sequence[MultiStep], draws: Draws
+    ) -> npt.NDArray[Any] | None:
+        """Done where steps are recorded, in one replay for all."""
         if not isinstance(self._steps, CudaRunner):
             return None
         # What will be drawn is not known yet; any token keeps its slot.
         steps = [
-            replace(chain.step, token_ids=chain.step.token_ids + (0,) * (chain.num_tokens - 1))
-            for chain in chains
+            replace(each.step, token_ids=each.step.token_ids + (0,) * (each.num_tokens - 1))
+            for each in sequences
         ]
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not self._pool.can_hold(steps):
             return None
         with self._appended(steps) as lengths, torch.inference_mode():
-            found = self._steps.draw_chains(
+            found = self._steps.run_multi_step(
                 [
-                    HeldSequence(chain.step, length, self._pool.pages(chain.step.sequence_id))
-                    for chain, length in zip(chains, lengths, strict=True)
+                    HeldSequence(each.step, length, self._pool.pages(each.step.sequence_id))
+                    for each, length in zip(sequences, lengths, strict=True)
                 ],
-                [chain.num_tokens for chain in chains],
+                [each.num_tokens for each in sequences],
                 draws,
             )
-            drawn = None if found is None else found[:, : len(chains)].cpu()
+            drawn = None if found is None else found[:, : len(sequences)].cpu()
         if drawn is None:
             self._undo(steps, lengths)
             return None
-        for chain, token_ids in zip(chains, drawn[:, :, 0].unbind(1), strict=True):
-            self._pool.name(chain.step.sequence_id, token_ids[: chain.num_tokens - 1].tolist())
+        for each, token_ids in zip(sequences, drawn[:, :, 0].unbind(1), strict=True):
+            self._pool.name(each.step.sequence_id, token_ids[: each.num_tokens - 1].tolist())
         self._pool.written(steps)
         array: npt.NDArray[Any] = drawn.numpy()
         return array

@@ -24,8 +24,8 @@ from outrider.engine.cuda.page_tables import (
     TableStep,
     ancestors_of,
     at_depth,
-    chain_words,
     exact_size,
+    multi_step_words,
     page_words,
     sizes_of_one_row,
     table_words,
@@ -120,7 +120,7 @@ class CudaRunner(Steps):
         if failures:
             raise failures[0]
 
-    def draw_chains(
+    def run_multi_step(
         self, sequences: Sequence[HeldSequence], counts: Sequence[int], draws: Draws
     ) -> torch.Tensor | None:
         """Runs these steps, each of one row of logits, and draws `counts` tokens of each, of which
@@ -135,7 +135,9 @@ class CudaRunner(Steps):
         last = self._size(at_depth(sequences, counts, depths - 1, self._spare_page))
         later = replace(last, num_rows=width, num_logits=width, num_blocks=width)
         sizes = (first, *[later] * (depths - 1))
-        tables, pages = chain_words(sequences, counts, sizes, self._page_size, self._spare_page)
+        tables, pages = multi_step_words(
+            sequences, counts, sizes, self._page_size, self._spare_page
+        )
         parameters = draws.words(width)
         if not self._fill([parameters, *tables, pages]):
             return None
@@ -162,7 +164,7 @@ class CudaRunner(Steps):
         rows = recorded_rows(num_rows)
         # Resting rows are not counted where the kernel's splits are chosen: they are soon done.
         size = replace(self._size(sequences), num_rows=rows, num_logits=rows, num_blocks=rows)
-        [tables], pages = chain_words(
+        [tables], pages = multi_step_words(
             sequences, [1] * len(sequences), [size], self._page_size, self._spare_page
         )
         if not self._fill([tables, pages]):

@@ -209,7 +209,7 @@ def at_depth(
     ]
 
 
-def chain_words(
+def multi_step_words(
     sequences: Sequence[HeldSequence],
     counts: Sequence[int],
     sizes: Sequence[TableSize],

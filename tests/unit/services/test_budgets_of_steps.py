@@ -231,6 +231,6 @@ def test_draws_of_one_call_are_as_many_as_there_is_time_for(
         pair.calls.clear()
         [found] = drafter.propose([one])
         assert found.token_ids == whole.token_ids[:num_expected]
-        assert pair.calls[0] == ("draw_chains" if num_expected else "forward")
+        assert pair.calls[0] == ("run_multi_step" if num_expected else "forward")
         assert deadline.has_cut
         monkeypatch.setattr(drafter, "_draw_s", 1.0)

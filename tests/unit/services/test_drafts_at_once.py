@@ -102,9 +102,9 @@ def pair(
 
         monkeypatch.setattr(at_once, name, made)
 
-    counted("draw_chains", at_once.draw_chains)
+    counted("run_multi_step", at_once.run_multi_step)
     counted("forward", at_once.forward)
-    monkeypatch.setattr(by_step, "draw_chains", lambda *_: None)
+    monkeypatch.setattr(by_step, "run_multi_step", lambda *_: None)
     return Pair(at_once, by_step, calls)
 
 
@@ -143,7 +143,7 @@ def test_the_same_proposals_in_one_call(pair: Pair) -> None:
     asked = requests()
     for accepted in (2, 0, 9):
         proposals = pair.propose(asked)
-        assert pair.calls == ["draw_chains"]
+        assert pair.calls == ["run_multi_step"]
         pair.calls.clear()
         following = []
         for each, proposal in zip(asked, proposals, strict=True):
@@ -182,7 +182,7 @@ def test_what_needs_a_look_in_between_is_drawn_by_step(pair: Pair, change: dict[
     asked = requests()
     asked[2] = replace(asked[2], **change)
     pair.propose(asked)
-    assert pair.calls == ["draw_chains", *["forward"] * max(1, asked[2].num_draft_tokens)]
+    assert pair.calls == ["run_multi_step", *["forward"] * max(1, asked[2].num_draft_tokens)]
     pair.calls.clear()
     for engine in (pair.at_once, pair.by_step):
         engine.release("c")
@@ -276,7 +276,7 @@ def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
         engine._module.get_input_embeddings().weight[bad] = torch.nan
     pair.calls.clear()
     found = pair.propose(asked)
-    assert pair.calls == ["draw_chains"]
+    assert pair.calls == ["run_multi_step"]
     assert any(isinstance(each, Proposal) and 0 < len(each) < 5 for each in found[:1])
 
 
