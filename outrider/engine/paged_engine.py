@@ -121,9 +121,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         self._thread_counts = {num_threads, contended_threads or num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
-        self._head: Watched | None = None
-        if shows_features or draft_heads is not None:
-            self._head = watch_head(module)
+        self._head = watch_head(module) if shows_features or draft_heads is not None else None
         check(
             self._head is None or backend is None or backend.new_recorder is None,
             "recorded steps show no features",
