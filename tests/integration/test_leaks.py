@@ -188,7 +188,7 @@ def in_use(stack: Stack) -> dict[str, int]:
     }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
         offices: Any = pool._replicas.values()
-        found[f"mailboxes of the {pool.role}"] = sum(one.num_boxes for one in offices)
+        found[f"mailboxes of the {pool.role}"] = sum(len(one.routes) for one in offices)
         for office in offices:
             for stream in office.link._streams.values():
                 found[f"parameters sent to the {pool.role}"] = len(stream._sent)

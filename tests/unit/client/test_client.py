@@ -13,7 +13,6 @@ from outrider.client import (
     ChatMessage,
     Client,
     CompletionBuilder,
-    CoordinatorDescription,
     Event,
     Finished,
     GenerateRequest,
@@ -235,10 +234,6 @@ async def test_what_cannot_be_sent_is_named(
 async def test_no_call_is_without_a_deadline(client: Client, timeout_s: float) -> None:
     with pytest.raises(BadRequest, match="timeout_s"):
         await client.cancel(ID, timeout_s)
-
-
-async def test_a_coordinator_says_what_it_serves(client: Client) -> None:
-    assert await client.describe() == CoordinatorDescription("demo", 320, 256, 2)
 
 
 async def test_a_closed_client_says_so(server: RpcServer, coordinator: _Coordinator) -> None:

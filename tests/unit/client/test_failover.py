@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, _Coordinator
+from virtual_time import virtually
 
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient, Transport
 from outrider.client.failover import (
@@ -39,6 +40,7 @@ from outrider.v1 import coordinator_pb2 as pb
 
 BROKEN = StreamBroken("down")
 REQUEST = GenerateRequest((1,))
+WHOLE = (STARTED, FIRST, SECOND, FINISHED)
 
 
 class Scripted:
@@ -78,10 +80,19 @@ class Scripted:
         self.closed = True
 
 
+def resuming(each: Any, *fields: Any, **named: Any) -> ResumingTransport:
+    return ResumingTransport(each, *fields, **named)
+
+
+async def heard_at(each: Sequence[Scripted], *fields: Any, **named: Any) -> list[Event]:
+    """Of a request with all the time that it may take."""
+    transport = resuming(each, *fields, **named)
+    return [event async for event in transport.generate(REQUEST, 600.0)]
+
+
 def heard(*transports: Scripted, resume_timeout_s: float = 15.0) -> list[Event]:
     async def main() -> list[Event]:
-        each: Any = transports
-        client = Client(ResumingTransport(each, resume_timeout_s))
+        client = Client(resuming(transports, resume_timeout_s))
         return [event async for event in client.generate(REQUEST)]
 
     return run_virtually(main())
@@ -90,7 +101,7 @@ def heard(*transports: Scripted, resume_timeout_s: float = 15.0) -> list[Event]:
 def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     first = Scripted((STARTED, FIRST, BROKEN))
     second = Scripted((STARTED, SECOND, FINISHED))
-    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    assert heard(first, second) == [*WHOLE]
     [asked] = second.asked
     assert asked is not None
     assert (asked.session_id, asked.num_tokens, asked.num_characters) == (ID, 2, 2)
@@ -101,7 +112,7 @@ def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
 def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
     """Another coordinator would have to wait for the session's lease."""
     first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
-    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    assert heard(first, second) == [*WHOLE]
     assert (len(first.asked), len(second.asked)) == (2, 0)
 
 
@@ -112,42 +123,33 @@ def test_of_several_that_break_at_once_all_go_on() -> None:
     async def main() -> None:
         gone, there = Scripted(), Scripted()
         gone.event_s = there.event_s = 0.1
-        whole = (STARTED, FIRST, SECOND, FINISHED)
+        whole = WHOLE
         gone.script = [(STARTED, FIRST, BROKEN)] * 2
         there.script = [whole, whole, (STARTED, SECOND, FINISHED), (STARTED, SECOND, FINISHED)]
-        each: Any = [gone, there]
-        transport = ResumingTransport(each)
+        each = [gone, there]
+        transport = resuming(each)
 
         async def one() -> list[Event]:
             return [event async for event in transport.generate(REQUEST, 60.0)]
 
-        assert (
-            await asyncio.gather(*(one() for _ in range(4)))
-            == [[STARTED, FIRST, SECOND, FINISHED]] * 4
-        )
+        assert await asyncio.gather(*(one() for _ in range(4))) == [[*WHOLE]] * 4
         gone.script, there.script = [], [whole] * 4
-        transport = ResumingTransport(each)
-        assert (
-            await asyncio.gather(*(one() for _ in range(4)))
-            == [[STARTED, FIRST, SECOND, FINISHED]] * 4
-        )
+        transport = resuming(each)
+        assert await asyncio.gather(*(one() for _ in range(4))) == [[*WHOLE]] * 4
 
     run_virtually(main())
 
 
-def test_a_session_that_breaks_whoever_takes_it_is_given_up() -> None:
-    async def main() -> None:
-        one, other = Scripted(), Scripted()
-        one.script = [(STARTED, BROKEN)] * 999
-        other.script = [(STARTED, BROKEN)] * 999
-        each: Any = [one, other]
-        with pytest.raises(StreamBroken):
-            async for _ in ResumingTransport(each).generate(REQUEST, 600.0):
-                pass
-        assert asyncio.get_running_loop().time() < 16.0
-        assert len(one.asked) + len(other.asked) < 40
-
-    run_virtually(main())
+@virtually
+async def test_a_session_that_breaks_whoever_takes_it_is_given_up() -> None:
+    one, other = Scripted(), Scripted()
+    one.script = [(STARTED, BROKEN)] * 999
+    other.script = [(STARTED, BROKEN)] * 999
+    each = [one, other]
+    with pytest.raises(StreamBroken):
+        await heard_at(each)
+    assert asyncio.get_running_loop().time() < 16.0
+    assert len(one.asked) + len(other.asked) < 40
 
 
 def test_it_goes_round_until_one_has_the_session() -> None:
@@ -156,28 +158,26 @@ def test_it_goes_round_until_one_has_the_session() -> None:
     first = Scripted((STARTED, FIRST, BROKEN), (BROKEN,), (BROKEN,))
     second = Scripted((leased,), (leased,), (STARTED, SECOND, BROKEN), (FINISHED,))
     third = Scripted()
-    assert heard(first, second, third) == [STARTED, FIRST, SECOND, FINISHED]
+    assert heard(first, second, third) == [*WHOLE]
     assert {request.num_tokens for request in second.asked if request} == {2, 3}
 
 
 def test_with_one_coordinator_it_is_asked_again() -> None:
     """It may have been started anew."""
-    only = Scripted((STARTED, BROKEN), (BROKEN,), (BROKEN,), (STARTED, FIRST, SECOND, FINISHED))
-    assert heard(only) == [STARTED, FIRST, SECOND, FINISHED]
+    only = Scripted((STARTED, BROKEN), (BROKEN,), (BROKEN,), WHOLE)
+    assert heard(only) == [*WHOLE]
 
 
-def test_it_is_given_up_in_time() -> None:
-    async def main() -> None:
-        only = Scripted((STARTED, FIRST, BROKEN))
-        each: Any = [only]
-        client = Client(ResumingTransport(each, 5.0))
-        with pytest.raises(StreamBroken, match="down"):
-            async for _ in client.generate(REQUEST):
-                pass
-        assert 3.0 < asyncio.get_running_loop().time() <= 5.0
-        assert len(only.asked) > 5
-
-    run_virtually(main())
+@virtually
+async def test_it_is_given_up_in_time() -> None:
+    only = Scripted((STARTED, FIRST, BROKEN))
+    each = [only]
+    client = Client(resuming(each, 5.0))
+    with pytest.raises(StreamBroken, match="down"):
+        async for _ in client.generate(REQUEST):
+            pass
+    assert 3.0 < asyncio.get_running_loop().time() <= 5.0
+    assert len(only.asked) > 5
 
 
 def test_without_time_to_resume_the_first_break_is_the_end() -> None:
@@ -189,8 +189,8 @@ def test_without_time_to_resume_the_first_break_is_the_end() -> None:
 
 
 def test_nothing_told_yet_is_asked_anew_of_each_once() -> None:
-    first, second = Scripted((BROKEN,)), Scripted((STARTED, FIRST, SECOND, FINISHED))
-    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    first, second = Scripted((BROKEN,)), Scripted(WHOLE)
+    assert heard(first, second) == [*WHOLE]
     assert second.asked == [None]
     first, second = Scripted((BROKEN,)), Scripted((BROKEN,))
     with pytest.raises(StreamBroken):
@@ -215,86 +215,69 @@ def test_what_a_coordinator_answers_stands(script: tuple[Event | OutriderError, 
     assert not other.asked
 
 
-def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() -> None:
+@virtually
+async def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() -> None:
     """The next one, which may reach what that one does not; and not for ever."""
-
-    async def main() -> None:
-        away, loop = Unavailable("no target", 1500), asyncio.get_running_loop()
-        one, other = Scripted((away,), (STARTED, FIRST, SECOND, FINISHED)), Scripted((away,))
-        each: Any = [one, other]
-        transport = ResumingTransport(each, random=lambda: 0.0)
-        found = [event async for event in transport.generate(REQUEST, 600.0)]
-        assert found == [STARTED, FIRST, SECOND, FINISHED]
-        assert loop.time() == pytest.approx(1.5)
-        assert len(other.asked) == 1
-        each = [Scripted(*[(away,)] * 99)]
-        with pytest.raises(Unavailable, match="no target"):
-            transport = ResumingTransport(each, 5.0, random=lambda: 0.0)
-            async for _ in transport.generate(REQUEST, 600.0):
-                pass
-        assert loop.time() <= 1.5 + 5.0
-        assert len(each[0].asked) == 4
-
-    run_virtually(main())
+    away, loop = Unavailable("no target", 1500), asyncio.get_running_loop()
+    one, other = Scripted((away,), WHOLE), Scripted((away,))
+    each = [one, other]
+    found = await heard_at(each, random=lambda: 0.0)
+    assert found == [*WHOLE]
+    assert loop.time() == pytest.approx(1.5)
+    assert len(other.asked) == 1
+    each = [Scripted(*[(away,)] * 99)]
+    with pytest.raises(Unavailable, match="no target"):
+        await heard_at(each, 5.0, random=lambda: 0.0)
+    assert loop.time() <= 1.5 + 5.0
+    assert len(each[0].asked) == 4
 
 
-def test_of_those_that_take_long_to_say_no_each_is_asked_once() -> None:
+@virtually
+async def test_of_those_that_take_long_to_say_no_each_is_asked_once() -> None:
     """A coordinator waits itself for a target to come."""
-
-    async def main() -> None:
-        each: Any = [Scripted(*[(Unavailable("no target"),)] * 9) for _ in range(2)]
-        for one in each:
-            one.event_s = 60.0
-        with pytest.raises(Unavailable, match="no target"):
-            async for _ in ResumingTransport(each).generate(REQUEST, 600.0):
-                pass
-        assert [len(one.asked) for one in each] == [1, 1]
-
-    run_virtually(main())
+    each = [Scripted(*[(Unavailable("no target"),)] * 9) for _ in range(2)]
+    for one in each:
+        one.event_s = 60.0
+    with pytest.raises(Unavailable, match="no target"):
+        await heard_at(each)
+    assert [len(one.asked) for one in each] == [1, 1]
 
 
-def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
+@virtually
+async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
     """Neither do those wait that find it so, nor do others begin there until it said."""
-
-    async def main() -> None:
-        whole = (STARTED, FIRST, SECOND, FINISHED)
-        away = Scripted(*[(Unavailable("no target", 60_000),)] * 9)
-        each: Any = [away, Scripted(*[whole] * 9)]
-        transport = ResumingTransport(each)
-        for _ in range(6):
-            assert len([event async for event in transport.generate(REQUEST, 600.0)]) == 4
-        assert asyncio.get_running_loop().time() == 0.0
-        assert len(away.asked) == 1
-
-    run_virtually(main())
+    whole = WHOLE
+    away = Scripted(*[(Unavailable("no target", 60_000),)] * 9)
+    each = [away, Scripted(*[whole] * 9)]
+    transport = resuming(each)
+    for _ in range(6):
+        assert len([event async for event in transport.generate(REQUEST, 600.0)]) == 4
+    assert asyncio.get_running_loop().time() == 0.0
+    assert len(away.asked) == 1
 
 
-def test_one_that_is_gone_does_not_keep_others_from_being_asked_again() -> None:
-    async def main() -> None:
-        soon = Unavailable("no target", 1000)
-        gone = Scripted(*[(BROKEN,)] * 9)
-        each: Any = [gone, Scripted((soon,), (soon,), (STARTED, FIRST, SECOND, FINISHED))]
-        found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
-        assert found == [STARTED, FIRST, SECOND, FINISHED]
-
-    run_virtually(main())
+@virtually
+async def test_one_that_is_gone_does_not_keep_others_from_being_asked_again() -> None:
+    soon = Unavailable("no target", 1000)
+    gone = Scripted(*[(BROKEN,)] * 9)
+    each = [gone, Scripted((soon,), (soon,), WHOLE)]
+    found = await heard_at(each)
+    assert found == [*WHOLE]
 
 
-def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over() -> None:
-    async def main() -> None:
-        leased = Unavailable("another coordinator has it", 1700)
-        gone, other = (
-            Scripted((STARTED, FIRST, BROKEN)),
-            Scripted((leased,), (STARTED, SECOND, FINISHED)),
-        )
-        each: Any = [gone, other]
-        found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
-        assert found == [STARTED, FIRST, SECOND, FINISHED]
-        # The first question is put a moment after the stream broke.
-        assert 1.7 <= asyncio.get_running_loop().time() < 1.8 + LEASE_WAIT_SPREAD_MS / 1e3
-        assert len(gone.asked) == 2
-
-    run_virtually(main())
+@virtually
+async def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over() -> None:
+    leased = Unavailable("another coordinator has it", 1700)
+    gone, other = (
+        Scripted((STARTED, FIRST, BROKEN)),
+        Scripted((leased,), (STARTED, SECOND, FINISHED)),
+    )
+    each = [gone, other]
+    found = await heard_at(each)
+    assert found == [*WHOLE]
+    # The first question is put a moment after the stream broke.
+    assert 1.7 <= asyncio.get_running_loop().time() < 1.8 + LEASE_WAIT_SPREAD_MS / 1e3
+    assert len(gone.asked) == 2
 
 
 def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
@@ -322,7 +305,7 @@ def test_nobody_stays_at_one_that_never_can() -> None:
         Scripted(*[(closing,)] * 20),
         Scripted((SECOND, FINISHED)),
     )
-    assert heard(first, second, third) == [STARTED, FIRST, SECOND, FINISHED]
+    assert heard(first, second, third) == [*WHOLE]
     assert len(second.asked) == 2
 
 
@@ -346,18 +329,16 @@ def test_waits_grow_and_begin_anew_with_what_comes() -> None:
         told.wait_after(BROKEN, 100.0, 100.0)
 
 
-def test_other_calls_go_to_one_that_answers() -> None:
-    async def main() -> None:
-        each: Any = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]
-        transport = ResumingTransport(each)
-        assert await transport.describe(1.0) == "second"
-        assert await transport.describe(1.0) == "first"
-        assert await transport.healthy(1.0)
-        assert transport.address == "scripted,scripted"
-        await transport.close()
-        assert all(one.closed for one in each)
-
-    run_virtually(main())
+@virtually
+async def test_other_calls_go_to_one_that_answers() -> None:
+    each = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]
+    transport = resuming(each)
+    assert await transport.describe(1.0) == "second"
+    assert await transport.describe(1.0) == "first"
+    assert await transport.healthy(1.0)
+    assert transport.address == "scripted,scripted"
+    await transport.close()
+    assert all(one.closed for one in each)
 
 
 @pytest.mark.parametrize("server", ["", "127.0.0.1:1,", ",127.0.0.1:1"])
@@ -412,12 +393,9 @@ async def test_a_server_that_ends_within_a_stream_is_replaced_by_the_other(
         async with Client(addresses) as client:
             found = [event async for event in client.generate(REQUEST)]
             assert [event async for event in client.resume(ID, 2)] == [STARTED, SECOND, FINISHED]
-    assert found == [STARTED, FIRST, SECOND, FINISHED]
+    assert found == [*WHOLE]
     assert other.resumed == [(ID, 2)] * 2
     await server.stop()
-
-
-WHOLE = (STARTED, FIRST, SECOND, FINISHED)
 
 
 class Names:

@@ -32,7 +32,6 @@ from outrider.limits import OPEN_TRIES_MAX
 from outrider.messages import ProposalReply
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import (
-    ChatMessage,
     Event,
     Finished,
     GenerateRequest,
@@ -292,35 +291,6 @@ def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
                 await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
 
     asyncio.run(main())
-
-
-def test_a_text_that_no_prompt_can_hold_is_not_tokenized() -> None:
-    async def main() -> None:
-        text = SlowText()
-        async with bench(text=text) as b:
-            limit = 64 * text.token_bytes_max
-            await b.events(GenerateRequest("x" * 100, max_tokens=1))
-            num_calls = text.num_calls
-            for prompt in ("x" * (limit + 1), (ChatMessage("user", "é" * limit),)):
-                with pytest.raises(BadRequest, match=str(limit)):
-                    await b.events(GenerateRequest(prompt, max_tokens=1))
-            assert text.num_calls == num_calls
-
-    asyncio.run(main())
-
-
-@virtually
-async def test_health_follows_the_store_and_the_target() -> None:
-    async with bench() as b:
-        assert await b.service.healthy()
-        load = b.store.load
-        b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
-        assert not await b.service.healthy()
-        b.store.load = load  # type: ignore[method-assign]
-        b.target_link.sever(LinkLost("gone"), reachable=False)
-        assert not await b.service.healthy()
-        b.target_link.restore()
-        assert await b.service.healthy()
 
 
 @virtually

@@ -49,18 +49,6 @@ async def test_a_call_has_a_bound() -> None:
 
 
 @virtually
-async def test_nothing_is_shown_before_it_is_stored() -> None:
-    async with bench() as b:
-        session = await b.session()
-        assert await b.committer.shown(session, 3) == 3
-        b.decide(session, 4)
-        start = now()
-        assert await b.committer.shown(session, 4) == 7
-        assert now() == pytest.approx(start + LATENCY_S)
-        assert len(await b.stored(session)) == 7
-
-
-@virtually
 async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
     """An outage of a minute: nothing is shown, tries grow rarer, and then all is stored at once."""
     async with bench() as b:
@@ -81,19 +69,6 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
         before = len(b.store.appends)
         assert await shown == 7
         assert len(b.store.appends) == before + 1
-        assert await b.stored(session) == tuple(session.tokens.ids)
-
-
-@virtually
-async def test_an_answer_that_is_lost_does_not_repeat_tokens() -> None:
-    async with bench() as b:
-        session = await b.session()
-        b.store.fails = lambda: "answer"
-        b.decide(session, 2)
-        await asyncio.sleep(1)
-        b.decide(session, 2)
-        b.store.fails = lambda: ""
-        await b.committer.shown(session, 7)
         assert await b.stored(session) == tuple(session.tokens.ids)
 
 
@@ -161,22 +136,6 @@ async def test_the_age_of_a_token_counts_only_while_it_is_uncommitted() -> None:
             assert now() == start
             b.decide(session, 17)
             await asyncio.sleep(0.1)
-
-
-@virtually
-async def test_a_lost_tail_is_sent_again() -> None:
-    """The store restarts without its last tokens; what was shown stays shown and comes back."""
-    async with bench() as b:
-        session = await b.session()
-        before = b.store.snapshot()
-        b.decide(session, 5)
-        await b.committer.shown(session, 8)
-        b.store.restore(before)
-        b.decide(session)
-        assert await b.committer.shown(session, 8) == 8
-        await b.committer.shown(session, 9)
-        assert await b.stored(session) == tuple(session.tokens.ids)
-        b.committer.check_integrity()
 
 
 @virtually
@@ -259,21 +218,6 @@ async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
 
 
 @virtually
-async def test_a_tail_that_is_lost_before_the_end_is_sent_again() -> None:
-    """The store restarts after its last acknowledgement and before it hears of the end."""
-    async with bench() as b:
-        session = await b.session()
-        before = b.store.snapshot()
-        b.decide(session, 5)
-        await b.committer.shown(session, 8)
-        b.store.restore(before)
-        await b.committer.finish(session, FinishReason.STOP)
-        record = await b.store.load(session.session_id)
-        assert record.token_ids == tuple(session.tokens.ids)
-        assert record.finish_reason is FinishReason.STOP
-
-
-@virtually
 async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
     """All tokens are stored when the store loses the take-over, and the end is the first that the
     owner sends then. No answer is recorded as finished before it is whole."""
@@ -311,17 +255,6 @@ async def test_an_owner_whose_epoch_was_given_again_ends_nothing() -> None:
             await b.committer.finish(session, FinishReason.CANCELLED)
         record = await b.store.load(IDS[0])
         assert (record.owner, record.finish_reason) == ("carl", None)
-
-
-@virtually
-async def test_finishing_a_taken_session_says_so() -> None:
-    async with bench() as b:
-        session = await b.session()
-        await b.store.end_lease("anna")
-        await b.store.take_over(await b.store.load(session.session_id), "bert")
-        with pytest.raises(StaleEpoch):
-            await b.committer.finish(session, FinishReason.STOP)
-        assert (await b.store.load(session.session_id)).state is SessionState.RUNNING
 
 
 @virtually

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from session_links import context_of, session
+from virtual_time import virtually
 
 from coordinator.decoding.loop import Decoding
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import DraftedBeside, PlayedRound
 from coordinator.routing.drafts import Drafted
-from outrider.clock import run_virtually
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription, ReplyKey, VerdictReply
 from outrider.speculation.accept_reject import Verdict, decide
@@ -71,7 +71,8 @@ def test_what_a_targets_own_drafts_cost_is_known(draft_s: float, acceptance: flo
     assert found > 0.97 / 0.016
 
 
-def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
+@virtually
+async def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
     """What the target took for the next proposal is told apart from its step, and what this
     round's took comes with it."""
     notes: list[PlayedRound] = []
@@ -80,19 +81,16 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
         def note(self, played: PlayedRound) -> None:
             notes.append(played)
 
-    async def main() -> None:
-        parts: Any = dict.fromkeys(("completion", "target", "draft", "committer", "meter"))
-        lengths: Any = Lengths()
-        decoding = Decoding(context_of(session()), lengths=lengths, length_max=99, **parts)
-        reply = VerdictReply(
-            ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
-            queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
-        )  # fmt: skip
-        beside = DraftedBeside(3, 0.02, 0.01)
-        drafted = Drafted(NOTHING_SEALED, "local", 0.0, 2, beside=beside)
-        decoding._note(drafted, reply, decide(reply.verdict, (), Rule.GREEDY, ()))
-
-    run_virtually(main())
+    parts: Any = dict.fromkeys(("completion", "target", "draft", "committer", "meter"))
+    lengths: Any = Lengths()
+    decoding = Decoding(context_of(session()), lengths=lengths, length_max=99, **parts)
+    reply = VerdictReply(
+        ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
+        queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
+    )  # fmt: skip
+    beside = DraftedBeside(3, 0.02, 0.01)
+    drafted = Drafted(NOTHING_SEALED, "local", 0.0, 2, beside=beside)
+    decoding._note(drafted, reply, decide(reply.verdict, (), Rule.GREEDY, ()))
     [played] = notes
     assert played.target_s == pytest.approx(0.035)
     assert played.next_draft_s == pytest.approx(0.01)

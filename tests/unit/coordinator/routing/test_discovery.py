@@ -4,10 +4,12 @@ virtual clock."""
 from __future__ import annotations
 
 import asyncio
-import logging
+import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import pytest
 from memory_registry import MemoryRegistry
@@ -107,353 +109,282 @@ class World:
         await self.pool.close()
 
 
-def play(scene: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            await scene(world)
-        finally:
-            await world.close()
+def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in a world on a virtual clock."""
 
-    run_virtually(main())
+    @wraps(test)
+    def run(**given: Any) -> None:
+        async def main() -> None:
+            world = World()
+            try:
+                await test(world, **given)
+            finally:
+                await world.close()
 
+        run_virtually(main())
 
-def test_what_other_coordinators_run_is_known() -> None:
-    async def scene(world: World) -> None:
-        def load() -> int:
-            return sum(peer.load for peer in world.fleet.peers)
-
-        following = asyncio.create_task(Discovery("coordinator", world.fleet, world.registry).run())
-        for name, one in (("a", 5), ("b", 7), ("c", 11)):
-            await world.registry.announce(replace(record(name), role="coordinator", load=one))
-        await asyncio.sleep(SOON_S)
-        assert load() == 18
-        world.registry.failure = StoreUnavailable("away")
-        await asyncio.sleep(SOON_S)
-        assert load() == 18
-        world.registry.failure = None
-        await asyncio.sleep(LEASE_S)
-        assert load() == 0
-        following.cancel()
-
-    play(scene)
+    signature = inspect.signature(test)
+    others = list(signature.parameters.values())[1:]
+    run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return run
 
 
-def test_who_is_announced_joins_at_its_address_and_stays() -> None:
-    async def scene(world: World) -> None:
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == ["a"]
-        world.live("b")
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == ["a", "b"]
-        await asyncio.sleep(10 * LEASE_S)
-        assert world.pool.names == ["a", "b"]
-        assert world.addresses == ["a:1", "b:1"]
+@played
+async def test_what_other_coordinators_run_is_known(world: World) -> None:
+    def load() -> int:
+        return sum(peer.load for peer in world.fleet.peers)
 
-    play(scene)
-
-
-def test_other_roles_are_others_matter() -> None:
-    async def scene(world: World) -> None:
-        await world.registry.announce(replace(record("a"), role="draft"))
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == []
-        assert world.links == []
-
-    play(scene)
+    following = asyncio.create_task(Discovery("coordinator", world.fleet, world.registry).run())
+    for name, one in (("a", 5), ("b", 7), ("c", 11)):
+        await world.registry.announce(replace(record(name), role="coordinator", load=one))
+    await asyncio.sleep(SOON_S)
+    assert load() == 18
+    world.registry.failure = StoreUnavailable("away")
+    await asyncio.sleep(SOON_S)
+    assert load() == 18
+    world.registry.failure = None
+    await asyncio.sleep(LEASE_S)
+    assert load() == 0
+    following.cancel()
 
 
-def test_one_that_says_that_it_leaves_gets_no_more_sessions() -> None:
+@played
+async def test_who_is_announced_joins_at_its_address_and_stays(world: World) -> None:
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    assert world.pool.names == ["a"]
+    world.live("b")
+    await asyncio.sleep(SOON_S)
+    assert world.pool.names == ["a", "b"]
+    await asyncio.sleep(10 * LEASE_S)
+    assert world.pool.names == ["a", "b"]
+    assert world.addresses == ["a:1", "b:1"]
+
+
+@played
+async def test_one_that_says_that_it_leaves_gets_no_more_sessions(world: World) -> None:
     """It stays for those that it has, until it is announced no more."""
-
-    async def scene(world: World) -> None:
-        await world.registry.announce(record("a"))
-        await asyncio.sleep(SOON_S)
-        assert world.pool.num_present == 1
-        await world.registry.announce(replace(record("a"), leaving=True))
-        await asyncio.sleep(SOON_S)
-        assert world.pool.num_present == 0
-        assert world.pool.names == ["a"]
-        await world.registry.withdraw("target", "a")
-        world.links[0][1].away_until = math.inf
-        await asyncio.sleep(LEASE_S + 2 * SOON_S)
-        assert world.pool.names == []
-
-    play(scene)
+    await world.registry.announce(record("a"))
+    await asyncio.sleep(SOON_S)
+    assert world.pool.num_present == 1
+    await world.registry.announce(replace(record("a"), leaving=True))
+    await asyncio.sleep(SOON_S)
+    assert world.pool.num_present == 0
+    assert world.pool.names == ["a"]
+    await world.registry.withdraw("target", "a")
+    world.links[0][1].away_until = math.inf
+    await asyncio.sleep(LEASE_S + 2 * SOON_S)
+    assert world.pool.names == []
 
 
-def test_one_that_leaves_before_it_has_joined_does_not_join() -> None:
-    async def scene(world: World) -> None:
-        world.live("b")
-        await asyncio.sleep(SOON_S)
-        leaving = replace(record("a"), leaving=True, weights=TOY.weights)
-        await world.registry.announce(leaving)
-        await asyncio.sleep(4 * SOON_S)
-        assert world.pool.names == ["b"]
-        assert world.addresses == ["b:1"]
-
-    play(scene)
-
-
-def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left() -> None:
-    """A coordinator that comes in the middle of an upgrade is asked for sessions of both."""
-
-    async def scene(world: World) -> None:
-        world.prepared["b:1"] = ScriptedLink()
-        world.prepared["b:1"].description = replace(TOY, weights_fingerprint="new")
-        world.live("b")
-        await asyncio.sleep(SOON_S)
-        leaving = replace(record("a"), leaving=True, weights=TOY.weights)
-        await world.registry.announce(leaving)
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == ["b", "a"]
-        assert world.pool.num_present == 1
-        assert world.pool.newest(TOY.weights)
-        found = world.pool.find(b"", TOY.weights)
-        assert found is not None
-        assert found.name == "a"
-
-    play(scene)
+@played
+async def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left(world: World) -> None:
+    """A coordinator that comes in the middle of an upgrade is asked for sessions of both.
+    Such as leave and have weights that others have do not join."""
+    world.prepared["b:1"] = ScriptedLink()
+    world.prepared["b:1"].description = replace(TOY, weights_fingerprint="new")
+    world.live("b")
+    await asyncio.sleep(SOON_S)
+    leaving = replace(record("a"), leaving=True, weights=TOY.weights)
+    await world.registry.announce(leaving)
+    known = world.prepared["b:1"].description.weights
+    await world.registry.announce(replace(record("c"), leaving=True, weights=known))
+    await asyncio.sleep(SOON_S)
+    assert world.pool.names == ["b", "a"]
+    assert world.pool.num_present == 1
+    assert world.pool.newest(TOY.weights)
+    found = world.pool.find(b"", TOY.weights)
+    assert found is not None
+    assert found.name == "a"
 
 
-def test_one_that_leaves_while_it_joins_gets_no_sessions() -> None:
-    async def scene(world: World) -> None:
-        world.prepared["a:1"] = SlowLink(1.0)
-        await world.registry.announce(record("a"))
-        await asyncio.sleep(SOON_S)
-        await world.registry.announce(replace(record("a"), leaving=True))
-        await asyncio.sleep(1.0 + SOON_S)
-        assert world.pool.names == ["a"]
-        assert world.pool.num_present == 0
-
-    play(scene)
+@played
+async def test_one_that_leaves_while_it_joins_gets_no_sessions(world: World) -> None:
+    world.prepared["a:1"] = SlowLink(1.0)
+    await world.registry.announce(record("a"))
+    await asyncio.sleep(SOON_S)
+    await world.registry.announce(replace(record("a"), leaving=True))
+    await asyncio.sleep(1.0 + SOON_S)
+    assert world.pool.names == ["a"]
+    assert world.pool.num_present == 0
 
 
-def test_silence_as_long_as_a_lease_takes_a_replica_out() -> None:
+@played
+async def test_silence_as_long_as_a_lease_takes_a_replica_out(world: World) -> None:
     """Counted from when the registry last had it, which is up to a lease behind its last word."""
-
-    async def scene(world: World) -> None:
-        world.live("a", "b")
-        await asyncio.sleep(10 + SOON_S)
-        world.die("a")  # Its last word was at 10, the registry's of it at 12.5.
-        await asyncio.sleep(LEASE_S + 1.5)
-        assert world.pool.names == ["a", "b"]
-        await asyncio.sleep(1.5)
-        assert world.pool.names == ["b"]
-        assert [link.is_closed for _, link in world.links] == [True, False]
-
-    play(scene)
+    world.live("a", "b")
+    await asyncio.sleep(10 + SOON_S)
+    world.die("a")  # Its last word was at 10, the registry's of it at 12.5.
+    await asyncio.sleep(LEASE_S + 1.5)
+    assert world.pool.names == ["a", "b"]
+    await asyncio.sleep(1.5)
+    assert world.pool.names == ["b"]
+    assert [link.is_closed for _, link in world.links] == [True, False]
 
 
-def test_one_that_only_the_registry_does_not_hear_stays() -> None:
+@played
+async def test_one_that_only_the_registry_does_not_hear_stays(world: World) -> None:
     """For as long as it answers when it is asked, once a lease."""
-
-    async def scene(world: World) -> None:
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        world.fall_silent("a")
-        await asyncio.sleep(5 * LEASE_S)
-        assert world.pool.names == ["a"]
-        world.links[0][1].away_until = math.inf
-        await asyncio.sleep(LEASE_S + SOON_S)
-        assert world.pool.names == []
-
-    play(scene)
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    world.fall_silent("a")
+    await asyncio.sleep(5 * LEASE_S)
+    assert world.pool.names == ["a"]
+    world.links[0][1].away_until = math.inf
+    await asyncio.sleep(LEASE_S + SOON_S)
+    assert world.pool.names == []
 
 
 @pytest.mark.parametrize("begun_with", [False, True])
-def test_one_whose_address_another_one_has_is_gone_though_that_one_answers(
-    begun_with: bool,
+@played
+async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers(
+    world: World, begun_with: bool
 ) -> None:
     """As where replicas of one machine take the ports of those that died: the old name does not
     stay beside the new one."""
-
-    async def scene(world: World) -> None:
-        if begun_with:
-            await world.pool.join("a", ScriptedLink())
-            world.follow({"a": "a:1"})
-        else:
-            await world.registry.announce(record("a"))
-        await asyncio.sleep(SOON_S)
-        world.live("b")
-        world.says["b"] = replace(record("b"), address="a:1")
-        await asyncio.sleep(2 * LEASE_S)
-        assert world.pool.names == ["b"]
-        await asyncio.sleep(2 * LEASE_S)
-        assert world.pool.names == ["b"]
-
-    play(scene)
+    if begun_with:
+        await world.pool.join("a", ScriptedLink())
+        world.follow({"a": "a:1"})
+    else:
+        await world.registry.announce(record("a"))
+    await asyncio.sleep(SOON_S)
+    world.live("b")
+    world.says["b"] = replace(record("b"), address="a:1")
+    await asyncio.sleep(2 * LEASE_S)
+    assert world.pool.names == ["b"]
+    await asyncio.sleep(2 * LEASE_S)
+    assert world.pool.names == ["b"]
 
 
-def test_one_that_was_taken_out_joins_again_when_it_is_announced_again() -> None:
-    async def scene(world: World) -> None:
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        world.die("a")
-        await asyncio.sleep(3 * LEASE_S)
-        assert world.pool.names == []
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == ["a"]
-        await asyncio.sleep(2 * LEASE_S)
-        assert world.pool.names == ["a"]
-        assert world.addresses == ["a:1", "a:1"]
-
-    play(scene)
+@played
+async def test_one_that_was_taken_out_joins_again_when_it_is_announced_again(world: World) -> None:
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    world.die("a")
+    await asyncio.sleep(3 * LEASE_S)
+    assert world.pool.names == []
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    assert world.pool.names == ["a"]
+    await asyncio.sleep(2 * LEASE_S)
+    assert world.pool.names == ["a"]
+    assert world.addresses == ["a:1", "a:1"]
 
 
-def test_one_that_was_there_from_the_beginning_is_followed_too() -> None:
+@played
+async def test_one_that_was_there_from_the_beginning_is_followed_too(world: World) -> None:
     """It is not joined anew, and taken out where the registry does not have it."""
-
-    async def scene(world: World) -> None:
-        gone = ScriptedLink()
-        await world.pool.join_all({"a": ScriptedLink(), "b": gone})
-        gone.away_until = math.inf
-        world.live("a")
-        await asyncio.sleep(LEASE_S)
-        assert world.pool.names == ["a", "b"]
-        await asyncio.sleep(2 * SOON_S)
-        assert world.pool.names == ["a"]
-        assert world.links == []
-
-    play(scene)
+    gone = ScriptedLink()
+    await world.pool.join_all({"a": ScriptedLink(), "b": gone})
+    gone.away_until = math.inf
+    world.live("a")
+    await asyncio.sleep(LEASE_S)
+    assert world.pool.names == ["a", "b"]
+    await asyncio.sleep(2 * SOON_S)
+    assert world.pool.names == ["a"]
+    assert world.links == []
 
 
-def test_one_is_asked_once_however_long_it_takes_to_answer() -> None:
-    async def scene(world: World) -> None:
-        world.prepared["a:1"] = SlowLink(5 * READ_PERIOD_S)
-        world.live("a", "b")
-        await asyncio.sleep(SOON_S)
-        assert world.pool.names == ["b"]
-        await asyncio.sleep(5 * READ_PERIOD_S)
-        assert world.pool.names == ["b", "a"]
-        await asyncio.sleep(SOON_S)
-        assert world.addresses == ["a:1", "b:1"]
-
-    play(scene)
+@played
+async def test_one_is_asked_once_however_long_it_takes_to_answer(world: World) -> None:
+    world.prepared["a:1"] = SlowLink(5 * READ_PERIOD_S)
+    world.live("a", "b")
+    await asyncio.sleep(SOON_S)
+    assert world.pool.names == ["b"]
+    await asyncio.sleep(5 * READ_PERIOD_S)
+    assert world.pool.names == ["b", "a"]
+    await asyncio.sleep(SOON_S)
+    assert world.addresses == ["a:1", "b:1"]
 
 
 @pytest.mark.parametrize("reason", ["away", "another vocabulary"])
-def test_one_that_cannot_join_is_asked_again_after_a_while(reason: str) -> None:
-    async def scene(world: World) -> None:
-        link = world.prepared["a:1"] = ScriptedLink()
-        if reason == "away":
-            link.away_until = 1.0
-        else:
-            link.description = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        assert link.is_closed
-        world.prepared.clear()
-        await asyncio.sleep(REFUSED_S - 0.2)
-        assert world.addresses == ["a:1"]
-        assert world.pool.names == []
-        await asyncio.sleep(SOON_S)
-        assert world.addresses == ["a:1", "a:1"]
-        assert world.pool.names == ["a"]
-
-    play(scene)
+@played
+async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World, reason: str) -> None:
+    link = world.prepared["a:1"] = ScriptedLink()
+    if reason == "away":
+        link.away_until = 1.0
+    else:
+        link.description = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    assert link.is_closed
+    world.prepared.clear()
+    await asyncio.sleep(REFUSED_S - 0.2)
+    assert world.addresses == ["a:1"]
+    assert world.pool.names == []
+    await asyncio.sleep(SOON_S)
+    assert world.addresses == ["a:1", "a:1"]
+    assert world.pool.names == ["a"]
 
 
-def test_nothing_is_kept_of_those_that_never_joined() -> None:
-    """Replicas that do not fit may come and go for years, each under a name of its own."""
-
-    async def scene(world: World) -> None:
-        for n in range(4):
-            world.prepared[f"r{n}:1"] = ScriptedLink()
-            world.prepared[f"r{n}:1"].away_until = 99.0
-            await world.registry.announce(replace(record(f"r{n}"), leaving=n == 0))
-        await asyncio.sleep(SOON_S)
-        assert world.addresses == ["r0:1", "r1:1", "r2:1", "r3:1"]
-        world.live("r3")
-        await asyncio.sleep(2 * LEASE_S)
-        assert list(world.roster._heard_at) == ["r3"]
-        assert list(world.roster._not_before) == ["r3"]
-
-    play(scene)
-
-
-def test_while_the_registry_is_away_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+@played
+async def test_while_the_registry_is_away_nothing_changes(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     """That is said once for each time that it goes away."""
 
-    async def scene(world: World) -> None:
-        world.live("a", "b")
-        await asyncio.sleep(SOON_S)
-        for _ in range(2):
-            world.registry.failure = StoreUnavailable("no answer")
-            await asyncio.sleep(10 * LEASE_S)
-            assert world.pool.num_present == 2
-            world.registry.failure = None
-            await asyncio.sleep(2 * LEASE_S)
-            assert world.pool.num_present == 2
-
-    with caplog.at_level(logging.WARNING):
-        play(scene)
+    world.live("a", "b")
+    await asyncio.sleep(SOON_S)
+    for _ in range(2):
+        world.registry.failure = StoreUnavailable("no answer")
+        await asyncio.sleep(10 * LEASE_S)
+        assert world.pool.num_present == 2
+        world.registry.failure = None
+        await asyncio.sleep(2 * LEASE_S)
+        assert world.pool.num_present == 2
     assert [entry.getMessage() for entry in caplog.records] == [
         "targets may come and go unseen: no answer"
     ] * 2
 
 
-def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once() -> None:
+@played
+async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: World) -> None:
     """Who lives has a lease's time to say its name again; who does not is out then."""
-
-    async def scene(world: World) -> None:
-        world.live("a", "b")
-        await asyncio.sleep(SOON_S)
-        world.registry.failure = StoreUnavailable("no answer")
-        world.die("a")
-        world.die("b")
-        await asyncio.sleep(10 * LEASE_S)
-        world.registry.failure = None
-        await asyncio.sleep(LEASE_S - SOON_S)
-        assert world.pool.names == ["a", "b"]
-        world.live("b")
-        await asyncio.sleep(3 * SOON_S)
-        assert world.pool.names == ["b"]
-
-    play(scene)
+    world.live("a", "b")
+    await asyncio.sleep(SOON_S)
+    world.registry.failure = StoreUnavailable("no answer")
+    world.die("a")
+    world.die("b")
+    await asyncio.sleep(10 * LEASE_S)
+    world.registry.failure = None
+    await asyncio.sleep(LEASE_S - SOON_S)
+    assert world.pool.names == ["a", "b"]
+    world.live("b")
+    await asyncio.sleep(3 * SOON_S)
+    assert world.pool.names == ["b"]
 
 
-def test_one_whose_joining_is_cut_short_is_let_go() -> None:
+@played
+async def test_one_whose_joining_is_cut_short_is_let_go(world: World) -> None:
     """As when a coordinator stops."""
-
-    async def scene(world: World) -> None:
-        link = world.prepared["a:1"] = SlowLink(5.0)
-        world.live("a")
-        await asyncio.sleep(SOON_S)
-        world.following.cancel()
-        await asyncio.sleep(0.1)
-        assert link.is_closed
-        await asyncio.sleep(10.0)
-        assert world.pool.names == []
-
-    play(scene)
+    link = world.prepared["a:1"] = SlowLink(5.0)
+    world.live("a")
+    await asyncio.sleep(SOON_S)
+    world.following.cancel()
+    await asyncio.sleep(0.1)
+    assert link.is_closed
+    await asyncio.sleep(10.0)
+    assert world.pool.names == []
 
 
-def test_a_coordinator_begins_with_whoever_is_there() -> None:
-    async def scene(world: World) -> None:
-        for role, name, leaving in (
-            ("target", "a", False), ("target", "b", True), ("draft", "c", False)
-        ):  # fmt: skip
-            await world.registry.announce(replace(record(name), role=role, leaving=leaving))
-        began = asyncio.get_running_loop().time()
-        assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {"c": "c:1"})
-        assert asyncio.get_running_loop().time() == began
-
-    play(scene)
+@played
+async def test_a_coordinator_begins_with_whoever_is_there(world: World) -> None:
+    for role, name, leaving in (
+        ("target", "a", False), ("target", "b", True), ("draft", "c", False)
+    ):  # fmt: skip
+        await world.registry.announce(replace(record(name), role=role, leaving=leaving))
+    began = asyncio.get_running_loop().time()
+    assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {"c": "c:1"})
+    assert asyncio.get_running_loop().time() == began
 
 
-def test_a_coordinator_waits_until_a_target_can_have_said_its_name() -> None:
+@played
+async def test_a_coordinator_waits_until_a_target_can_have_said_its_name(world: World) -> None:
     """As after a registry has lost everything."""
-
-    async def scene(world: World) -> None:
-        asyncio.get_running_loop().call_later(RENEWAL_S, world.live, "a")
-        assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {})
-        world.die("a")
-        world.registry.forget()
-        began = asyncio.get_running_loop().time()
-        assert await replicas_at_first(world.registry) == ({}, {})
-        assert asyncio.get_running_loop().time() == pytest.approx(began + LEASE_S)
-
-    play(scene)
+    asyncio.get_running_loop().call_later(RENEWAL_S, world.live, "a")
+    assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {})
+    world.die("a")
+    world.registry.forget()
+    began = asyncio.get_running_loop().time()
+    assert await replicas_at_first(world.registry) == ({}, {})
+    assert asyncio.get_running_loop().time() == pytest.approx(began + LEASE_S)
