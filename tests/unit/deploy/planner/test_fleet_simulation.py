@@ -145,16 +145,6 @@ def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
     assert 1 / rounds == pytest.approx(step_s + 0.004, rel=0.03)
 
 
-def test_coordinators_are_a_thread_each() -> None:
-    """At 20 ms a round one thread plays 50 a second, and two play twice as many."""
-    for number in (1, 2):
-        found = _simulated(
-            sessions=16, targets=4, drafts=4, coordinators=number, coordinator_s=0.020
-        )
-        assert found.rounds_per_second == pytest.approx(50 * number, rel=0.02)
-        assert found.coordinators.busy == pytest.approx(1.0, abs=0.02)
-
-
 def test_a_rate_is_served_as_it_comes() -> None:
     """10 requests a second of 20 tokens: 200 tokens a second within five standard errors."""
     demand = Demand(rate=10.0, prompt_tokens=16, answer_tokens=20)
@@ -164,14 +154,6 @@ def test_a_rate_is_served_as_it_comes() -> None:
     assert found.tpot_ms_p50 is not None
     assert found.sessions == pytest.approx(10 * 20 * found.tpot_ms_p50 / 1e3, rel=0.5)
     assert found.num_refused == 0
-
-
-def test_a_prompt_is_read_in_parts() -> None:
-    """2,000 tokens at 0.1 ms each, alone: four parts of 512 at most, 5 ms more each."""
-    costs = StepCosts((1, 10_001), (0.005, 1.005))
-    demand = Demand(sessions=1, prompt_tokens=2_000, answer_tokens=50)
-    found = _simulated(demand=demand, times={"verify": costs}, seconds=10.0)
-    assert found.ttft_ms_p50 == pytest.approx(4 * 5 + 200, abs=2)
 
 
 def test_a_lost_target_costs_its_share_once_others_have_its_sessions() -> None:
@@ -193,16 +175,11 @@ def test_a_lost_target_costs_its_share_once_others_have_its_sessions() -> None:
     assert sum(found.tokens_by_second[-4:]) / 4 == pytest.approx(before, rel=0.1)
 
 
-@pytest.mark.parametrize("back_s", [3.0, math.inf])
-def test_sessions_of_the_only_target_wait_until_there_is_another(back_s: float) -> None:
-    found = _simulated(sessions=3, losses=(Loss("target", 1.0, back_s),), seconds=12.0)
+def test_sessions_of_the_only_target_wait_until_there_is_another() -> None:
+    found = _simulated(sessions=3, losses=(Loss("target", 1.0, 3.0),), seconds=12.0)
     assert sum(found.tokens_by_second[2:4]) == 0
-    assert found.losses[0].back_s == (back_s if back_s < math.inf else None)
-    if back_s < math.inf:
-        assert min(found.tokens_by_second[-2:]) == pytest.approx(124, abs=4)
-        assert found.losses[0].num_paused == 3
-    else:
-        assert sum(found.tokens_by_second[2:]) == 0
+    assert min(found.tokens_by_second[-2:]) == pytest.approx(124, abs=4)
+    assert found.losses[0].num_paused == 3
 
 
 def test_without_its_draft_a_session_goes_on() -> None:
@@ -224,14 +201,6 @@ def test_sessions_of_a_lost_coordinator_are_resumed_at_another() -> None:
     assert loss.pause_ms_p50 > SESSION_LEASE_MS / 4
     assert found.tokens_by_second[-1] == pytest.approx(found.tokens_by_second[0], rel=0.05)
     assert found.coordinators.replicas == 2
-
-
-def test_sessions_of_the_only_coordinator_wait_for_another() -> None:
-    """At the same address, under another name; the lease of the one that is lost is over."""
-    found = _simulated(sessions=4, losses=(Loss("coordinator", 1.0, 4.0),), seconds=9.0)
-    assert sum(found.tokens_by_second[2:4]) == 0
-    assert found.losses[0].num_paused == 4
-    assert found.tokens_by_second[-1] == pytest.approx(found.tokens_by_second[0], rel=0.1)
 
 
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
@@ -259,29 +228,27 @@ def test_a_seed_is_a_run() -> None:
     assert simulate(scenario) != simulate(replace(scenario, seed=1))
 
 
-SIZED = _scenario(sessions=12, seats=2, pair=ALL, seconds=2.0)
+SIZED = _scenario(sessions=6, seats=2, pair=ALL, seconds=1.0, warm_up_s=0.5)
 """A round of 24 ms brings five tokens: 4.8 ms a token where nothing is waited for."""
 
 
-def _found(tpot_ms: float, *free: Role, **stated: int) -> FleetSize | None:
+def _smallest(tpot_ms: float, *free: Role, **stated: int) -> FleetSize | None:
     fleet = replace(SIZED.fleet, **stated)
     return smallest(replace(SIZED, fleet=fleet), tpot_ms, free)
 
 
 def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> None:
-    """12 sessions at 6 ms a token want 400 rounds a second, of which a full target plays 100."""
-    fleet = _found(6.0, "target", "draft", "coordinator")
+    """6 sessions at 6 ms a token want 200 rounds a second, of which a full target plays 100.
+    Numbers that are stated stay, and may be too small."""
+    fleet = _smallest(6.0, "target", "draft", "coordinator")
     assert fleet is not None
-    assert 4 <= fleet.targets <= 6
+    assert 2 <= fleet.targets <= 3
     assert fleet.coordinators == 1
     assert keeps(simulate(replace(SIZED, fleet=fleet)), 6.0)
     fewer = replace(fleet, targets=fleet.targets - 1)
     assert not keeps(simulate(replace(SIZED, fleet=fewer)), 6.0)
-
-
-def test_numbers_that_are_stated_stay_and_may_be_too_small() -> None:
-    fleet = _found(6.0, "target", drafts=6, coordinators=2)
-    assert fleet is not None
-    assert (fleet.drafts, fleet.coordinators) == (6, 2)
-    assert _found(4.7, "target", "draft", "coordinator") is None  # One session takes longer.
-    assert _found(6.0, "draft", targets=1) is None
+    stated = _smallest(6.0, "target", drafts=3, coordinators=2)
+    assert stated is not None
+    assert (stated.drafts, stated.coordinators) == (3, 2)
+    assert _smallest(4.7, "target", "draft", "coordinator") is None  # One session takes longer.
+    assert _smallest(6.0, "draft", targets=1) is None

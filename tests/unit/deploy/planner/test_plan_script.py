@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +21,10 @@ from deploy.planner.rehearsal import (
     PlayedSession,
     compared,
     fit,
-    rehearse,
     unread_tokens,
 )
 from deploy.planner.report import PlanReport, as_json
-from deploy.planner.round_times import Line, Load, ServiceTimes
+from deploy.planner.round_times import Load, ServiceTimes
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import DraftConfig, load_config
 from outrider.drafters.drafter import DraftRequest
@@ -189,46 +184,6 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     assert times.rest_s == pytest.approx(0.002, rel=0.02)
     assert times.plain.at(0.010) == pytest.approx(0.014, rel=0.02)
     assert times.first.at(TARGET.step_seconds(unread_tokens(5))) == pytest.approx(0.1, rel=0.02)
-
-
-def test_the_services_are_started_once_for_all_temperatures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Behind the first temperature they have read the prompts: the line of the first token is
-    that of the first."""
-    samples = [_sample(MODEL, temperature) for temperature in (0.0, 1.0)]
-    starts: list[object] = []
-    cached: dict[float, list[bool]] = {}
-
-    @asynccontextmanager
-    async def running_pair(*configs: object) -> AsyncIterator[Any]:
-        starts.append(configs)
-        yield SimpleNamespace(coordinator=lambda look_ahead: nullcontext())
-
-    async def tables(_: object) -> tuple[StepCosts, StepCosts]:
-        return TARGET, DRAFT
-
-    async def played(client: Any, text: Any, sampling: Any, k: int, *others: Any) -> Any:
-        return _session(text, k, 0.01, 0.02, 0.002, 12)
-
-    def fit(known: ServiceTimes, _: object, temperature: float, played: Any) -> ServiceTimes:
-        cached[temperature] = [entry.is_cached for entry in played]
-        first = Line(factor=1.0 + temperature)
-        return replace(known, wait=first, first=first)
-
-    fakes = {"running_pair": running_pair, "_tables": tables, "play": played, "fit": fit}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(f"deploy.planner.rehearsal.{name}", fake)
-    found = asyncio.run(rehearse(load_config({}, {}), samples, True, lambda line: None))
-    assert (len(starts), len(found)) == (1, 2)
-    assert not all(cached[0.0])
-    assert all(cached[1.0])
-    assert [times.first.factor for times in found] == [1.0, 1.0]
-    assert [times.wait.factor for times in found] == [1.0, 2.0]
-
-
-def test_a_prompt_that_was_read_is_read_again_from_its_last_page_on() -> None:
-    assert [unread_tokens(n) for n in (1, 16, 17, 33, 40)] == [1, 16, 1, 1, 8]
 
 
 def _report(plan: TemperaturePlan, times: ServiceTimes, draft_model: str = "d") -> PlanReport:

@@ -55,22 +55,6 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
     assert plain.num_rounds == NUM_TOKENS
 
 
-def test_tokens_per_round_are_the_geometric_sum() -> None:
-    """1 + a + ... + a^K (Leviathan et al. 2023), but for the text's beginning and end."""
-    found = _text(4, 0.8)
-    assert found.tokens_per_round == pytest.approx(sum(0.8**n for n in range(5)), rel=0.005)
-
-
-def test_a_choice_says_what_its_rounds_ask_of_the_draft() -> None:
-    """A look-up proposes half of them: four tokens a round, and two steps of the model."""
-    rounds = _text(4, 0.8, num_steps=2)
-    assert (rounds.proposed_per_round, rounds.steps_per_round) == (4.0, 2.0)
-    chooser = Chooser(_times(), Load(), [1], _text(0, 0.0), Rule.TOKEN)
-    chosen = chooser.best_way(Rule.TOKEN, 4, rounds)
-    assert (chosen.proposed_per_round, chosen.steps_per_round) == (4.0, 2.0)
-    assert (chooser.plain.proposed_per_round, chooser.plain.steps_per_round) == (0.0, 0.0)
-
-
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
     """Nor does the share of a hybrid's rounds in which its look-up proposes."""
     link = Load(round_trip_s=0.005)
