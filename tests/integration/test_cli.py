@@ -272,20 +272,6 @@ def test_bench_peers_prints_one_json_object(served: Shell, tmp_path: Path) -> No
     assert found["missing"] == {"vllm": "not installed; `make peers` installs it"}
 
 
-def test_plan_runs_beside_a_deployment(served: Shell, tmp_path: Path) -> None:
-    """Its services bind no port that a deployment may have, though `--port` names that one."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Repeat: one two three four."}) + "\n", "utf-8")
-    port = served.record()["http_address"].rpartition(":")[2]
-    completed = served.run(
-        "plan", "--draft-model", "ngram", "--prompts", str(prompts), "--max-tokens", "4",
-        "--temperature", "0", "--port", port, "--json",
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    assert json.loads(completed.stdout)["temperatures"]["0"]["options"]
-    assert completed.stderr == ""
-
-
 def test_bench_emulate_runs_beside_a_deployment(
     served: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
 from recorded import record, run_here
 
+from coordinator.service import CoordinatorService
 from deploy.cli.main import main, parse
 from deploy.cli.options import deployment_config, flags_again, public_settings, with_settings
 from deploy.cli.plan import DECIDED
 from deploy.fleet.local_state import state_directory
-from outrider.config import load_config
+from deploy.planner import rehearsal
+from draft_service.service import DraftService
+from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, load_config
+from outrider.drafters.lookup import NgramDrafter
+from outrider.engine.step_costs import StepCosts
+from outrider.replica.process_setup import build_engine
+from outrider.replica.scheduler import InlineExecutor
+from outrider.sessions.memory_store import MemoryStore
+from outrider.transport.link import MemoryLink
+from target_service.service import TargetService
 
 
 @pytest.mark.parametrize(
@@ -63,12 +78,42 @@ def test_a_deployment_that_no_plan_can_be_held_against_is_refused_at_once(
     assert "--length-control" not in line
 
 
-@pytest.mark.xdist_group("redis")
+@asynccontextmanager
+async def pair_here(
+    target: TargetConfig, draft: DraftConfig, config_of_coordinator: CoordinatorConfig
+) -> AsyncIterator[Any]:
+    """In the place of `running_pair`: the services in this process."""
+    costs = StepCosts((1, 2), (0.001, 0.002))
+    replicas: dict[str, Any] = {}
+    for role, service, config in (
+        ("target", TargetService, target),
+        ("draft", DraftService.with_model, draft),
+    ):
+        engine = build_engine(config, role, 1)  # type: ignore[arg-type]
+        executor = InlineExecutor(lambda: 0.0)
+        made: Any = service(engine, executor, max_num_seqs=8, costs=costs)  # type: ignore[operator]
+        replicas[role] = MemoryLink(made)
+    coordinator = CoordinatorService(
+        config_of_coordinator, "c", store=MemoryStore(lambda: time.monotonic() * 1e3),
+        targets={"t": replicas["target"]}, drafts={"d": replicas["draft"]},
+        fallback=NgramDrafter(),
+    )  # fmt: skip
+    await coordinator.start()
+    yield SimpleNamespace(coordinator=lambda look_ahead: nullcontext(coordinator), costs=costs)
+    await coordinator.close()
+
+
 def test_the_command_reads_rehearses_and_prints_one_json_object(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tiny models, one prompt: every K of the sweep has a rate, and times are those of rounds
     that were played."""
+
+    async def tables(found: Any) -> tuple[StepCosts, StepCosts]:
+        return found.costs, found.costs
+
+    monkeypatch.setattr(rehearsal, "running_pair", pair_here)
+    monkeypatch.setattr(rehearsal, "_tables", tables)
     tokenizer = byte_level_tokenizer()
     for seed in (1, 2):
         save_tiny_model(tmp_path / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
