@@ -22,7 +22,7 @@ import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.api_keys import Caller
 from outrider.errors import InvariantError, OutriderError, Overloaded
@@ -36,22 +36,6 @@ _log = logging.getLogger(__name__)
 
 RESUME_DEPTH: Final = 2
 """As many buckets may be empty for a resumption."""
-
-
-class SlotStore(Protocol):
-    """Where slots and buckets are. Every method may raise `StoreUnavailable`."""
-
-    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes its slots under a lease; one that is taken stays so. Raises
-        `Overloaded` where there are too few, or where `depth` buckets are empty; then nothing is
-        counted, and no slot taken."""
-        ...
-
-    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """By caller's name, slots whose leases are renewed, and such as are free."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class RateExceeded(Overloaded):
@@ -104,7 +88,7 @@ class Limiter:
     their leases run out."""
 
     def __init__(
-        self, store: SlotStore, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
+        self, store: RedisSlots, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
     ) -> None:
         self._store = store
         self._new_name = new_name
@@ -214,7 +198,7 @@ _KEEP = Script("keep_slots")
 
 
 class RedisSlots:
-    """A `SlotStore` in one Redis server."""
+    """Slots and buckets in one Redis server. Every method may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._client = new_client(address)
@@ -222,7 +206,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """See `SlotStore.take`."""
+        """Counts a request, and takes its slots under a lease; one that is taken stays so. Raises
+        `Overloaded` where there are too few, or where `depth` buckets are empty; then nothing is
+        counted, and no slot taken."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -243,7 +229,7 @@ class RedisSlots:
                 raise InvariantError("Redis gave an unknown answer for a slot")
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """See `SlotStore.keep`."""
+        """By caller's name, slots whose leases are renewed, and such as are free."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
@@ -257,7 +243,6 @@ class RedisSlots:
                 raise answer
 
     async def close(self) -> None:
-        """See `SlotStore.close`."""
         await self._scripts.close()
         await self._client.aclose()
 

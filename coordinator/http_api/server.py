@@ -133,7 +133,7 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
         if not self.has_request:
             self.await_headers()
-        elif self not in self._open.busy:
+        else:
             self._move(self._open.busy)
 
     def on_response_complete(self) -> None:
@@ -146,9 +146,8 @@ class HttpConnection(H11Protocol):
             self.await_headers()
 
     def await_headers(self) -> None:
-        if self not in self._open.incomplete:
-            self._move(self._open.incomplete)
-            self._late = self.loop.call_later(HTTP_HEADERS_S, self.break_off)
+        self._move(self._open.incomplete)
+        self._late = self._late or self.loop.call_later(HTTP_HEADERS_S, self.break_off)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()  # Waits for the client to read its answer.
@@ -182,6 +181,8 @@ class HttpConnection(H11Protocol):
         self._move(None)
 
     def _move(self, place: dict[HttpConnection, None] | None) -> None:
+        if place is not None and self in place:
+            return
         if self._late is not None:
             self._late.cancel()
             self._late = None

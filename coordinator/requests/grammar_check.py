@@ -14,7 +14,7 @@ import multiprocessing
 import resource
 import signal
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager, suppress
@@ -48,76 +48,38 @@ TokenizerParts = tuple[str, tuple[int, ...]]
 
 
 class FairQueue:
-    """Places for work on an event loop. Among tenants that wait, the one that holds the fewest
-    places is next, then the one that has waited longest for its turn; within a tenant the first
-    comes first."""
+    """Places for work on an event loop. The first to come is the next, of at most as many of each
+    tenant as there are places: so tenants take turns, and the others of a tenant wait behind."""
 
     def __init__(self, num_places: int, waiting_max: int, per_tenant_max: int, what: str) -> None:
-        """So many hold a place at a time; of those that wait there are at most `waiting_max`, and
-        of one tenant `per_tenant_max`. `what` names them in errors."""
-        self._num_free = num_places
-        self._waiting_max = waiting_max
-        self._per_tenant_max = per_tenant_max
+        """So many hold a place at a time; beside them there are at most `waiting_max` that wait,
+        and of one tenant `per_tenant_max`. `what` names them in errors."""
+        self._num_places = num_places
+        self._places = asyncio.Semaphore(num_places)
+        self._limits = per_tenant_max, waiting_max
         self._what = what
-        self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By tenant; the one whose turn is longest ago comes first."""
+        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Places in the queue, by tenant."""
+        self._num_here: Counter[str] = Counter()
+        """Of each tenant, with or without a place."""
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
         """A place of the tenant's, while the context lasts. Raises `Overloaded` where too many
         wait already."""
-        if self._num_free:
-            self._take(tenant)
-        else:
-            await self._wait(tenant)
+        of_tenant, waiting_max = self._limits
+        if self._num_here[tenant] >= of_tenant + self._num_places:
+            raise Overloaded(f"{of_tenant} {self._what} of yours wait already; try again later")
+        if self._num_here.total() >= waiting_max + self._num_places:
+            raise Overloaded(f"{waiting_max} {self._what} wait already; try again later")
+        own = self._own.setdefault(tenant, asyncio.Semaphore(self._num_places))
+        self._num_here[tenant] += 1
         try:
-            yield
+            async with own, self._places:
+                yield
         finally:
-            self._held[tenant] -= 1
-            self._held += Counter()  # Forgets tenants without places.
-            self._num_free += 1
-            self._next()
-
-    async def _wait(self, tenant: str) -> None:
-        own = self._waiting.get(tenant, ())
-        for num_waiting, most, whose in (
-            (len(own), self._per_tenant_max, "of yours "),
-            (sum(map(len, self._waiting.values())), self._waiting_max, ""),
-        ):
-            if num_waiting >= most:
-                raise Overloaded(f"{most} {self._what} {whose}wait already; try again later")
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # It was given a place just now.
-                self._held[tenant] -= 1
-                self._num_free += 1
-                self._next()
-            else:
-                self._forget(tenant, future)
-            raise
-
-    def _take(self, tenant: str) -> None:
-        self._num_free -= 1
-        self._held[tenant] += 1
-
-    def _next(self) -> None:
-        while self._num_free and self._waiting:
-            tenant = min(self._waiting, key=lambda name: self._held[name])
-            future = self._waiting[tenant][0]
-            self._forget(tenant, future)
-            if tenant in self._waiting:
-                self._waiting.move_to_end(tenant)
-            self._take(tenant)
-            future.set_result(None)
-
-    def _forget(self, tenant: str, future: asyncio.Future[None]) -> None:
-        self._waiting[tenant].remove(future)
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+            self._num_here[tenant] -= 1
+            self._num_here += Counter()  # Forgets tenants that are not here.
 
 
 class _Worker:
