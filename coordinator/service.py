@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -23,7 +23,6 @@ from coordinator.requests.validation import (
     PromptEncoder,
     RequestDefaults,
     ServedModel,
-    Text,
     check_fields,
     resolve,
 )
@@ -49,6 +48,9 @@ from .audit import Auditor
 from .closing import run_all
 from .health import HealthMonitor, trouble
 
+if TYPE_CHECKING:
+    from outrider.tokenizer import TokenizerText
+
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ class CoordinatorService:
         targets: Mapping[str, Link[VerifyItem, VerifyAnswer]],
         drafts: Mapping[str, Link[DraftItem, DraftAnswer]],
         fallback: LookupDrafter,
-        text: Text | None = None,
+        text: TokenizerText | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.requests.validation import Text
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -29,6 +28,7 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import DEFAULT_LIFETIMES, Lifetimes
 from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.tokenizer import TokenizerText
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.server import RpcServer, ServerOptions, Service
@@ -164,7 +164,7 @@ async def running_stack(
     *,
     lookup: LookupDrafter | None = None,
     hybrid: DraftConfig = HYBRID,
-    text: Text | None = None,
+    text: TokenizerText | None = None,
     look_ahead: int = 8,
     draft_siblings: int = 0,
     observation: Observation = UNOBSERVED,

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Final
 
-from outrider.api_keys import Caller
+from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import InvariantError, OutriderError, Overloaded
 from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS, SLOT_RETRY_MS, SLOTS_PER_SCRIPT_MAX
 from outrider.request import Event, Finished, Started
@@ -52,35 +52,35 @@ def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
 
 
 class Grant:
-    """One request that runs; this one has no slots."""
+    """One request that runs, and the slots of its generations; without a limiter it has none."""
+
+    def __init__(
+        self, limiter: Limiter | None = None, caller: Caller = ANYBODY, names: Sequence[str] = ()
+    ) -> None:
+        self._limiter, self._caller, self._held = limiter, caller, list(names)
 
     async def note(self, event: Event) -> None:
         """The request is one generation, which has this event. Its slot is free before the last one
         is told, so that a client that has it may ask again."""
+        if isinstance(event, Finished):
+            await self.release()
+        elif isinstance(event, Started) and self._limiter is not None:
+            old, new = self._held[:1], [event.session_id]
+            if old and old != new:
+                self._limiter.exchange(self._caller, old, new)
+                self._held[:1] = new
 
     async def release(self) -> None:
         """It does not run any more. A second time it does nothing."""
-
-
-class _Slots(Grant):
-    def __init__(self, limiter: Limiter, caller: Caller, names: Sequence[str]) -> None:
-        self._limiter, self._caller, self._held = limiter, caller, list(names)
-
-    async def note(self, event: Event) -> None:
-        if isinstance(event, Started) and self._held and event.session_id not in self._held:
-            old, self._held[0] = self._held[0], event.session_id
-            self._limiter.exchange(self._caller, [old], [event.session_id])
-        elif isinstance(event, Finished):
-            await self.release()
-
-    async def release(self) -> None:
         if freed := self.drop():
             await freed
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Frees all slots in the background."""
+        """The same, in the background."""
         names, self._held = self._held, []
-        return self._limiter.exchange(self._caller, names) if names else None
+        if self._limiter is None or not names:
+            return None
+        return self._limiter.exchange(self._caller, names)
 
 
 class Limiter:
@@ -130,7 +130,7 @@ class Limiter:
                 self._in_background(caller)
             raise
         self._hold(caller, names)
-        slots = _Slots(self, caller, names)
+        slots = Grant(self, caller, names)
         try:
             yield slots
         finally:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from coordinator.http_api.bodies import TranslatedBody
-from coordinator.requests.validation import Text
 from outrider.errors import check
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
+
+if TYPE_CHECKING:
+    from outrider.tokenizer import TokenizerText
 
 Json = dict[str, Any]
 
@@ -46,7 +48,7 @@ class ScoredToken:
 class _Choice:
     """One text of an answer, as far as it has come."""
 
-    def __init__(self, text: Text | None) -> None:
+    def __init__(self, text: TokenizerText | None) -> None:
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = 0
@@ -85,7 +87,7 @@ class Answer:
     """What the last chunk of a choice has."""
 
     def __init__(
-        self, asked: TranslatedBody, text: Text | None, num_draft_tokens: int, created: int
+        self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
     ) -> None:
         """`num_draft_tokens` is the most of a round, `created` a time in seconds since 1970."""
         self._asked = asked
@@ -304,7 +306,7 @@ class CompletionAnswer(Answer):
 class NativeEvents:
     """The events of one session as `POST /api/generate` tells them."""
 
-    def __init__(self, text: Text | None) -> None:
+    def __init__(self, text: TokenizerText | None) -> None:
         self._text = text
         self._stream = None if text is None else text.stream()
         self._num_tokens = 0

@@ -61,7 +61,6 @@ _ACCEPTS_MAX: Final = 64
 _LAST_ACCEPTS_MAX: Final = 2 * BACKLOG
 """... and before the socket is closed, however fast new ones come."""
 _DRAIN_POLL_S: Final = 0.02
-_WARNING_PERIOD_S: Final = 60.0
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -206,8 +205,6 @@ class OpenConnections:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
         """They may be more where all have requests."""
-        self._num_evicted = 0
-        self._warned_at = -_WARNING_PERIOD_S
 
     @property
     def num_waiting(self) -> int:
@@ -218,14 +215,8 @@ class OpenConnections:
         not sent any, else one that is idle."""
         connection = next(chain(self.incomplete, self.idle), None)
         if connection is not None:
+            _log.debug("an HTTP connection without a request makes room for a new one")
             connection.break_off()
-            self._num_evicted += 1
-        if time.monotonic() - self._warned_at >= _WARNING_PERIOD_S:
-            self._warned_at = time.monotonic()
-            _log.warning(
-                "all %d HTTP connections are taken; %d without a request were closed for new ones",
-                self.num_max, self._num_evicted,
-            )  # fmt: skip
 
 
 class HttpServer:

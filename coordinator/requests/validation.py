@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from coordinator.decoding.detokenizer import TextStream
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
 from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
@@ -16,6 +15,9 @@ from outrider.grammar.constraint import Constraint
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.shared_calls import SharedCalls
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling, resolve_rule
+
+if TYPE_CHECKING:
+    from outrider.tokenizer import TokenizerText
 
 _ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
@@ -196,32 +198,10 @@ TOKENIZER_THREADS: Final = 2
 """Prompts that are tokenized at the same time; others wait their turn, up to their deadline."""
 
 
-class Text(Protocol):
-    """The target's tokenizer."""
-
-    @property
-    def token_bytes_max(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
-
-    def spell(self, token_id: int) -> bytes:
-        """What a token is written as inside a text; a special one by its name."""
-        ...
-
-    def stream(self) -> TextStream: ...
-
-    def backend_json(self) -> str:
-        """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
-        it is none of them."""
-        ...
-
-
 class PromptEncoder:
     """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
 
-    def __init__(self, text: Text | None) -> None:
+    def __init__(self, text: TokenizerText | None) -> None:
         """`text` is None for a model without a tokenizer: it takes token ids alone."""
         self._text = text
         self._calls: SharedCalls[int, tuple[int, ...]] = SharedCalls(TOKENIZER_THREADS, "tokenizer")

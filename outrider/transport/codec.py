@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -471,17 +471,8 @@ def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDesc
 # Streams
 
 
-class Keyed(Protocol):
-    """An answer: it says which item it belongs to."""
-
-    @property
-    def key(self) -> ReplyKey:
-        """The item's round."""
-        ...
-
-
 Item = TypeVar("Item", bound=RoundItem)
-Answer = TypeVar("Answer", bound=Keyed)
+Answer = TypeVar("Answer", bound=VerifyAnswer | DraftAnswer)
 
 
 @dataclass(frozen=True, slots=True)
