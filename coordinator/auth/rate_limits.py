@@ -243,6 +243,7 @@ class RedisSlots:
                 raise answer
 
     async def close(self) -> None:
+        """Closes the connections."""
         await self._scripts.close()
         await self._client.aclose()
 
