@@ -55,7 +55,7 @@ AREAS: Final = {
             "coordinator/routing/replica_pool.py", "coordinator/routing/discovery.py",
             "coordinator/service.py",
         ),
-        ("tests/unit/coordinator", "tests/unit/services"),
+        ("tests/unit/coordinator", "tests/unit/draft_service", "tests/unit/target_service"),
     ),
 }  # fmt: skip
 

@@ -134,13 +134,6 @@ def test_what_steps_really_take_is_learned() -> None:
     assert until(batching_delay, 0.0, [5]) == 0.0
 
 
-def test_no_more_sessions_are_remembered_than_stated() -> None:
-    batching_delay = BatchingDelay(one_time, 8, 2)
-    for name in "abc":
-        batching_delay.answered(name, 5, 0.0)
-    assert list(batching_delay._rhythms) == ["b", "c"]
-
-
 class Sleeper:
     """Runs steps that take so long."""
 

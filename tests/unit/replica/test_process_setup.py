@@ -20,13 +20,10 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.rank_process import (
-    RankAssignment,
-    RankHost,
     engine_of_a_replica,
 )
-from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.engine.threads import on_threads
-from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
+from outrider.errors import BadRequest, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.models import linear_layers
 from outrider.replica.process_setup import (
@@ -40,7 +37,6 @@ from outrider.replica.process_setup import (
     log_at,
     log_to,
     on_passing_thread,
-    step_costs,
     use_threads,
 )
 
@@ -139,36 +135,6 @@ def test_our_own_lines_have_a_level_of_their_own(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-async def test_a_follower_logs_at_the_level_of_its_configuration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def gone(*_: object) -> None:
-        raise Unavailable("the leader has gone")
-
-    monkeypatch.setattr(RankHost, "_join", gone)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    before, level = logging.root.handlers[:], logging.root.level
-    try:
-        with pytest.raises(Unavailable):
-            assignment = RankAssignment(
-                Rendezvous("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2
-            )
-            await RankHost().start(TargetConfig(log_level="debug"), "target", assignment, 1.0, "")
-        assert logging.getLogger("outrider").level == logging.DEBUG
-    finally:
-        log_at("notset")
-        logging.basicConfig(handlers=before, level=level, force=True)
-
-
-def test_an_emulated_engine_needs_no_files() -> None:
-    """Both roles are built from the configuration alone; a bad specification is named."""
-    for config, role in ((TargetConfig, "target"), (DraftConfig, "draft")):
-        engine = build_engine(config(engine="emulated:vocab_size=77"), role, 1)  # type: ignore[arg-type]
-        assert engine.info.vocab_size == 77
-    with pytest.raises(ConfigError, match="vocabulary"):
-        build_engine(TargetConfig(engine="emulated:vocabulary=77"), "target", 1)
-
-
 def test_a_rounded_draft_is_near_its_target_and_not_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,17 +198,6 @@ def test_a_name_leads_to_its_look_up(name: str, kind: type) -> None:
     assert type(lookup) is kind
     if isinstance(lookup, SuffixDrafter):
         assert lookup._config.tokens_total == 7
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 64])
-def test_the_costs_of_a_replicas_steps_are_measured_within_its_limits(max_num_seqs: int) -> None:
-    config = TargetConfig(
-        engine="emulated:vocab_size=50,support=4,verify_ms=3", model="emulated",
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=64,
-    )  # fmt: skip
-    costs = step_costs(build_engine(config, "target", 1), config, "target")
-    assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
-    assert costs.seconds[0] == pytest.approx(3e-3)
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:

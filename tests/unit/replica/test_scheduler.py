@@ -127,18 +127,6 @@ async def test_what_arrives_during_a_step_shares_the_next_one() -> None:
     await desk.scheduler.close()
 
 
-async def test_what_a_step_took_is_shared_out() -> None:
-    desk = Desk()
-    desk.submit(1)
-    await desk.executor.entered.wait()
-    for session in (2, 3, 4):
-        desk.submit(session)
-    alone, *together = await desk.finish()
-    assert alone.work_ms == alone.compute_ms > 0
-    assert [answer.work_ms for answer in together] == [a.compute_ms / 3 for a in together]
-    await desk.scheduler.close()
-
-
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
     """From two connections, with different time left; another prefix under the same key is not
     the same item."""
@@ -381,16 +369,6 @@ class PatientDesk:
         return {int(answer.key.session_id, 16): answer for answer in self.answers}
 
 
-async def test_what_continues_is_in_the_next_step_before_what_came_later() -> None:
-    desk = PatientDesk()
-    desk.worker.left[session_name(1)] = 3
-    for session in (1, 2, 3):
-        desk.submit(session)
-    answers = await desk.finish()
-    assert [[int(name, 16) for name in step] for step in desk.worker.steps] == [[1, 2], [1, 3], [1]]
-    assert list(answers) == [2, 3, 1]
-
-
 async def test_times_count_from_the_first_step_that_did_something() -> None:
     """Three steps of 20 ms: all are computing, none is waiting."""
     desk = PatientDesk(step_s=0.02)
@@ -414,21 +392,6 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100
     assert desk.worker.heard == [("park", session_name(9))]
-
-
-async def test_who_knows_of_silent_sessions_is_asked_when_nothing_finds_pages() -> None:
-    desk = PatientDesk()
-    desk.worker.starved.add(session_name(1))
-    asked: list[set[str]] = []
-
-    def starved(waiting: Any) -> None:
-        asked.append(set(waiting))
-        desk.scheduler.park([session_name(5)])
-
-    desk.scheduler.watch_pages(starved)
-    desk.submit(1)
-    assert isinstance((await desk.finish())[1], ProposalReply)
-    assert asked == [{session_name(1)}]
 
 
 def test_who_knows_of_silent_sessions_is_asked_while_others_go_on() -> None:
@@ -484,16 +447,3 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     assert answer.code == 4
     assert len(desk.worker.steps) <= 3
     assert desk.worker.heard == [("park", session_name(1))]
-
-
-async def test_an_unfinished_item_that_nobody_wants_any_more_is_dropped() -> None:
-    desk = PatientDesk()
-    desk.worker.left[session_name(1)] = 1000
-
-    def close() -> None:
-        desk.outlet.closed = True
-
-    desk.worker.during_step = close
-    desk.submit(1)
-    assert await desk.finish() == {}
-    assert len(desk.worker.steps) == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rounds import make_head, session_name
 
-from outrider.decayed_average import DecayedSums
 from outrider.engine.interface import PageCounts
 from outrider.limits import RELEASES_REMEMBERED_MAX, SEQUENCES_PER_REPLICA_MAX
 from outrider.registry.registry import WINDOW_S
@@ -112,24 +111,6 @@ def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
     assert (later.kv_usage, later.fill) == (None, pytest.approx(0.5))
     after = load.figures(now + 1.1 * WINDOW_S, StepFigures())
     assert (after.fill, after.queue_steps) == (None, None), "what has ended is nobody's load"
-
-
-def test_an_item_that_stays_for_several_steps_waited_once() -> None:
-    load = StepLoad(1, 0.0)
-    load.stepped(works(1.0, 0.0), 1.0, 2.0)
-    load.stepped(works(1.0, 0.0), 2.0, 3.0)
-    found = load.figures(3.0, StepFigures())
-    assert found.queue_steps == pytest.approx(1.0)
-
-
-def test_a_rate_is_right_from_the_start() -> None:
-    """However short the time that it was told of."""
-    sums = DecayedSums(5.0, 0.0)
-    for tick in range(1, 21):
-        sums.add(tick / 10, {"a": 3.0})
-        if tick >= 5:
-            assert sums.rate(tick / 10, "a") == pytest.approx(30.0, rel=0.1)
-    assert sums.mean(2.0, "a", "b") is None
 
 
 def test_an_epoch_is_remembered_while_thousands_of_sessions_come_and_go() -> None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import test_eagle_rounds
-import test_self_drafting
-from rounds import ask, make_head, session_name
+from rounds import make_head, session_name
 from test_draft_service import expected_proposal
 from test_drafts_at_once import Pair, make_engine, pair, request  # noqa: F401
 from test_eagle_rounds import EagleDrafter
-from test_self_drafting import KINDS
 from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
@@ -115,21 +113,6 @@ def test_who_waits_for_a_step_is_told_when_the_time_is_over() -> None:
     assert empty.at == pytest.approx(0.050)
 
 
-def test_a_repeated_item_has_the_time_of_the_first() -> None:
-    """What was drawn for both is answered to both."""
-    again = item(1)
-    heard = answers_to((0.0, item(0, session=2)), (0.005, item(60)), (0.006, again))
-    answers = [one.answer for one in heard if one.answer.key.session_id == session_name(1)]
-    assert [type(answer) for answer in answers] == [ProposalReply]
-    assert len(answers[0].proposal) > 0
-
-
-def test_a_released_session_is_told_nothing_more() -> None:
-    heard = answers_to((0.0, item(0)), (0.005, item(10, session=2)), release_at=0.010)
-    codes = [one.answer.code for one in heard if isinstance(one.answer, Refused)]
-    assert codes == [1]  # That it was released.
-
-
 LONG = tuple(n % 7 for n in range(150))
 
 
@@ -191,29 +174,6 @@ async def test_an_eagle_head_answers_with_what_it_has(siblings: tuple[int, ...])
     assert found.tree.num_depths == 2
     assert found.token_ids == whole.proposal.cut(2).token_ids
     assert asked.deadline.has_cut
-
-
-@pytest.mark.parametrize("budget_s", [3.5, 60.0, 0.0])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_target_that_drafts_itself_answers_with_what_it_has(
-    kind: str, budget_s: float
-) -> None:
-    """The deadline is told at 1 s, drafting begins at 2 s, and each look takes a second."""
-    async with test_self_drafting.running(kind=kind, clock=ticking()) as target:
-        text = list(test_self_drafting.PROMPT)
-        head = make_head(
-            text, seed=test_self_drafting.SEED, prompt_length=len(text), rule=Rule.TOKEN
-        )
-        asked = replace(
-            test_self_drafting.VerifyItem(head, num_next_draft_tokens=3),
-            next_budget_us=round(budget_s * 1e6),
-        )
-        reply = await ask(target.link, target.heard, asked)
-        text += reply.verdict.correction
-        num = 2 if budget_s == 3.5 else 3
-        expected = target.expected(text, Rule.TOKEN, SamplingParams(), num)
-    assert reply.next_proposal.open() == expected
-    assert reply.next_out_of_time == (budget_s == 3.5)
 
 
 def test_draws_of_one_call_are_as_many_as_there_is_time_for(

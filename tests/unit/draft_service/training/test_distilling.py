@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,7 @@ import torch
 from models import save_tiny_model
 from safetensors.torch import load_file
 
-from draft_service.training import distilling, teacher, training
+from draft_service.training import teacher, training
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template, is_kept_back
 from draft_service.training.options import DistillOptions
@@ -31,12 +28,9 @@ from draft_service.training.training import (
     likelihood_share,
 )
 from outrider.errors import ConfigError, SettingError
-from outrider.models.medusa import load_heads
 from outrider.models.student import load_drafter
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
-HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}
-"""In place of these, for draft heads: what a single place tells them is less."""
 OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
 TEMPLATE = Template((0, 5), (3, 6))
 Report = Callable[[str, float, Point | None], None]
@@ -94,25 +88,11 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return place, whole_run(target, place)
 
 
-@pytest.fixture(scope="module")
-def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
-    """One of draft heads."""
-    place = tmp_path_factory.mktemp("heads")
-    return place, whole_run(target, place, **HEADS)
-
-
-@pytest.fixture(params=[("whole", {}), ("heads", HEADS)], ids=["student", "medusa"])
-def made(request: pytest.FixtureRequest) -> tuple[Path, list[Point], dict[str, object]]:
-    """A run of each kind, and what it was asked for."""
-    name, changes = request.param
-    return (*request.getfixturevalue(name), changes)
-
-
-def test_acceptance_grows(made: tuple[Path, list[Point], dict[str, object]]) -> None:
-    _, points, changes = made
+def test_acceptance_grows(whole: tuple[Path, list[Point]]) -> None:
+    points = whole[1]
     assert points[-1].sampled > points[0].sampled + 0.03
     assert points[-1].greedy >= points[0].greedy
-    assert points[-1].step == changes.get("steps", OPTIONS.steps)
+    assert points[-1].step == OPTIONS.steps
 
 
 def test_what_comes_out_is_a_drafter_with_its_card(
@@ -131,28 +111,9 @@ def test_what_comes_out_is_a_drafter_with_its_card(
     assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
 
 
-def test_heads_come_with_their_card(target: Target, heads: tuple[Path, list[Point]]) -> None:
-    """What loads as they do, and what serves them."""
-    out = heads[0] / "out"
-    loaded = load_heads(
-        out, target.load()[0], name="out", target_directory=target.directory, target_name="tiny"
-    )
-    assert (len(loaded.module.heads), len(loaded.token_ids)) == (
-        HEADS["heads"],
-        OPTIONS.draft_vocab,
-    )
-    card = (out / "README.md").read_text()
-    for words in (
-        "`outrider serve tiny --draft-model medusa:DIR`", "Of the kind `medusa`", "in 3 heads",
-        "120 steps", "| draft token | 1 | 2 | 3 |\n", "begun\n  as heads that pass on",
-    ):  # fmt: skip
-        assert words in card, words
-
-
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
-    target: Target, made: tuple[Path, list[Point], dict[str, object]], tmp_path: Path, stage: str,
-    part: float,
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path, stage: str, part: float
 ) -> None:  # fmt: skip
     """Bit for bit, on one machine: the same text, answers and steps."""
 
@@ -161,52 +122,15 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(target, tmp_path, kill, **made[2])
+        run(target, tmp_path, kill)
     assert not (tmp_path / "out").exists()
     heard: list[tuple[str, float]] = []
-    run(target, tmp_path, lambda now, done, point: heard.append((now, done)), **made[2])
+    run(target, tmp_path, lambda now, done, point: heard.append((now, done)))
     first = {now: next(done for name, done in heard if name == now) for now, _ in heard}
     assert first[stage] > part / 2  # It did not begin anew.
-    expected = weights(made[0])
+    expected = weights(whole[0])
     for name, values in weights(tmp_path).items():
         assert torch.equal(values, expected[name]), name
-
-
-KILLED: Final = """
-import json, os, signal, sys, torch
-from pathlib import Path
-from draft_service.training import teacher, training
-from draft_service.training.distilling import distill
-from draft_service.training.options import DistillOptions
-from draft_service.training.teacher import Target
-from draft_service.training.documents import Template
-
-wishes, target, out, cache, stage, part = sys.argv[1:]
-torch.set_num_threads(1)
-training.BATCH_TOKENS["cpu"], teacher._DOCUMENTS_OF_A_FILE = 512, 32
-
-def kill(now, done, point):
-    if now == stage and done >= float(part):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-options = DistillOptions(out=Path(out), **json.loads(wishes))
-distill(options, Target("tiny", Path(target), Template((0, 5), (3, 6)), None), Path(cache), kill)
-"""
-
-
-@pytest.mark.full
-def test_a_process_that_is_killed_is_gone_on_with(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
-) -> None:
-    """At every stage, one after another, by a signal that nothing in it hears of; bit for bit."""
-    paths = [str(target.directory), str(tmp_path / "out"), str(tmp_path / "cache")]
-    command = [sys.executable, "-c", KILLED, json.dumps(WISHES), *paths]
-    for stage, part in (("writing", "0.5"), ("reading", "0.4"), ("training", "0.6")):
-        ended = subprocess.run([*command, stage, part], check=False)
-        assert ended.returncode == -signal.SIGKILL
-    run(target, tmp_path)
-    expected = weights(whole[0])
-    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
 
 
 def test_another_seed_is_another_drafter(
@@ -243,15 +167,6 @@ def test_another_dtype_and_other_learned_tokens_find_nothing_of_the_former(
     assert {kind: len(names) for kind, names in other.items()} == {
         "written": 2, "answers": 2, "student": 2,
     }  # fmt: skip
-
-
-def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(SettingError, match="is no drafter's directory") as bad:
-        run(target, tmp_path)
-    assert bad.value.key == "out"
-    assert (tmp_path / "out" / "thesis.tex").exists()
 
 
 def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
@@ -357,60 +272,13 @@ def test_a_drafter_learns_on(
         assert torch.equal(values, before[name]), name
 
 
-def test_heads_learn_on(target: Target, heads: tuple[Path, list[Point]], tmp_path: Path) -> None:
-    """All of them, from where they stood, with the tokens that they have."""
-    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
-    changes = HEADS | {"heads": None, "draft_vocab": None, "start_name": "of-mine"}
-    points = whole_run(target, tmp_path, start_from=heads[0] / "out", **changes)
-    assert points[0].sampled == pytest.approx(heads[1][-1].sampled, abs=0.02)
-    assert points[-1].sampled > points[0].sampled
-    before, after = weights(heads[0]), weights(tmp_path)
-    assert before.keys() == after.keys()
-    assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
-    assert not torch.equal(after["heads.2.down.weight"], before["heads.2.down.weight"])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "in 3 heads, begun\n  as the drafter `of-mine`." in card
-
-
 def test_a_drafter_of_another_kind_is_not_started_from(
-    target: Target, whole: tuple[Path, list[Point]], heads: tuple[Path, list[Point]],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    for start, kind, found in ((whole, "medusa", "student"), (heads, "student", "medusa")):
-        wishes = {"start_from": start[0] / "out", "layers": None, "draft_vocab": None}
-        with pytest.raises(SettingError, match=f"is of the kind `{found}`, and is named") as bad:
-            run(target, tmp_path, kind=kind, **wishes)
-        assert bad.value.key == "start_from"
-
-
-def test_what_is_kept_for_heads_is_not_taken_for_a_students(
-    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
 ) -> None:
-    """The text is the same for both; what is asked about it has more for heads."""
-    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
-    run(target, tmp_path, tokens=HEADS["tokens"], steps=1)
-    names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
-    kinds = sorted(name.partition("-")[0] for name in names)
-    assert kinds == ["answers", "answers", "medusa", "student", "written"]
-
-
-def test_answers_that_nothing_can_be_drafted_for_are_not_measured(
-    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A head needs a token behind the prompt to draft the next one."""
-    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
-    prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
-    found = run(target, tmp_path, measure=prompts, **HEADS).of_prompts
-    assert found is not None
-    [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
-    lengths = [len(json.loads(line)["answer"]) for line in file.read_text().splitlines()]
-    assert found.num_tokens == sum(length - 1 for length in lengths)
-    assert len(found.by_position) == 3
-    monkeypatch.setattr(distilling, "MEASURED_TOKENS_MAX", 1)
-    with pytest.raises(SettingError, match="too short to measure") as bad:
-        run(target, tmp_path, measure=prompts, **HEADS)
-    assert bad.value.key == "measure"
+    wishes = {"start_from": whole[0] / "out", "layers": None, "draft_vocab": None}
+    with pytest.raises(SettingError, match="is of the kind `student`, and is named") as bad:
+        run(target, tmp_path, kind="medusa", **wishes)
+    assert bad.value.key == "start_from"
 
 
 def test_a_drafter_of_another_target_is_not_started_from(

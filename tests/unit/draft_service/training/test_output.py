@@ -93,26 +93,3 @@ def test_a_failure_at_the_end_leaves_what_was_there(
     with pytest.raises(KeyboardInterrupt), filled(out):
         raise KeyboardInterrupt
     assert content(out) == {"drafter.json": "old"}
-
-
-def test_the_earlier_drafter_is_somewhere_at_every_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a kill finds on the disk before and behind each rename: it and the new one are whole."""
-    out = drafter(tmp_path / "out")
-    rename = Path.rename
-    found: list[list[str]] = []
-
-    def look() -> None:
-        found.append(sorted(path.read_text() for path in tmp_path.rglob("drafter.json")))
-
-    def watched(path: Path, aim: Path) -> Path:
-        look()
-        moved = rename(path, aim)
-        look()
-        return moved
-
-    monkeypatch.setattr(Path, "rename", watched)
-    fill(out)
-    assert found == [["new", "old"]] * 4
-    assert content(out) == {"drafter.json": "new"}

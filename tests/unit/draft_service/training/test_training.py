@@ -102,29 +102,6 @@ def test_steps_that_were_done_are_kept_with_their_time(
     assert (kept(tmp_path)["num_steps"], kept(tmp_path)["seconds"]) == (10, 10.0)
 
 
-def test_time_of_steps_that_are_lost_is_not_counted(
-    trainer: Callable[[Path, Budget], Trainer],
-    clock: list[float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where a step is broken off in the middle of its update, what was saved before it counts."""
-    monkeypatch.setattr(training, "_CHECKPOINT_S", 4.5)
-    first = trainer(tmp_path, MINUTES)
-    update = first._optimizer.step
-
-    def broken() -> None:
-        update()
-        if first.num_steps == 8:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(first._optimizer, "step", broken)
-    with pytest.raises(KeyboardInterrupt):
-        first.run(stopping(clock, 100))
-    again = trainer(tmp_path, MINUTES)
-    assert (again.num_steps, again.spent.seconds) == (6, 5.0)
-
-
 @pytest.mark.parametrize(("where", "num_kept"), [("in a step", 7), ("in an update", 6)])
 def test_a_step_that_was_broken_off_is_done_again(
     trainer: Callable[[Path, Budget], Trainer],

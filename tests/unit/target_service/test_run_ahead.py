@@ -190,27 +190,6 @@ async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Set
     connection.close()
 
 
-async def test_repeating_the_first_question_changes_nothing(setting: Setting) -> None:
-    setting.link.send(ask_round(PROMPT, 0, 0, 2))
-    setting.link.send(ask_round(PROMPT, 0, 0, 2))
-    await setting.settle()
-    setting.link.send(ask_round(PROMPT, 0, 0, 2))
-    answers = await setting.settle()
-    assert own_tokens(answers) == dict(enumerate((await plain_tokens(3))[3:]))
-    assert sum(session_name(1) in batch for batch in setting.engine.batches) == 3
-
-
-async def test_a_round_of_the_past_is_refused_and_stops_nothing(setting: Setting) -> None:
-    wanted = await plain_tokens(5)
-    setting.link.send(ask_round(PROMPT, 0, 0, 3))
-    await setting.settle()
-    setting.link.send(ask_round(wanted[:5], 4, 2, 2))
-    setting.link.send(ask_round(PROMPT, 0, 0, 3))
-    answers = await setting.settle()
-    assert [a.key.round for a in answers if isinstance(a, Refused)] == [0]
-    assert own_tokens([a for a in answers if not isinstance(a, Refused)])[4] == wanted[7]
-
-
 async def test_a_proposal_takes_over(setting: Setting) -> None:
     """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
     and gets the verdict it would have got alone."""
@@ -290,30 +269,3 @@ async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Setti
     setting.link.send(ask_round(wanted[:5], 4, 2, 3))
     answers = await setting.settle()
     assert own_tokens(answers[heard:]) == dict(list(enumerate(wanted[3:]))[2:6])
-
-
-async def test_it_shares_steps_with_other_sessions(setting: Setting) -> None:
-    """A session that runs ahead takes one place a step, like any other."""
-    setting.link.send(ask_round(PROMPT, 0, 0, 6))
-    player = Player(PROMPT, RULE, SamplingParams(), (setting.link, Listening(setting)), session=2)
-    for _ in range(4):
-        await player.play(0)
-    assert max(len(batch) for batch in setting.engine.batches) == 2
-    assert all(batch.count(session_name(1)) <= 1 for batch in setting.engine.batches)
-
-
-class Listening(Listener):
-    """Session 2's view of a shared listener."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-
-    @property
-    def answers(self) -> list[VerifyAnswer]:  # type: ignore[override]
-        heard = self._setting.listener.answers
-        return [a for a in heard if a.key.session_id == session_name(2)]
-
-    async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[VerifyAnswer]:
-        while len(self.answers) < num_answers:
-            await self._setting.listener.wait(len(self._setting.listener.answers) + 1)
-        return self.answers

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from rounds import GREEDY, PATIENCE_S, Listener, ask, make_head, session_name
+from rounds import GREEDY, Listener, ask, make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
@@ -17,7 +16,6 @@ from outrider.errors import error_from_code
 from outrider.limits import SILENT_SESSION_MS
 from outrider.messages import (
     DraftItem,
-    ProposalReply,
     Refused,
     Resync,
     VerdictReply,
@@ -197,49 +195,6 @@ def test_every_page_comes_back_after_a_thousand_sessions() -> None:
     assert at.service._worker.figures.num_preemptions > 100
 
 
-async def test_a_long_prompt_is_run_beside_rounds_and_answered_once() -> None:
-    """150 tokens in steps of 64, two of which another session shares: the same verdict as in one
-    step."""
-    prompt = [(7 * i) % 8 for i in range(150)]
-    whole = Setting("target", ToyEngine(max_model_len=200))
-    parted = Setting("target", ToyEngine(max_model_len=200), 64)
-    item = VerifyItem(make_head(prompt), SealedProposal((4, 5)))
-    expected = await ask(*whole.connect(), item)
-    link, listener = parted.connect()
-    link.send(item)
-    tokens = list(PROMPT)
-    for round_index in range(3):
-        other = make_head(tokens, len(tokens) - 1 if round_index else 0, session=2,
-                          round_index=round_index)  # fmt: skip
-        answer = await ask(link, listener, VerifyItem(other))
-        if answer.key.session_id == session_name(2):
-            tokens.append(answer.verdict.correction[0])
-    answers = await listener.wait(4)
-    (mine,) = [answer for answer in answers if answer.key.session_id == session_name(1)]
-    assert mine.verdict == expected.verdict
-    assert mine.cached_length == 152
-    assert max(map(sum, parted.engine.counts)) <= 64
-    assert sum(len(batch) == 2 for batch in parted.engine.batches) >= 2
-    assert sum(map(sum, parted.engine.counts)) == 152 + 5
-    for setting in (whole, parted):
-        await setting.close()
-
-
-async def test_a_release_amid_a_prompt_frees_its_pages_within_a_step() -> None:
-    at = Setting("target", ToyEngine(max_model_len=400), 64)
-    link, listener = at.connect()
-    link.send(VerifyItem(make_head([1] * 300)))
-    while not at.engine.batches:
-        await asyncio.sleep(STEP_S / 10)
-    link.release(session_name(1), 1)
-    (answer,) = await listener.wait(1)
-    assert isinstance(answer, Refused)
-    await asyncio.sleep(2 * STEP_S)
-    assert at.engine.length(session_name(1)) == 0
-    assert len(at.engine.batches) <= 2
-    await at.close()
-
-
 async def test_a_stream_that_closes_amid_a_prompt_leaves_its_pages_to_others() -> None:
     """Within a step, and without a release."""
     at = Setting("target", ToyEngine(max_model_len=400), 64)
@@ -253,24 +208,6 @@ async def test_a_stream_that_closes_amid_a_prompt_leaves_its_pages_to_others() -
     counts = at.engine.page_counts()
     assert counts.num_free + counts.num_evictable == counts.num_pages
     assert at.engine.length(session_name(1)) > 0
-    await at.close()
-
-
-async def test_a_second_request_runs_only_what_its_prefix_does_not_share() -> None:
-    """Of 40 tokens the first 36, nine whole pages, are there, as soon as the first request's step
-    has run and also after its end; of another tenant none is."""
-    at = Setting("target", ToyEngine())
-    link, listener = at.connect()
-    shared = [(3 * i) % 8 for i in range(36)]
-    await ask(link, listener, VerifyItem(make_head([*shared, 1, 2, 3, 4])))
-    await ask(link, listener, VerifyItem(make_head([*shared, 5, 6, 7, 0], session=2)))
-    link.release(session_name(1), 1)
-    link.release(session_name(2), 1)
-    reply = await ask(link, listener, VerifyItem(make_head([*shared, 6, 6, 6, 6], session=3)))
-    assert isinstance(reply, VerdictReply)
-    head = replace(make_head([*shared, 6, 6, 6, 6], session=4), tenant="another")
-    await ask(link, listener, VerifyItem(head))
-    assert at.engine.counts == [[40], [4], [4], [40]]
     await at.close()
 
 
@@ -295,82 +232,6 @@ def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     run_virtually(main())
 
 
-def test_a_silent_sessions_pages_are_found_while_others_go_on() -> None:
-    """Two younger sessions play their rounds in turn, so that no step comes to nothing."""
-
-    async def play(at: Setting, session: int, until: Listener) -> int:
-        link, listener = at.connect()
-        num_rounds = 0
-        while not until.answers:
-            head = make_head((3, 3), min(1, num_rounds), session=session, round_index=num_rounds)
-            assert isinstance(await ask(link, listener, VerifyItem(head)), VerdictReply)
-            num_rounds += 1
-        return num_rounds
-
-    async def main() -> None:
-        at = Setting("target", ToyEngine(num_pages=6))
-        await ask(*at.connect(), VerifyItem(make_head([1] * 10)))
-        link, waiting = at.connect()
-        start = asyncio.get_running_loop().time()
-        link.send(VerifyItem(make_head([2] * 16, session=2)))
-        first = asyncio.create_task(play(at, 3, waiting))
-        await asyncio.sleep(1.5 * STEP_S)
-        async with asyncio.timeout(PATIENCE_S):
-            num_rounds = await play(at, 4, waiting) + await first
-        waited_s = asyncio.get_running_loop().time() - start
-        assert isinstance(waiting.answers[0], VerdictReply)
-        assert 0.95 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.2
-        assert num_rounds > 0.95 * waited_s / STEP_S
-        await at.close()
-
-    run_virtually(main())
-
-
-def test_a_silent_sessions_pages_are_found_for_a_draft() -> None:
-    """Which makes nobody wait: the younger session's rounds go on, and are drafted for once the
-    older one has said nothing for long."""
-
-    async def main() -> None:
-        at = Setting("draft", ToyEngine(num_pages=4))
-        link, listener = at.connect()
-        await ask(link, listener, DraftItem(make_head([1] * 9), 3))
-        start, num_drafted = asyncio.get_running_loop().time(), []
-        while not any(num_drafted) and len(num_drafted) < 100:
-            head = make_head([2] * 7, session=2, round_index=len(num_drafted))
-            num_drafted.append(len((await ask(link, listener, DraftItem(head, 3))).proposal))
-            await asyncio.sleep(0.1)
-        waited_s = asyncio.get_running_loop().time() - start
-        assert num_drafted[-1] == 3
-        assert 0.95 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.3
-        await at.close()
-
-    run_virtually(main())
-
-
-def test_a_session_that_was_just_answered_is_not_silent() -> None:
-    """Its rounds last longer than silence is patience, but after each answer it speaks in time: so
-    the session that waits for its pages does not get them."""
-
-    async def main() -> None:
-        at = Setting("target", ToyEngine(num_pages=4), step_s=0.6 * SILENT_SESSION_MS / 1e3)
-        link, listener = at.connect()
-        tokens = [1] * 5
-        link.send(VerifyItem(make_head(tokens)))
-        await asyncio.sleep(0.1)
-        other, unanswered = at.connect()
-        other.send(VerifyItem(make_head([2] * 10, session=2)))
-        for round_index in range(1, 5):
-            answer = (await listener.wait(round_index))[-1]
-            assert isinstance(answer, VerdictReply)
-            tokens.append(answer.verdict.correction[0])
-            await asyncio.sleep(0.7 * SILENT_SESSION_MS / 1e3)
-            link.send(VerifyItem(make_head(tokens, len(tokens) - 1, round_index=round_index)))
-        assert unanswered.answers == []
-        await at.close()
-
-    run_virtually(main())
-
-
 async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() -> None:
     """The older session keeps drafting; the younger's rounds go on without; when the older has
     gone, the younger is drafted for again."""
@@ -386,18 +247,6 @@ async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() 
     await at.close()
 
 
-async def test_an_older_session_has_room_for_all_that_it_drafts() -> None:
-    """Of its 4 draft tokens 3 are run: they take a page, which the younger session loses."""
-    at = Setting("draft", ToyEngine(num_pages=4))
-    link, listener = at.connect()
-    await ask(link, listener, DraftItem(make_head([1] * 8), 0))
-    await ask(link, listener, DraftItem(make_head([2] * 8, session=2), 0))
-    reply = await ask(link, listener, DraftItem(make_head([1] * 8, 7, round_index=1), 4))
-    assert len(reply.proposal) == 4
-    assert at.engine.length(session_name(2)) == 0
-    await at.close()
-
-
 async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> None:
     prompt = [(5 * i) % 8 for i in range(150)]
     replies = []
@@ -408,16 +257,6 @@ async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> Non
         await at.close()
     assert replies[0].proposal == replies[1].proposal
     assert len(replies[0].proposal) == 4
-
-
-async def test_a_draft_that_cannot_read_a_part_proposes_nothing() -> None:
-    """Token 9 stands far behind the first part, and is not in the draft's vocabulary of 8."""
-    at = Setting("draft", ToyEngine(max_model_len=400), 64)
-    async with asyncio.timeout(PATIENCE_S):
-        reply = await ask(*at.connect(), DraftItem(make_head([*[1] * 150, 9, *[1] * 150]), 4))
-    assert isinstance(reply, ProposalReply)
-    assert len(reply.proposal) == 0
-    await at.close()
 
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounds import GREEDY, Listener, Player, ask, make_head, session_name
+from rounds import GREEDY, Listener, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
@@ -114,37 +114,6 @@ async def test_a_prefix_that_is_not_held_is_asked_for(setting: Setting) -> None:
     )
 
 
-async def test_repeated_and_late_items_change_nothing(setting: Setting) -> None:
-    """A repetition gets the same verdict; an item of an older round is refused and does not cut
-    back what newer rounds have cached."""
-    first = VerifyItem(make_head(PROMPT), SealedProposal((4, 5)))
-    reply = await setting.ask(first)
-    again = await setting.ask(first)
-    assert isinstance(reply, VerdictReply)
-    assert isinstance(again, VerdictReply)
-    assert again.verdict == reply.verdict
-    second = VerifyItem(make_head((*PROMPT, 4, 6), 4, round_index=1))
-    assert isinstance(await setting.ask(second), VerdictReply)
-    late = await setting.ask(first)
-    assert isinstance(late, Refused)
-    assert late.key.round == 0
-    assert setting.engine.length(session_name(1)) == 5
-    third = VerifyItem(make_head((*PROMPT, 4, 6, 2), 5, round_index=2))
-    assert isinstance(await setting.ask(third), VerdictReply)
-
-
-async def test_an_epoch_that_is_over_is_refused(setting: Setting) -> None:
-    await setting.ask(VerifyItem(make_head(PROMPT, epoch=2)))
-    stale = await setting.ask(VerifyItem(make_head(PROMPT, epoch=1, round_index=9)))
-    assert isinstance(stale, Refused)
-    assert stale.code == 10
-    setting.service.release(session_name(1), 1)
-    assert isinstance(
-        await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3, epoch=2, round_index=1))),
-        VerdictReply,
-    )
-
-
 BAD_ITEMS = [
     ("head.append", VerifyItem(make_head((1, 8)))),
     ("proposal", VerifyItem(make_head(range(8)), SealedProposal((1,)))),
@@ -229,27 +198,6 @@ async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: S
     assert setting.engine.length(session_name(2)) == 0
 
 
-async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Setting) -> None:
-    """INTERNAL for the batch; its sequences are forgotten, as nobody knows what they hold; three
-    crashes in a row make the replica unhealthy, a good step makes it healthy again."""
-    reports: list[bool] = []
-    setting.service.watch(reports.append)
-    for round_index in range(3):
-        setting.engine.crash = RuntimeError("device lost")
-        item = VerifyItem(make_head(PROMPT, round_index=round_index))
-        crashed = await setting.ask(item)
-        assert isinstance(crashed, Refused)
-        assert crashed.code == 13
-        assert setting.service.healthy is (round_index < 2)
-        assert setting.engine.length(session_name(1)) == 0
-    resync = await setting.ask(VerifyItem(make_head((*PROMPT, 1), 3, round_index=3)))
-    assert isinstance(resync, Resync)
-    good = await setting.ask(VerifyItem(make_head((*PROMPT, 1), round_index=3)))
-    assert isinstance(good, VerdictReply)
-    assert setting.service.healthy
-    assert reports == [False, True]
-
-
 async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
     """The step is not tried again for each of them; the replica is unhealthy at once."""
     setting.engine.crash = EngineLost("rank 1 is gone")
@@ -287,25 +235,6 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
         await setting.service.close()
 
 
-async def test_a_released_session_leaves_nothing(setting: Setting) -> None:
-    await setting.ask(VerifyItem(make_head(PROMPT)))
-    setting.link.release(session_name(1), 1)
-    await setting.ask(VerifyItem(make_head(PROMPT, session=2)))
-    assert list(setting.engine.held) == [session_name(2)]
-
-
-async def test_sessions_share_steps(setting: Setting) -> None:
-    """What waits together runs together: two rounds of six sessions are two forward passes."""
-    for round_index in range(2):
-        tokens, base = (PROMPT, 0) if round_index == 0 else ((*PROMPT, 5), 3)
-        for session in range(1, 7):
-            setting.link.send(
-                VerifyItem(make_head(tokens, base, session=session, round_index=round_index))
-            )
-        await setting.listener.wait(6 * (round_index + 1))
-    assert [len(batch) for batch in setting.engine.batches] == [6, 6]
-
-
 @pytest.mark.parametrize("bad", [None, 3])
 async def test_verdicts_of_a_step_are_made_at_once(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, bad: int | None
@@ -332,12 +261,3 @@ async def test_verdicts_of_a_step_are_made_at_once(
     assert refused == ([] if bad is None else [session_name(bad)])
     assert made == ([2, 2, 2] if bad is None else [2, 2, 1, 1, 2])
     assert threads == {1}
-
-
-async def test_rounds_go_on_from_the_cache(setting: Setting) -> None:
-    """Ten plain rounds are ten passes and never a resync."""
-    player = Player(PROMPT, Rule.TOKEN, SamplingParams(), (setting.link, setting.listener))
-    for _ in range(10):
-        await player.play(0)
-    assert len(player.tokens) == 13
-    assert len(setting.engine.batches) == 10

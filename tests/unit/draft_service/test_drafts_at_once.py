@@ -11,13 +11,11 @@ import pytest
 import torch
 from models import tiny_config, tiny_drafter, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
-from recorded_work import CountingRecorder, attend_by_tables, backend_on
+from recorded_work import backend_on
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import InvariantError
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -220,26 +218,6 @@ def test_where_pages_are_short_it_is_drawn_by_step(
     assert pair.calls[:2] == ["refused", "forward"]
 
 
-def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> None:
-    """The slots that were taken are given back first."""
-
-    class Refusing(CountingRecorder):
-        num_bytes_now = 0
-
-        def num_bytes(self) -> int:
-            return self.num_bytes_now
-
-    recorder = Refusing()
-    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
-    plain = make_engine(twin(module))
-    engine = make_engine(module, backend=DeviceBackend(attend_by_tables, 8, lambda: recorder))
-    recorder.num_bytes_now = 2**40
-    found, expected = (ModelDrafter(e, ENTRIES).propose(requests()) for e in (engine, plain))
-    assert found == expected
-    assert recorder.num_replayed > 0  # of the trial
-    assert [engine.length(r.session_id) for r in requests()] == [18, 7, 34, 3, 12]
-
-
 def test_a_session_whose_page_cannot_be_copied_is_forgotten(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,29 +256,3 @@ def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
     found = pair.propose(asked)
     assert pair.calls == ["run_multi_step"]
     assert any(isinstance(each, Proposal) and 0 < len(each) < 5 for each in found[:1])
-
-
-def test_a_session_without_a_first_token(pair: Pair) -> None:
-    """Its error is its own."""
-    asked = requests()
-    for engine in (pair.at_once, pair.by_step):
-        engine._module.get_input_embeddings().weight[asked[1].token_ids[-1]] = torch.nan
-    found, other = (
-        ModelDrafter(engine, ENTRIES).propose(asked) for engine in (pair.at_once, pair.by_step)
-    )
-    assert isinstance(found[1], InvariantError)
-    assert str(found[1]).startswith("logits of row")
-    assert [type(each) for each in found] == [type(each) for each in other]
-
-
-def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
-    """Other sessions, seeds, parameters and prefixes replay it; another K is another one."""
-    recorder = CountingRecorder()
-    module = tiny_module(tiny_config("llama", VOCAB))
-    engine = make_engine(module, backend=DeviceBackend(attend_by_tables, 8, lambda: recorder))
-    drafter = ModelDrafter(engine, ENTRIES)
-    before = recorder.num_recorded
-    for index, count in enumerate((4, 4, 4, 3)):
-        sampling = SamplingParams(temperature=0.5 + index / 4)
-        drafter.propose([request(f"s{index}", ids(5 + index, index), count, Rule.TOKEN, sampling)])
-    assert recorder.num_recorded - before == 2

@@ -13,14 +13,12 @@ import pytest
 import torch
 from models import save_tiny_model
 
-from draft_service.training import distilling, teacher
+from draft_service.training import distilling
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Point
-from outrider.engine.interface import SequenceStep
-from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.limits import PAGE_SIZE
 
@@ -120,39 +118,6 @@ def pages(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     monkeypatch.setattr(distilling, "memory_budget", lambda *given: num * page_bytes)
 
 
-def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that as many prompts as fit the pages are answered side by side; first of all, and in one
-    go from 0 to 1."""
-    together: list[int] = []
-    forward = PagedEngine.forward
-
-    def watched(engine: PagedEngine, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        together.append(len(steps))
-        return forward(engine, steps)
-
-    monkeypatch.setattr(PagedEngine, "forward", watched)
-    monkeypatch.setattr(distilling, "MEASURED_TOKENS_MAX", 11)
-    monkeypatch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 4)
-    pages(monkeypatch, 8)
-    stages = Heard()
-
-    def report(stage: str, part: float, point: Point | None) -> None:
-        stages(stage, part, point)
-        if stage != "prompts":
-            raise KeyboardInterrupt
-
-    prompts = tuple((0, 5, 7 + index, 3, 6) for index in range(6))
-    with pytest.raises(KeyboardInterrupt):
-        run(target, tmp_path, report, measure=prompts)  # type: ignore[arg-type]
-    assert max(together) == 8
-    parts = [part for stage, part in stages.parts if stage == "prompts"]
-    assert parts == sorted(parts)
-    assert len({part for part in parts if part > 0.9}) == 3
-    assert parts[0] < 0.5 < parts[-1] == 1.0
-
-
 def test_prompts_that_do_not_fit_the_pages_are_refused_first(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,18 +151,3 @@ def test_measuring_counts_and_takes_nothing_from_the_time_to_train(
     assert "writing 1.0 min" in card
     assert "measuring 10." in card
     assert budgets == [pytest.approx(540, abs=30)]
-
-
-@pytest.mark.parametrize("has_texts", [False, True])
-def test_the_card_says_of_the_prompts_what_was_checked(
-    target: Target, tmp_path: Path, has_texts: bool
-) -> None:
-    corpus = corpus_of(tmp_path, OTHER)
-    if has_texts:
-        (corpus / "b.txt").write_text("Call me Ishmael. ")
-    reads = replace(target, encode=lambda text: [ord(letter) % 30 for letter in text])
-    run(reads, tmp_path, measure=(ASKED,), corpus=corpus)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "no conversation that was learned from begins with one of\nthem" in card
-    assert ("texts by others were not searched for them" in card) == has_texts
-    assert "learned from before" not in card

@@ -11,13 +11,12 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
 from draft_service.service import DraftService
-from outrider.errors import BadRequest, EngineLost
+from outrider.errors import EngineLost
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
     ProposalReply,
     Refused,
-    Resync,
     VerifyAnswer,
     VerifyItem,
 )
@@ -26,7 +25,6 @@ from outrider.speculation.logits_processing import TokenHistory, target_probabil
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokens import EMPTY_DIGEST
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
@@ -142,24 +140,6 @@ async def test_a_prefix_near_its_length_gets_a_shorter_proposal(length: int, pro
     await setting.service.close()
 
 
-async def test_resync_then_rounds_from_the_cache(setting: Setting) -> None:
-    resync = await setting.ask(DraftItem(make_head((*PROMPT, 4), 3), 2))
-    assert resync == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
-    first = await setting.proposed(DraftItem(make_head((*PROMPT, 4)), 3))
-    accepted = (*PROMPT, 4, *first.proposal.token_ids[:2], 0)
-    await setting.proposed(DraftItem(make_head(accepted, 6, round_index=1), 2))
-    assert setting.engine.held[session_name(1)][:7] == list(accepted)
-    late = await setting.ask(DraftItem(make_head((*PROMPT, 4)), 3))
-    assert isinstance(late, Refused)
-    assert setting.engine.held[session_name(1)][:7] == list(accepted)
-
-
-async def test_rules_and_parameters_must_fit(setting: Setting) -> None:
-    refused = await setting.ask(DraftItem(make_head(PROMPT, rule=Rule.COUPLED, sampling=GREEDY), 2))
-    assert isinstance(refused, Refused)
-    assert refused.message.startswith("head.rule: ")
-
-
 async def test_poisoned_logits_hurt_their_own_session_only(setting: Setting) -> None:
     """The drafter fails for one session inside a batch; the others are drafted for, with what
     they would have got alone, and nothing is run again."""
@@ -200,29 +180,6 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     more = await setting.proposed(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
     expected, _ = expected_proposal(following, 2, rule, sampling, 1)
     assert list(more.proposal.token_ids) == expected
-
-
-async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Setting) -> None:
-    setting.engine.crash = RuntimeError("device lost")
-    crashed = await setting.ask(DraftItem(make_head(PROMPT), 2))
-    assert isinstance(crashed, Refused)
-    assert crashed.code == 13
-    assert len((await setting.proposed(DraftItem(make_head(PROMPT), 2))).proposal) == 2
-
-
-@pytest.mark.parametrize("crash", [RuntimeError("out of memory"), BadRequest("token_ids", "no")])
-async def test_a_crash_behind_drawn_tokens_leaves_them_proposed(
-    setting: Setting, crash: Exception
-) -> None:
-    def crash_next(held: Sequence[int]) -> bool:
-        setting.engine.crash = crash if len(held) == len(PROMPT) + 1 else None
-        return False
-
-    setting.engine.breaks_after = crash_next
-    reply = await setting.proposed(DraftItem(make_head(PROMPT), 3))
-    assert list(reply.proposal.token_ids) == expected_proposal(PROMPT, 1, Rule.GREEDY, GREEDY, 1)[0]
-    assert reply.cached_length == len(PROMPT)
-    assert setting.service.healthy
 
 
 async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:

@@ -21,7 +21,7 @@ from toy_engine import ToyEngine, toy_logits
 from draft_service.service import DraftService
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
@@ -279,20 +279,6 @@ async def test_a_target_that_runs_ahead_masks_each_round_past_the_end_too() -> N
         assert tokens == [*expected, eos(), eos(), eos()]
 
 
-async def test_rounds_run_ahead_under_another_constraint_are_not_gone_on_with() -> None:
-    async with running(grammars(), None) as pair:
-        link, listener = pair.links[0]
-        for number, name in enumerate(("choice", "regex")):
-            head = make_head(
-                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=len(PROMPT),
-                constraint=CONSTRAINTS[name],
-            )  # fmt: skip
-            before = len(listener.answers)
-            link.send(VerifyItem(head, run_ahead=1))
-            answers = (await listener.wait(before + 2))[before:]
-            assert answers[0].verdict.correction[0] in fresh_mask(name, []), number
-
-
 def failing() -> Any:
     raise ConfigError("the model has no tokenizer")
 
@@ -385,34 +371,6 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
     await target.close()
 
 
-async def test_constraints_of_two_tenants_are_compiled_for_each() -> None:
-    known = grammars()
-    async with running(known, None) as pair:
-        for session, tenant in enumerate(("a", "b")):
-            head = make_head(
-                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
-                tenant=tenant, constraint=CONSTRAINTS["choice"],
-            )  # fmt: skip
-            assert known.find(head.constraint_hash, tenant) is None
-            assert isinstance(await ask(*pair.links[0], VerifyItem(head)), VerdictReply)
-            assert known.find(head.constraint_hash, tenant) is not None
-
-
-async def test_items_that_wait_for_a_compilation_are_answered_before_a_replica_stops() -> None:
-    async with running(grammars(), None) as pair:
-        link, listener = pair.links[0]
-        for session in range(3):
-            head = make_head(
-                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
-                constraint=CONSTRAINTS["schema"],
-            )  # fmt: skip
-            link.send(VerifyItem(head))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            await pair.target.drain()
-        assert all(isinstance(answer, VerdictReply) for answer in await listener.wait(3))
-
-
 async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
     class Broken(Grammars):
         async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
@@ -441,28 +399,6 @@ async def test_a_session_that_is_released_while_its_constraint_compiles_is_not_b
         (answer,) = await listener.wait(1)
         assert isinstance(answer, Refused)
         assert answer.code == 1
-
-
-async def test_what_is_looked_up_is_cut_where_the_grammar_ends_it() -> None:
-    """The prompt goes on as a choice does, and then otherwise."""
-    copied = hf_tokenizer().encode("brown dog brown")
-    brown = hf_tokenizer().encode("brown")
-    lookup = NgramDrafter(NgramConfig(1, 8))
-    for cuts in (True, False):
-        async with running(None, grammars() if cuts else None, lookup) as pair:
-            head = make_head(
-                (*copied, brown[0]), rule=Rule.COUPLED, sampling=SAMPLED,
-                prompt_length=len(copied), constraint=CONSTRAINTS["choice"],
-            )  # fmt: skip
-            reply = await ask(*pair.links[1], DraftItem(head, 8))
-        assert isinstance(reply, ProposalReply)
-        drafted = list(reply.proposal.token_ids)
-        assert len(drafted) > 0
-        if cuts:
-            check_meets("choice", [brown[0], *drafted])
-        else:
-            with pytest.raises(AssertionError):
-                check_meets("choice", [brown[0], *drafted])
 
 
 @pytest.mark.parametrize("columns", [(), tuple(range(0, VOCAB, 3))])

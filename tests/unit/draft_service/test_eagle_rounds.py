@@ -11,7 +11,6 @@ import pytest
 import torch
 from models import tiny_config, tiny_eagle, tiny_module, twin
 from rounds import GREEDY, Listener, ask, make_head
-from toy_engine import ToyEngine
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -201,15 +200,6 @@ async def test_a_tree_shows_the_path_that_was_accepted() -> None:
             assert _close(reply.features, shown)
             seen_beside |= any(place not in tree.tree.spine for place in outcome.path)
         assert seen_beside
-
-
-async def test_nothing_is_shown_that_nobody_wants() -> None:
-    async with running() as pair:
-        assert (await pair.verify(PROMPT, NOTHING_SEALED, wants=False)).features is None
-        assert (await pair.target.describe(1.0)).shows_features
-        assert (await pair.draft.describe(1.0)).reads_features
-    service = TargetService(ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1)
-    assert not service.describe().shows_features
 
 
 async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
-from outrider.messages import Refused, VerdictReply, VerifyItem
+from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -217,16 +218,6 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
         assert rule is not Rule.COUPLED or beside > 0
 
 
-async def test_trees_go_with_neither_block_nor_penalties() -> None:
-    async with running() as target:
-        for rule, sampling in ((Rule.BLOCK, SamplingParams()), (Rule.TOKEN, PENALISED)):
-            head = make_head(PROMPT, rule=rule, sampling=sampling)
-            item = VerifyItem(head, num_next_draft_tokens=2, next_siblings=(1,))
-            reply = await ask(target.link, target.heard, item)
-            assert isinstance(reply, Refused)
-            assert "next_siblings" in reply.message
-
-
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
     """Some want a proposal and some do not, of different rules: each gets its own."""
@@ -413,3 +404,61 @@ async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
             [found] = drafter.propose([request], [])
             assert len(found) == (2 if name == "right" else 0)
             assert engine.length(name) == len(tokens)
+
+
+@pytest.mark.parametrize("budget_s", [3.5, 60.0, 0.0])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_target_that_drafts_itself_answers_with_what_it_has(
+    kind: str, budget_s: float
+) -> None:
+    """The deadline is told at 1 s, drafting begins at 2 s, and each look takes a second."""
+    seconds = itertools.count(1)
+    async with running(kind=kind, clock=lambda: float(next(seconds))) as target:
+        text = list(PROMPT)
+        head = make_head(text, seed=SEED, prompt_length=len(text), rule=Rule.TOKEN)
+        budget_us = round(budget_s * 1e6)
+        asked = VerifyItem(head, num_next_draft_tokens=3, next_budget_us=budget_us)
+        reply = await ask(target.link, target.heard, asked)
+        text += reply.verdict.correction
+        num = 2 if budget_s == 3.5 else 3
+        expected = target.expected(text, Rule.TOKEN, SamplingParams(), num)
+    assert reply.next_proposal.open() == expected
+    assert reply.next_out_of_time == (budget_s == 3.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_runs_the_same_products_for_its_drafts_whatever_it_draws(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decides how much is drafted says nothing of the numbers that it is tested with."""
+    _, engine = tiny_engine(kind)
+    engine.forward([SequenceStep("s", PROMPT[:-1], num_logits=1)])
+    features: list[torch.Tensor] = []
+    if kind == MEDUSA:
+        assert engine.draft_heads is not None
+        module = engine.draft_heads.module
+        features = [torch.full((module.embeddings.shape[1],), 0.5, dtype=torch.float64)]
+        place, name = module, "advance"
+    else:
+        place, name = engine, "forward_shallow"
+    shapes: list[tuple[int, ...]] = []
+    run = getattr(place, name)
+
+    def counted(*args: Any) -> Any:
+        rows = run(*args)
+        shapes.append(tuple(torch.cat(list(rows)).shape))
+        return rows
+
+    monkeypatch.setattr(place, name, counted)
+    drafter = drafter_of(engine)
+    found, tokens = set(), set()
+    for seed in range(1, 21):
+        shapes.clear()
+        noise = RoundNoise(seed, Rule.TOKEN, len(PROMPT))
+        request = DraftRequest("s", "", PROMPT, len(PROMPT), 3, SamplingParams(), Rule.TOKEN, noise)
+        with torch.inference_mode():
+            [proposal] = drafter.propose([request], features)
+        found.add((tuple(shapes), len(proposal)))
+        tokens.add(proposal.token_ids)
+    assert len(found) == 1
+    assert len(tokens) > 10

@@ -8,20 +8,17 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 from looking_ahead import PROMPT as AHEAD_PROMPT
 from looking_ahead import Draft, item
-from rounds import ask, make_head, session_name
+from rounds import make_head, session_name
+from test_draft_service import Setting
 from test_eagle_rounds import running as eagle_pair
-from test_page_pressure import Setting
-from test_self_drafting import KINDS, MEDUSA, PROMPT, drafter_of, tiny_engine
 from toy_engine import ToyEngine
 
 from draft_service import worker as proposing
 from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
-from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -73,16 +70,15 @@ async def test_who_finds_no_pages_says_nothing_of_any_draw() -> None:
     """`Proposer` answers such a session an empty proposal."""
     lengths, tokens = set(), set()
     for seed in SEEDS:
-        at = Setting("draft", ToyEngine(num_pages=4))
-        link, listener = at.connect()
+        at = Setting(ToyEngine(num_pages=4))
         heads = [
             make_head([number] * size, session=number, rule=Rule.TOKEN, seed=seed)
             for number, size in ((1, 9), (2, 7))
         ]
-        found = [(await ask(link, listener, DraftItem(head, 3))).proposal for head in heads]
+        found = [(await at.proposed(DraftItem(head, 3))).proposal for head in heads]
         lengths.add(tuple(len(proposal) for proposal in found))
         tokens.add(found[0].token_ids)
-        await at.close()
+        await at.service.close()
     assert lengths == {(3, 0)}
     assert len(tokens) > len(SEEDS) / 2
 
@@ -109,40 +105,3 @@ async def test_a_head_that_reads_features_drafts_whatever_it_would_draw(
     assert (True, True) in choices
     assert ((True, False) in choices) is (min_score is not None)
     assert (False, True) not in choices
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_target_runs_the_same_products_for_its_drafts_whatever_it_draws(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, engine = tiny_engine(kind)
-    engine.forward([SequenceStep("s", PROMPT[:-1], num_logits=1)])
-    features: list[torch.Tensor] = []
-    if kind == MEDUSA:
-        assert engine.draft_heads is not None
-        module = engine.draft_heads.module
-        features = [torch.full((module.embeddings.shape[1],), 0.5, dtype=torch.float64)]
-        place, name = module, "advance"
-    else:
-        place, name = engine, "forward_shallow"
-    shapes: list[tuple[int, ...]] = []
-    run = getattr(place, name)
-
-    def counted(*args: Any) -> Any:
-        rows = run(*args)
-        shapes.append(tuple(torch.cat(list(rows)).shape))
-        return rows
-
-    monkeypatch.setattr(place, name, counted)
-    drafter = drafter_of(engine)
-    found, tokens = set(), set()
-    for seed in SEEDS:
-        shapes.clear()
-        noise = RoundNoise(seed, Rule.TOKEN, len(PROMPT))
-        request = DraftRequest("s", "", PROMPT, len(PROMPT), 3, SamplingParams(), Rule.TOKEN, noise)
-        with torch.inference_mode():
-            [proposal] = drafter.propose([request], features)
-        found.add((tuple(shapes), len(proposal)))
-        tokens.add(proposal.token_ids)
-    assert len(found) == 1
-    assert len(tokens) > len(SEEDS) / 2

@@ -63,14 +63,6 @@ async def test_nothing_is_left_of_an_outcome_that_came_true_where_nothing_is_wan
     assert counts.num_free + counts.num_evictable == free
 
 
-async def test_a_stream_that_ends_ends_its_work(draft: Draft) -> None:
-    draft.link.send(item(PROMPT, count=6))
-    await draft.listener.wait(1)
-    await draft.link.close()
-    await draft.settled()
-    assert not any("/" in name and draft.engine.length(name) for name in draft.engine.held)
-
-
 async def test_pages_that_are_needed_are_there() -> None:
     """Outcomes take what is free and give way to sessions that come, however many there are."""
     draft = Draft(ToyEngine(salt=2, max_model_len=64, num_pages=24))
