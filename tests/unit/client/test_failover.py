@@ -162,12 +162,6 @@ def test_it_goes_round_until_one_has_the_session() -> None:
     assert {request.num_tokens for request in second.asked if request} == {2, 3}
 
 
-def test_with_one_coordinator_it_is_asked_again() -> None:
-    """It may have been started anew."""
-    only = Scripted((STARTED, BROKEN), (BROKEN,), (BROKEN,), WHOLE)
-    assert heard(only) == [*WHOLE]
-
-
 @virtually
 async def test_it_is_given_up_in_time() -> None:
     only = Scripted((STARTED, FIRST, BROKEN))
@@ -546,38 +540,6 @@ async def test_calls_wait_while_no_coordinator_answers(
             with pytest.raises(StreamBroken, match="no coordinator is named yet"):
                 await client.complete(REQUEST)
     await server.stop(0)
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-async def test_calls_by_grpc_find_it_too(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of a stream and others, one after the other."""
-    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
-    there, later = _Coordinator(), _Coordinator()
-    there.events = later.events = WHOLE
-    server, other = await serve(there), await serve(later)
-    names = Names("127.0.0.1:1", server.address, server.address, other.address)
-
-    def block() -> None:
-        with SyncClient(names) as client:
-            assert client.describe().model == "demo"
-            stop(server)
-            assert list(client.generate(REQUEST)) == [*WHOLE]
-            assert client.address == other.address
-
-    loop = asyncio.get_running_loop()
-
-    def stop(one: RpcServer) -> None:
-        asyncio.run_coroutine_threadsafe(one.stop(0), loop).result()
-
-    if blocking:
-        await asyncio.to_thread(block)
-    else:
-        async with Client(names) as client:
-            assert (await client.describe()).model == "demo"
-            await server.stop(0)
-            assert [event async for event in client.generate(REQUEST)] == [*WHOLE]
-            assert client.address == other.address
-    await other.stop(0)
 
 
 def pool(number: int, now: list[float], first: int = 0) -> EndpointPool[int]:

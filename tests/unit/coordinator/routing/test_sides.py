@@ -69,17 +69,6 @@ async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     assert (second.base_length, second.append) == (4, (9,))
 
 
-def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
-    link = ScriptedLink(None, None, verdict)
-
-    async def test(target: TargetClient, one: Session) -> float:
-        await target.verify(0, NOTHING_SEALED)
-        return asyncio.get_running_loop().time()
-
-    assert with_target(link, test) == pytest.approx(3.0)  # 1 s, then 2 s.
-    assert len(link.sent) == 3
-
-
 @virtually
 async def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
     """Its stream stands, but its steps may hang."""
@@ -115,13 +104,6 @@ def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert 4.0 <= with_target(link, test) <= 6.0
-
-
-@virtually
-async def test_a_target_that_comes_back_is_used_again() -> None:
-    link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
-    target = target_of(link)
-    await target.verify(0, NOTHING_SEALED)
 
 
 @pytest.mark.parametrize(
@@ -243,16 +225,6 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
 
 
-@virtually
-async def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
-    link = ScriptedLink(verdict, verdict)
-    target = target_of(link)
-    for wants in (True, False):
-        wanted = NextWanted(features=wants)
-        await target.verify(0 if wants else 1, NOTHING_SEALED, wanted=wanted)
-    assert [item.wants_features for item in link.sent] == [True, False]
-
-
 @pytest.mark.parametrize("draft_budget_s", [math.inf, 0.02])
 @virtually
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(
@@ -297,14 +269,6 @@ async def test_an_absent_draft_is_probed_without_waiting() -> None:
 async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
     draft = draft_of(ScriptedLink(refuse(error)))
     assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
-
-
-@virtually
-async def test_closing_a_side_lets_the_replica_forget() -> None:
-    link = ScriptedLink()
-    target = target_of(link)
-    target.close()
-    assert link.released == ["0" * 32]
 
 
 class Unreadable(RequestObserver):
