@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from math import prod
 
 import pytest
@@ -27,30 +26,6 @@ def test_what_nobody_knows_is_taken_to_go_on_as_it_begins() -> None:
     found = averages().prospects(DEPTHS)
     assert found.committed == pytest.approx([FIRST_ACCEPTED ** (n + 1) for n in range(DEPTHS)])
     assert found.proposed.tolist() == [1.0] * DEPTHS
-
-
-def test_each_depth_has_an_acceptance_of_its_own() -> None:
-    """Chances that were told, not drawn: after many equal rounds they are what is expected."""
-    chances = [0.8, 0.5, 0.9, 0.2]
-    one = averages()
-    for _ in range(3000):
-        one.note(4, survival_of(chances))
-    found = one.prospects(4)
-    assert found.committed == pytest.approx(survival_of(chances), abs=0.02)
-    assert found.proposed == pytest.approx([1.0] * 4)
-
-
-def test_a_depth_that_was_not_asked_for_is_not_one_that_failed() -> None:
-    """Depth 3 is as likely as before when many rounds asked for two tokens alone."""
-    short, long = averages(), averages()
-    for one in (short, long):
-        for _ in range(2000):
-            one.note(4, survival_of([0.9, 0.9, 0.9, 0.9]))
-    for _ in range(20):
-        short.note(2, survival_of([0.9, 0.9]))
-    assert short.prospects(4).committed[3] == pytest.approx(
-        long.prospects(4).committed[3], rel=0.01
-    )
 
 
 def test_a_proposal_that_ends_early_says_nothing_of_acceptance() -> None:
@@ -85,17 +60,6 @@ def test_a_new_session_begins_with_what_all_have_shown() -> None:
     assert expected.proposed == pytest.approx(known.proposed)
 
 
-def test_a_session_goes_its_own_way_from_there() -> None:
-    shared = averages()
-    for _ in range(2000):
-        shared.note(3, survival_of([0.9, 0.9, 0.9]))
-    own = averages(shared)
-    for _ in range(40):
-        own.note(3, survival_of([0.2, 0.2, 0.2]))
-    assert own.prospects(1).committed[0] == pytest.approx(0.2, abs=0.1)
-    assert shared.prospects(1).committed[0] == pytest.approx(0.9, abs=0.01)
-
-
 def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     """All accept 0.8 and then half of that; a session whose first token does better is expected to
     do better behind it in proportion, too."""
@@ -108,25 +72,6 @@ def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     first, both = own.prospects(2).committed
     assert first == pytest.approx(0.75, abs=0.02)
     assert both / first == pytest.approx(0.4 * 0.75 / 0.5, abs=0.05)
-
-
-def test_what_is_long_past_counts_no_more() -> None:
-    one = averages()
-    for _ in range(500):
-        one.note(1, (0.0,))
-    assert one.prospects(1).committed[0] < 0.05
-    for _ in range(5000):
-        one.fade()
-    assert one.prospects(1).committed[0] == pytest.approx(FIRST_ACCEPTED, abs=0.01)
-
-
-def test_sums_stay_finite() -> None:
-    """Rounds without end: an average over 200 of them is the same after 200,000."""
-    one = averages()
-    rng = random.Random(1)
-    for _ in range(200_000):
-        one.note(2, survival_of([0.7, 0.7]) if rng.random() < 0.5 else (0.7,))
-    assert one.prospects(1).committed[0] == pytest.approx(0.7, abs=0.01)
 
 
 @given(

@@ -53,13 +53,6 @@ def test_tables_are_believed_until_something_is_measured() -> None:
     assert found.row_lost.tolist() == [0.0] * 3
 
 
-def test_a_tables_context_counts() -> None:
-    table = StepCosts((1, 9), (0.016, 0.024), slot_s=1e-6, row_slot_s=1e-7)
-    found = costs(table).forecast(1, context=1000)
-    assert found.plain_s == pytest.approx(0.017)
-    assert found.token_s == pytest.approx([0.004 + 1e-4])
-
-
 def test_measured_times_put_a_table_right() -> None:
     """Both sides take half as long again as their tables say, and messages 2 ms."""
     one = costs()
@@ -94,35 +87,6 @@ def test_lookups_take_as_long_however_much_they_find() -> None:
     assert found.round_s == pytest.approx(0.016 + 0.0015 + 0.002, rel=0.02)
 
 
-def test_a_model_behind_a_lookup_makes_no_length_cheaper_than_none() -> None:
-    """A hybrid: eight tokens are copied at once, one is drawn by a model in 7 ms. Time falls with
-    length then, but what is asked for does not choose which of them answers."""
-    one = costs(draft=StepCosts((1, 65), (0.007, 0.02)))
-    for index in range(300):
-        num, draft_s = (8, 0.001) if index % 3 == 0 else (1, 0.008)
-        play(one, num, draft_s, TARGET.step_seconds(1 + num))
-    found = one.forecast(8, context=0)
-    mean_s = (0.001 + 2 * 0.008) / 3
-    assert found.round_s == pytest.approx(0.016 + mean_s + 0.002, rel=0.03)
-    assert found.token_s == pytest.approx([0.001] * 8, rel=0.05)
-
-
-def test_drafts_that_are_ready_when_they_are_wanted_cost_no_step() -> None:
-    """Waits of 20 us whatever the table says a step takes: no length is taken to be dear."""
-    one = costs()
-    for _ in range(300):
-        play(one, 6, 2e-5, TARGET.step_seconds(7))
-    assert one.forecast(8, context=0).token_s == pytest.approx([0.001] * 8, rel=0.01)
-
-
-def test_plain_decoding_is_known_from_its_own_rounds() -> None:
-    one = costs()
-    for _ in range(100):
-        note_load(one, 1, 1, 0.02, 0.019, 0)
-        one.note_plain(0.02, 0)
-    assert one.forecast(1, 0).plain_s == pytest.approx(0.02, rel=0.02)
-
-
 def test_plain_decoding_that_was_seen_long_ago_counts_less_than_the_rounds_since() -> None:
     one = costs()
     for _ in range(50):
@@ -143,15 +107,6 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     found = one.forecast(2, context=0)
     assert found.plain_s == pytest.approx(TARGET.step_seconds(5))
     assert found.row_lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
-
-
-def test_verdicts_that_come_together_leave_a_session_at_the_target() -> None:
-    """Four at a time: the first has the time of all, yet each was at the target for a step."""
-    one = costs()
-    one.load.num_sessions = 9
-    for round_s in (0.080, 0.0, 0.0, 0.0) * 500:
-        note_load(one, 1, 1, round_s, 0.020, 0)
-    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(9))
 
 
 def test_the_contexts_of_others_are_theirs() -> None:
@@ -177,18 +132,6 @@ def test_a_step_that_others_are_in_is_waited_for() -> None:
     assert one.forecast(1, 0).round_s == pytest.approx(0.016 + 0.002)
 
 
-def test_no_more_than_a_step_is_waited_for() -> None:
-    """Half a step is waited for where another session is hardly ever at the target; then there are
-    eight."""
-    one = costs(draft=None)
-    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 1, 64, 64
-    for _ in range(200):
-        note_load(one, 1, 1, 0.016, 0.016, 0)
-        note_drafted(one, 0, 0.0, 0.016, 0.002, queue_s=0.008)
-    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 9, 0, 1
-    assert one.forecast(1, 0).round_s <= 2 * TARGET.step_seconds(9) + 0.003
-
-
 @pytest.mark.parametrize("delays", [False, True])
 def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     """Eight others with a token each 40 ms; a round's messages take 2 ms."""
@@ -200,21 +143,6 @@ def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     found = one.forecast(2, 0)
     assert found.round_lost == pytest.approx(lost, rel=0.01)
     assert found.token_lost == pytest.approx(found.row_lost)
-
-
-def test_sessions_of_other_coordinators_share_the_step() -> None:
-    """Nine of sixteen are another coordinator's; there are two targets."""
-    one = costs()
-    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 7, 9, 2
-    for _ in range(2000):
-        note_load(one, 1, 1, 0.040, 0.040, 0)
-    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
-
-
-def test_a_detour_by_the_draft_costs_what_it_missed() -> None:
-    one = costs()
-    assert one.reading_lost(0.016, 0) == 0.0
-    assert one.reading_lost(0.016, 65) == pytest.approx(DRAFT.step_seconds(65) / 0.016)
 
 
 @pytest.mark.parametrize("delays", [False, True])
@@ -253,13 +181,6 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
     assert found.token_lost - found.row_lost == pytest.approx([lost] * 3, abs=0.02)
 
 
-def test_no_more_share_a_step_than_fit() -> None:
-    one = RoundCosts(TARGET, DRAFT, 3, Load(50))
-    for _ in range(100):
-        note_load(one, 1, 1, 0.02, 0.02, 0)
-    assert one.forecast(1, 0).plain_s == pytest.approx(TARGET.step_seconds(3))
-
-
 def test_a_stall_counts_as_a_few_rounds_and_no_more() -> None:
     one = costs()
     for _ in range(200):
@@ -277,8 +198,3 @@ def test_a_line_never_falls_and_is_never_negative(relative: bool) -> None:
         for x in (1.0, 2.0, 3.0) * 50:
             line.note(x, max(0.0, 2.0 + slope * (x - 2.0)))
         assert 0.0 <= line.at(0.0) <= line.at(1.0) <= line.at(10.0)
-
-
-def test_a_line_that_knows_nothing_expects_what_it_was_told() -> None:
-    assert CostLine(1.0, 0.5).at(0.016) == 0.016
-    assert CostLine(1.0, 0.5, relative=True, unit=0.0).at(5.0) == 0.0

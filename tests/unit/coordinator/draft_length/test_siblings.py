@@ -16,7 +16,7 @@ from coordinator.draft_length.acceptance import (
     fitting,
     sibling_chances,
 )
-from coordinator.draft_length.policy import FixedLength
+from coordinator.draft_length.policy import FixedLength, RoundLength
 from coordinator.draft_length.round_cost import Forecast
 from outrider.limits import SIBLINGS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.proposal import caterpillar_tree, draft_tree
@@ -50,13 +50,6 @@ def test_rates_follow_what_is_seen() -> None:
     for _ in range(200):
         session.note(SiblingChances((1.0,), (1.0,), (0.0,)))
     assert session.rates()[1, 0] < 0.15
-
-
-def test_old_rounds_do_not_overflow() -> None:
-    averages = SiblingAverages(2.0, 1.0)
-    for _ in range(5_000):
-        averages.note(SiblingChances((1.0,), (1.0,), (0.5,)))
-    assert averages.rates()[1, 0] == pytest.approx(0.42, abs=0.1)
 
 
 def prospects(*chances: tuple[float, ...]) -> Prospects:
@@ -117,3 +110,14 @@ def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) 
     assert num_draft_tokens + sum(siblings) <= TREE_TOKENS_MAX
     assert len(policy.choose(2, 4).siblings) == min(num_draft_tokens, 3)
     assert FixedLength(num_draft_tokens, 0).choose(1, 99).siblings == ()
+
+
+def test_a_length_that_is_fixed_is_what_was_asked_for() -> None:
+    fixed = FixedLength(3, 8)
+    asked = [fixed.choose(index, left) for index, left in ((0, 99), (1, 99), (2, 3), (3, 1))]
+    assert asked == [
+        RoundLength(k, 0, next_max=most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))
+    ]
+    assert not fixed.listens
+    plain = FixedLength(0, 8)
+    assert [plain.choose(index, 5) for index in (0, 1)] == [RoundLength(0, 4)] * 2

@@ -92,11 +92,6 @@ def test_siblings_that_are_never_taken_are_given_up() -> None:
     assert 0 < sum(map(sum, (length.siblings for length in chosen[-100:]))) < 50
 
 
-def test_a_request_without_siblings_gets_chains() -> None:
-    control = controls(0.0).open(Rule.TOKEN, 1, BOUND, 100)
-    assert not any(length.siblings for length in play(control, 0.0))
-
-
 def test_many_sessions_at_the_target_make_proposals_chains() -> None:
     """What a row costs all of them is more than what it brings to one."""
     row_s = 0.001
