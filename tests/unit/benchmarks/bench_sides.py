@@ -64,6 +64,7 @@ class ProcessHere:
     async def __aenter__(self) -> Self:
         self._role = await self._opened.__aenter__()
         self.ready = self._role.ready
+        self.address = self.ready.get("address")
         return self
 
     async def __aexit__(self, *error: Any) -> None:

@@ -191,9 +191,9 @@ def test_warm_ups_are_not_measured_and_their_failure_ends_the_run() -> None:
     run = Load(ServeOptions(num_warmups=5, max_concurrency=2, num_prompts=1), server, {})
     run_virtually(run.warm_up())
     assert (len(server.asked), server.most_running, run.records) == (5, 2, [])
-    broken = Load(ServeOptions(num_warmups=1), ScriptedServer(fails=lambda _: "HTTP 401"), {})
+    server.fails = lambda _: "HTTP 401"
     with pytest.raises(Unavailable, match="a warm-up request failed: HTTP 401"):
-        run_virtually(broken.warm_up())
+        run_virtually(run.warm_up())
 
 
 def test_a_bug_of_ours_is_no_failed_request() -> None:

@@ -118,10 +118,9 @@ async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
     assert done.seconds > 0
 
 
-@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])
-async def test_a_request_that_was_cut_short_is_no_measurement(reason: FinishReason) -> None:
-    side = ServiceClient(RecordingClient(reason), raw=True)  # type: ignore[arg-type]
-    with pytest.raises(Unavailable, match=reason.value):
+async def test_a_request_that_was_cut_short_is_no_measurement() -> None:
+    side = ServiceClient(RecordingClient(FinishReason.DEADLINE), raw=True)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="deadline"):
         await side.generate(BenchPrompt("a", "b"), decoding())
 
 
