@@ -145,24 +145,24 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = self._dense_answers(info)
-        layers = find_layers(self._module, info.max_model_len)
-        shapes = [layer.shape for layer in layers]
+        self._layers = find_layers(self._module, info.max_model_len)
+        shapes = [layer.shape for layer in self._layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
         self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
-        self._decoder = self._fused(layers, info)
-        self._try(layers, expected)
+        self._decoder = self._fused(info)
+        self._try(expected)
         num_pages = min(
             pages_in(kv_cache_memory_bytes, shapes, self._page_size, self._num_spare_pages),
             max_num_seqs * pages_of_longest,
         )
         self._max_num_seqs = max_num_seqs
         if self._deterministic and self._decoder is None:
-            self._make_independent(layers, num_pages)
-        self._use_pages(layers, num_pages)
+            self._make_independent(num_pages)
+        self._use_pages(num_pages)
         self._info = replace(
             info,
             max_model_len=min(info.max_model_len, num_pages * self._page_size),
-            numerics=self._numerics(layers[0]) if self.rows_are_equal else "",
+            numerics=self._numerics() if self.rows_are_equal else "",
         )
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
@@ -179,7 +179,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             logits = dense_logits(self._module, ids)
         return logits, None if watched.output is None else watched.output[0]
 
-    def _fused(self, layers: Sequence[AttentionLayer], info: ModelInfo) -> FusedDecoder | None:
+    def _fused(self, info: ModelInfo) -> FusedDecoder | None:
         """The model on fused kernels, with spans by which its rows are bit-equal; None where that
         cannot be."""
         kernels = self._kernels
@@ -188,7 +188,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         try:
             if self._page_size != kernels.page_size:
                 raise CannotFuse(f"its pages have {self._page_size} tokens")
-            decoder = FusedDecoder(self._module, layers, info.max_model_len, kernels)
+            decoder = FusedDecoder(self._module, self._layers, info.max_model_len, kernels)
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
@@ -203,42 +203,40 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         )  # fmt: skip
         return None if self._deterministic and limits is None else decoder
 
-    def _make_independent(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
+    def _make_independent(self, num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
-        self._use_pages(layers, num_pages)
+        self._use_pages(num_pages)
         independent = dependent_at(self, self._max_num_seqs) is None
         if not self._all_agree(independent):
             _log.info("model %s: its linear layers take rows in blocks", self._info.name)
             block_rows(self._module)
-            self._use_pages(layers, num_pages)
+            self._use_pages(num_pages)
             check_independent(self, self._max_num_seqs)
         self.rows_are_equal = True
 
-    def _numerics(self, layer: AttentionLayer) -> str:
+    def _numerics(self) -> str:
         return numerics_fingerprint(
             self._device, self._dtype, self.kernels_name, self._span_limits,
-            sorted(self._thread_counts), layer.query_heads, self._page_size,
+            sorted(self._thread_counts), self._layers[0].query_heads, self._page_size,
         )  # fmt: skip
 
-    def _try(
-        self, layers: Sequence[AttentionLayer], expected: tuple[torch.Tensor, torch.Tensor | None]
-    ) -> None:
+    def _try(self, expected: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
-        self._use_pages(layers, num_pages)
+        self._use_pages(num_pages)
         if self._decoder is not None:
             if self._passes(partial(self._check_trial, *expected)):
                 return
             self._decoder, self.rows_are_equal = None, False
-            self._use_pages(layers, num_pages)
+            self._use_pages(num_pages)
         if isinstance(self._steps, CudaRunner):
             # Of the ranks that share a model, only the leader has logits to look at.
             trials = (self._steps.try_kernel, partial(self._check_trial, *expected))
             if all(self._all_agree(self._passes(trial)) for trial in trials):
                 return
             self._backend = None
-            self._use_pages(layers, num_pages)
+            self._use_pages(num_pages)
         self._check_trial(*expected)
 
     def _check_trial(self, logits: torch.Tensor, shallow: torch.Tensor | None) -> None:
@@ -260,9 +258,10 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         """Pages beside those of the pool: one where steps are recorded."""
         return int(self._backend is not None and self._backend.new_recorder is not None)
 
-    def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
+    def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
         self._pool = BlockPool(num_pages, self._page_size)
+        layers = self._layers
         shapes = [layer.shape for layer in layers]
         decoder = self._decoder
         self._cache = KVCache(

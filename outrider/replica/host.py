@@ -183,7 +183,7 @@ class ReplicaHost:
         await self._announce(address, config)
         self._engagement = Engagement(
             address=address, slot=config.slot, plan=config.plan,
-            num_ranks=1 if self.leadership is None else self.leadership.num_ranks,
+            num_ranks=1 if self.leadership is None else self.leadership.rendezvous.num_ranks,
         )  # fmt: skip
         return address
 

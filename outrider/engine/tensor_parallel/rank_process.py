@@ -47,23 +47,17 @@ class RankAssignment:
     """Ranks of the same model on the follower's machine, itself included."""
 
 
-class RankLeader:
+class RankLeader(OpenRendezvous):
     """What the leader of several ranks needs before it loads its share."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
         """Listens for the followers: on loopback where all ranks are neighbours on this machine.
         They may take `timeout_s` to join, and as long again to load."""
-        self.num_ranks = num_ranks
         alone = num_neighbours == num_ranks
         host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
+        super().__init__(host, num_ranks)
         self.num_neighbours = num_neighbours
         self._timeout_s = timeout_s
-        self._opened = OpenRendezvous(host, num_ranks)
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        """Where followers join."""
-        return self._opened.rendezvous
 
     def engine(
         self, config: TargetConfig | DraftConfig, role: Literal["target", "draft"], num_threads: int
@@ -75,9 +69,7 @@ class RankLeader:
         from outrider.models.loading import resolve_device
 
         device = resolve_device(config.device)
-        group, followers = lead(
-            self._opened, device, self._timeout_s, in_order=config.deterministic
-        )
+        group, followers = lead(self, device, self._timeout_s, in_order=config.deterministic)
         try:
             engine = build_engine(config, role, num_threads, group)
             followers.confirm(_digest(engine), self._timeout_s)
@@ -86,10 +78,6 @@ class RankLeader:
             group.close()
             raise
         return ParallelEngine(engine, followers, config.step_sessions, group.close)
-
-    def close(self) -> None:
-        """Accepts no more followers."""
-        self._opened.close()
 
 
 def engine_of_a_replica(

@@ -308,5 +308,5 @@ class PoolAndModel(RuleBasedStateMachine):
 
 
 TestPoolAndModel = PoolAndModel.TestCase
-TestPoolAndModel.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
-"""More than 10,000 steps."""
+TestPoolAndModel.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+"""10,000 steps."""
