@@ -30,14 +30,13 @@ STEP_ROWS_MIN: Final = 8
 FIXED_SEGMENT_TOKENS_MIN: Final = 4
 """Of a segment, which has a row for each query head of a key head: products of fewer rows in
 float32 and float64 have kernels of their own."""
-_ROWS_STEP: Final = 64
-"""Up to it sizes double, from it on they are its multiples."""
 
 
-def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """The size that so many rows are padded to; 0 for none."""
-    if num_rows >= _ROWS_STEP:
-        return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
+def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN, step: int = 64) -> int:
+    """The size that so many rows are padded to; 0 for none. Up to `step` sizes double, from it on
+    they are its multiples."""
+    if num_rows >= step:
+        return -(-num_rows // step) * step
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
 
 

@@ -107,15 +107,11 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
         answers = engine.forward([whole])
     if expected.shape[-1] == 0:
         return  # of the ranks that share a model, only the leader has logits
-    tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
-    reference = expected.double()
     for answer in answers:
-        difference = (answer.double() - reference).norm() / reference.norm()
-        if not difference <= tolerance:  # NaN satisfies no comparison
-            raise ConfigError(
-                f"with paged attention its logits differ from its own by {difference:.2g} of their "
-                f"norm; {tolerance:g} is allowed"
-            )
+        _check_close(
+            answer.flatten(), expected.flatten(),
+            "with paged attention its logits differ from its own by {} of their norm",
+        )  # fmt: skip
 
 
 def check_first_layers(engine: ShallowEngine, expected: torch.Tensor) -> None:
@@ -125,14 +121,17 @@ def check_first_layers(engine: ShallowEngine, expected: torch.Tensor) -> None:
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
     engine.keep("whole", chunk)
     [found] = engine.forward_shallow([SequenceStep("whole", ids[chunk:], len(ids) - chunk)])
-    reference = expected[chunk:].double()
-    difference = ((found.double() - reference).norm(dim=1) / reference.norm(dim=1)).max()
+    what = "run alone, its first layers put out what differs by {} of its norm"
+    _check_close(found, expected[chunk:], what)
+
+
+def _check_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Of [..., D], by the norm of each row."""
+    exact = expected.double()
+    difference = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     if not difference <= tolerance:  # NaN satisfies no comparison
-        raise ConfigError(
-            f"run alone, its first layers put out what differs by {difference:.2g} of its norm; "
-            f"{tolerance:g} is allowed"
-        )
+        raise ConfigError(f"{what.format(f'{difference:.2g}')}; {tolerance:g} is allowed")
 
 
 def check_independent(engine: Engine, max_num_seqs: int) -> None:

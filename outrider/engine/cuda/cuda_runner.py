@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.engine.attention import LayerPages, running
-from outrider.engine.batch import HeldSequence
+from outrider.engine.batch import HeldSequence, padded_rows
 from outrider.engine.cuda.backend import DeviceBackend, Recordings
 from outrider.engine.cuda.page_tables import (
     TableSize,
@@ -35,17 +36,12 @@ from outrider.engine.interface import Draws, SequenceStep
 
 RECORDED_ROWS_MAX: Final = 128
 """Of a step: a longer one takes its time in its kernels, not in starting them."""
-_ROWS_STEP: Final = 16
-"""Up to it rows double, from it on they are its multiples."""
 _WORDS_MAX: Final = 2**17
 """Of the tables of a recorded step, page tables included."""
 
 
-def recorded_rows(num_rows: int) -> int:
-    """The count of rows that so many are padded to."""
-    if num_rows >= _ROWS_STEP:
-        return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
-    return 1 << (num_rows - 1).bit_length()
+recorded_rows = partial(padded_rows, smallest=1, step=16)
+"""The count of rows that so many are padded to."""
 
 
 class CudaRunner(Steps):

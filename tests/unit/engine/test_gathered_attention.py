@@ -126,6 +126,9 @@ def test_every_token_sees_what_it_should(
     if not sequences:
         return
     plan = compare(sequences, page_size, window, softcap)
+    with pytest.MonkeyPatch.context() as patch:  # And so with the fused operator.
+        patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
+        compare(sequences, page_size, window, softcap)
     slots, positions, rows, row = [], [], [], 0
     for held in sequences:
         num = len(held.step.token_ids)
@@ -136,21 +139,6 @@ def test_every_token_sees_what_it_should(
     assert plan.slots.tolist() == slots
     assert plan.position_ids.tolist() == [positions]
     assert plan.logit_rows.tolist() == rows
-
-
-@given(steps(), st.sampled_from([None, 1, 2, 6, 40]))
-@settings(max_examples=150)
-def test_so_it_does_with_the_fused_operator(
-    drawn: tuple[list[HeldSequence], int], window: int | None
-) -> None:
-    """A softcap is for products alone."""
-    sequences, page_size = drawn
-    if not sequences:
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
-        patch.setattr(gathered_attention, "_attend_in_products", None)
-        compare(sequences, page_size, window, None)
 
 
 @given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
