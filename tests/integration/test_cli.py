@@ -14,22 +14,17 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import emulate
 from benchmarks.emulate import SCENARIOS
-from deploy.cli.main import main
 from outrider.config import CoordinatorConfig
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 
 SCENARIO = SCENARIOS["70b-1b"]
-TINY = replace(SCENARIO, law=SCENARIO.law | {"vocab_size": 1_000, "support": 8})
-
 pytestmark = [
     pytest.mark.real_model,
     pytest.mark.timeout(600),
@@ -172,7 +167,8 @@ def test_the_record_is_the_owners_alone(served: Shell) -> None:
 
 
 def test_generate_prints_one_json_object(served: Shell) -> None:
-    """With the documented fields, whose numbers agree with each other."""
+    """With the documented fields, whose numbers agree with each other. A named server is called. A
+    chat turn has more prompt tokens than its text alone."""
     completed = served.run("generate", PROMPT, "--json", "--max-tokens", "24")
     assert completed.returncode == 0, completed.stderr
     found = json.loads(completed.stdout)
@@ -187,6 +183,9 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
     assert metrics["mean_acceptance_length"] == pytest.approx(
         1 + metrics["num_accepted_draft_tokens"] / metrics["num_rounds"]
     )
+    words = ("--chat", "--server", served.record()["grpc_address"], "--json", "--max-tokens", "1")
+    chat = json.loads(served.run("generate", PROMPT, *words).stdout)
+    assert chat["usage"]["prompt_tokens"] > found["usage"]["prompt_tokens"]
 
 
 def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
@@ -213,40 +212,11 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
     assert "heard of" in table
 
 
-def test_generate_applies_the_chat_template(served: Shell) -> None:
-    """A chat turn has more prompt tokens than its text alone."""
-    words = ("generate", "Say hello.", "--json", "--max-tokens", "1")
-    raw, chat = (json.loads(served.run(*words, *more).stdout) for more in ((), ("--chat",)))
-    assert chat["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
-
-
-def test_generate_takes_a_named_server(served: Shell) -> None:
-    address = served.record()["grpc_address"]
-    there = served.run("generate", PROMPT, "--server", address, "--json", "--max-tokens", "2")
-    assert there.returncode == 0, there.stderr
-
-
 def test_a_second_deployment_is_refused(served: Shell) -> None:
     """With the pid and the address of the one that runs."""
     line = _one_line(served.run("serve", "--detach"), 2)
     assert str(served.record()["pid"]) in line
     assert served.record()["grpc_address"] in line
-
-
-def test_bench_speedup_prints_one_json_object(served: Shell, tmp_path: Path) -> None:
-    """It measures the deployment that runs; progress goes to standard error."""
-    prompts = tmp_path / "prompts.jsonl"
-    text = "Repeat this: one two three four five six seven eight."
-    prompts.write_text(json.dumps({"prompt": text, "category": "rewrite"}) + "\n", "utf-8")
-    completed = served.run(
-        "bench", "speedup", "--json", "--no-reference", "--prompts", str(prompts),
-        "--max-tokens", "16", "--temperature", "0", "--draft-model", "suffix",
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    found = json.loads(completed.stdout)
-    assert found["speedup"] > 0
-    assert set(found["categories"]) == {"rewrite"}
-    assert found["plain_tokens_per_second"] > 0
 
 
 def test_bench_peers_prints_one_json_object(served: Shell, tmp_path: Path) -> None:
@@ -270,18 +240,6 @@ def test_bench_peers_prints_one_json_object(served: Shell, tmp_path: Path) -> No
     assert level["plain_ratio"] > 0
     assert level["speculative_ratio"] > 0
     assert found["missing"] == {"vllm": "not installed; `make peers` installs it"}
-
-
-def test_bench_emulate_runs_beside_a_deployment(
-    served: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which holds the port that a coordinator has by default."""
-    with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", HTTP_PORT)):
-        pass
-    monkeypatch.setitem(SCENARIOS, "70b-1b", TINY)
-    monkeypatch.setattr(emulate, "MODES", emulate.MODES[:1])
-    assert main(["bench", "emulate", "--tokens", "32"]) == 0
-    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
@@ -354,11 +312,14 @@ def test_a_measurement_that_is_made_again_is_warned_of(served: Shell, tmp_path: 
     for num_warnings in (0, 1):
         completed = served.run(
             "bench", "speedup", "--num-prompts", "1", "--max-tokens", "4", "--no-reference",
-            "--prompts", str(prompts),
+            "--prompts", str(prompts), *(["--json"] if num_warnings else []),
         )  # fmt: skip
         assert completed.returncode == 0, completed.stderr
         assert completed.stderr.count("warning") == num_warnings
-        assert "prompt 1 of 1: c3" in completed.stderr
+    found = json.loads(completed.stdout)
+    assert found["speedup"] > 0
+    assert set(found["categories"]) == {"c3"}
+    assert found["plain_tokens_per_second"] > 0
 
 
 def test_what_serve_prints_can_be_pasted(served: Shell) -> None:

@@ -16,12 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final
 
 from tests.mutants.areas import AREAS, Mutant
@@ -42,8 +41,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--against", type=Path)
     arguments = parser.parse_args()
-    lines = arguments.mutants.read_text().splitlines()
-    mutants = [Mutant.from_json(json.loads(line)) for line in lines]
+    mutants = [Mutant.from_json(one) for one in _read(arguments.mutants)]
     with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as directory:
         found = run(mutants, Path.cwd(), Path(directory), arguments.workers)
     counts = Counter((one["area"], one["outcome"]) for one in found)
@@ -52,35 +50,33 @@ def main() -> int:
     return 0 if arguments.against is None else _compared(found, arguments.against)
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def run(
     mutants: Sequence[Mutant], root: Path, directory: Path, workers: int
 ) -> list[dict[str, Any]]:
     """What became of each mutant of the tree at `root`, in copies below `directory`."""
-    copies: SimpleQueue[Path] = SimpleQueue()
-    for number in range(workers):
-        copies.put(_copy(root, directory / str(number)))
-    with _taken(copies) as copy:
-        for area in dict.fromkeys(mutant.area for mutant in mutants):
-            if not _passes(AREAS[area].tests, copy):
-                raise SystemExit(f"the tests of {area} fail without a mutant; none can be judged")
+    of_thread = threading.local()
+
+    def begin() -> None:
+        of_thread.copy = _copy(root, directory / str(threading.get_ident()))
+
+    def passes(area: str) -> bool:
+        return _passes(AREAS[area].tests, of_thread.copy)
 
     def outcome_of(mutant: Mutant) -> dict[str, Any]:
-        with _taken(copies) as copy:
-            found = {**mutant.to_json(), "outcome": _outcome(mutant, root, copy)}
+        found = {**mutant.to_json(), "outcome": _outcome(mutant, root, of_thread.copy)}
         print(json.dumps(found), flush=True)
         return found
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers, initializer=begin) as pool:
+        areas = dict.fromkeys(mutant.area for mutant in mutants)
+        for area, sound in zip(areas, pool.map(passes, areas), strict=True):
+            if not sound:
+                raise SystemExit(f"the tests of {area} fail without a mutant; none can be judged")
         return list(pool.map(outcome_of, mutants))
-
-
-@contextmanager
-def _taken(copies: SimpleQueue[Path]) -> Iterator[Path]:
-    copy = copies.get()
-    try:
-        yield copy
-    finally:
-        copies.put(copy)
 
 
 def _copy(root: Path, to: Path) -> Path:
@@ -134,10 +130,8 @@ def _passes(tests: Sequence[str], copy: Path) -> bool:
 
 
 def _compared(found: Sequence[dict[str, Any]], against: Path) -> int:
-    lines = [json.loads(line) for line in against.read_text().splitlines()]
-    before = {_key(one) for one in lines if one["outcome"] == "caught"}
-    survived = {_key(one) for one in found if one["outcome"] == "survived"}
-    lost = before & survived
+    before = {_key(one) for one in _read(against) if one["outcome"] == "caught"}
+    lost = before & {_key(one) for one in found if one["outcome"] == "survived"}
     for key in sorted(map(str, lost)):
         print(f"caught before, and not now: {key}", file=sys.stderr)
     return int(len(lost) > LOST_MAX * len(before))

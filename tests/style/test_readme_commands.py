@@ -11,7 +11,6 @@ import pytest
 from benchmarks import speedup
 from deploy.cli import generate, plan
 from deploy.cli.command import Arguments
-from deploy.cli.distill import serve_line
 from deploy.cli.main import parse
 from deploy.cli.options import deployment_config
 from deploy.cli.output import program
@@ -71,12 +70,6 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
             plan._prompts(arguments)
 
 
-def test_the_guides_have_the_commands_that_a_newcomer_meets() -> None:
-    """So that the other tests read what they are about."""
-    names = {one.command.split()[0] for guide in GUIDES for _, one in commands_of(guide)}
-    assert {"serve", "generate", "chat", "bench", "stop", "plan", "upgrade", "distill"} <= names
-
-
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
     """A deployment runs where a command needs one, and none where one is started; what is served or
@@ -102,32 +95,7 @@ def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
         if arguments.command == "distill":
             made.add(str(arguments.out))
     assert not runs or guide == README, "a deployment that nothing stops"
-
-
-def test_what_distill_prints_is_what_the_guide_serves() -> None:
-    guide = ROOT / "docs" / "drafters.md"
-    served = {
-        (arguments.target, str(arguments.settings.get("draft_model", "")))
-        for _, arguments in commands_of(guide)
-        if arguments.command == "serve"
-    }
-    made = [arguments for _, arguments in commands_of(guide) if arguments.command == "distill"]
-    printed = set()
-    for arguments in made:
-        words = shlex.split(serve_line(arguments.target, arguments.kind, arguments.out))
-        again = parse(words[1:])
-        printed.add((again.target, again.settings["draft_model"]))
-    with_drafters = {pair for pair in served if "my-" in pair[1]}
-    assert with_drafters
-    assert with_drafters <= printed
-
-
-@pytest.mark.parametrize("guide", GUIDES[:2], ids=lambda path: path.name)
-def test_programs_are_on_the_path_before_they_are_called(guide: Path) -> None:
-    """`outrider` and `buf` are installed into `.venv/bin`, where no shell looks by itself."""
-    lines = lines_of(guide)
-    activated = lines.index("source .venv/bin/activate")
-    assert not [line for line in lines[:activated] if line.startswith(("outrider ", "buf "))]
+    assert made or guide != GUIDES[-1]
 
 
 def test_a_program_that_no_shell_finds_is_shown_with_its_path(
