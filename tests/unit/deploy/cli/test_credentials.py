@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.options import SECRETS, public_settings
-from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
 from deploy.fleet.preflight import check_before_start, warnings
 from deploy.fleet.security_setup import whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
@@ -109,20 +107,6 @@ def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=words) as caught:
             check_before_start(load_config(EMULATED | settings, {}))
         assert caught.value.key == key
-
-
-def test_the_key_of_this_machines_commands_is_its_owners_alone(tmp_path: Path) -> None:
-    """And gone with the deployment."""
-    assert local_key(tmp_path) == ""
-    for key in ("one", "other"):
-        publish_key(tmp_path, key)
-        assert local_key(tmp_path) == key
-        assert stat.S_IMODE((tmp_path / KEY_NAME).stat().st_mode) == 0o600
-    publish_key(tmp_path, "")
-    assert local_key(tmp_path) == ""
-    publish_key(tmp_path, "three")
-    withdraw(tmp_path)
-    assert not (tmp_path / KEY_NAME).exists()
 
 
 def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
