@@ -162,15 +162,10 @@ def test_services_lead_to_coordinators_and_to_redis() -> None:
     manifests = render()
     labels = _labels(manifests, f"{RELEASE}-outrider")
     led = {
-        name: sorted(
-            group for group in labels if _matches({"matchLabels": each["spec"]["selector"]},
-                                                  labels[group])
-        )
+        name.removeprefix(f"{RELEASE}-outrider"): group
         for name, each in of_kind(manifests, "Service").items()
+        for group in labels if _matches({"matchLabels": each["spec"]["selector"]}, labels[group])
     }  # fmt: skip
     assert led == {
-        f"{RELEASE}-outrider": ["coordinator"],
-        f"{RELEASE}-outrider-coordinators": ["coordinator"],
-        f"{RELEASE}-outrider-redis": ["redis"],
-        f"{RELEASE}-outrider-gcs": ["gcs"],
-    }
+        "": "coordinator", "-coordinators": "coordinator", "-redis": "redis", "-gcs": "gcs"
+    }  # fmt: skip
