@@ -59,13 +59,9 @@ def test_the_setting_of_a_bad_model_is_named(tiny: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Ngram", "did you mean ngram?"),
         ("n-gram", "did you mean ngram?"),
-        ("sufix", "did you mean suffix?"),
-        ("demo_drafter", "did you mean demo-drafter?"),
-        ("medussa", "did you mean medusa?"),
-        ("quantised", "did you mean quantized?"),
         ("hybrid:suffix,Demo-Drafter", "did you mean demo-drafter?"),
+        ("quantised", "did you mean quantized?"),
         ("emulated", "an emulated target alone"),
     ],
 )
@@ -81,7 +77,7 @@ def test_a_slip_in_a_drafters_name_is_not_asked_of_the_hub(
     place = tmp_path / name.rpartition(",")[2]
     shutil.copytree(tiny, place)
     check_before_start(load_config(models, {}))
-    for known in ("gpt2", "distilgpt2", "openai-gpt", "t5-small", "ctrl", "owner/ngrams"):
+    for known in ("gpt2", "ctrl", "owner/ngrams"):
         check_before_start(load_config(models | {"draft_model": known}, {}))
 
 
@@ -98,13 +94,15 @@ def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model
     assert bad.value.key == "draft_max_model_len"
 
 
-@pytest.mark.parametrize("engine", ["transformers", "emulated:"])
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "small"])
+@pytest.mark.parametrize(
+    ("engine", "drafter"),
+    [("transformers", "ngram"), ("transformers", "small"), ("emulated:", "suffix")],
+)
 def test_coordinators_are_told_of_a_look_up_that_drafts_alone(
     tiny: Path, engine: str, drafter: str
 ) -> None:
     """A model has a replica of its own."""
-    named = str(tiny) if (engine, drafter) == ("transformers", "small") else drafter
+    named = str(tiny) if drafter == "small" else drafter
     config = resolve_models(
         load_config({"model": str(tiny), "engine": engine, "draft_model": named}, {})
     )
@@ -177,26 +175,22 @@ def test_a_draft_that_reads_features_has_a_target_that_shows_them(
         assert bad.value.key == "draft_model"
 
 
-@pytest.mark.parametrize("draft_model", ["medusa:heads", "eagle:heads"])
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"look_ahead": 4}, "look_ahead"),
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
+        ({"draft_model": "eagle:heads", "draft_tensor_parallel_size": 2},
+         "draft_tensor_parallel_size"),
     ],
-)
+)  # fmt: skip
 def test_what_reading_the_target_does_not_go_with_is_refused(
-    draft_model: str, settings: dict[str, object], key: str
+    settings: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(SettingError, match=draft_model) as bad:
-        load_config({"draft_model": draft_model, **settings}, {})
+    with pytest.raises(SettingError, match=r"(medusa|eagle):heads") as bad:
+        load_config({"draft_model": "medusa:heads", **settings}, {})
     assert bad.value.key == key
-
-
-def test_a_head_that_reads_features_runs_on_one_rank() -> None:
-    with pytest.raises(SettingError, match="eagle:a runs on one rank"):
-        load_config({"draft_model": "eagle:a", "draft_tensor_parallel_size": 2}, {})
 
 
 def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:

@@ -24,24 +24,18 @@ def actor_that(answer: Future[Any]) -> Actor:
     return Actor("target", handle)
 
 
-async def test_an_actor_that_runs_says_where() -> None:
+async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:
+    """One that waits has no place; the error of one that died says why, and nothing of CPUs."""
     answer: Future[Any] = Future()
     answer.set_result(Place(1, "here"))
     actor = actor_that(answer)
     assert await actor.find_place(20.0)
     assert actor.place == Place(1, "here")
-
-
-async def test_an_actor_that_waits_has_no_place() -> None:
     assert not await actor_that(Future()).find_place(0.01)
-
-
-async def test_an_actor_that_died_had_one() -> None:
-    """Its error says why it died, and nothing of CPUs."""
-    answer: Future[Any] = Future()
-    answer.set_exception(ray.exceptions.RayActorError(error_msg="out of\nmemory"))
+    died: Future[Any] = Future()
+    died.set_exception(ray.exceptions.RayActorError(error_msg="out of\nmemory"))
     with pytest.raises(Unavailable, match="the target actor died: out of memory"):
-        await actor_that(answer).find_place(20.0)
+        await actor_that(died).find_place(20.0)
 
 
 @pytest.mark.parametrize("num_turns", range(6))
@@ -57,10 +51,6 @@ async def test_a_call_that_is_cancelled_while_its_answer_comes_is_cancelled(num_
         return  # It was over.
     with pytest.raises(asyncio.CancelledError):
         await calling
-
-
-AT_ONCE_S = 1.5
-"""Less than the time in which another rank may still tell a better reason."""
 
 
 async def _after(delay_s: float, outcome: object) -> object:
@@ -87,12 +77,6 @@ async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_other
         )
     await asyncio.sleep(0)
     assert waits.cancelled()
-
-
-async def test_a_reason_is_told_at_once_where_all_have_ended() -> None:
-    async with asyncio.timeout(AT_ONCE_S):
-        with pytest.raises(Unavailable, match="ended"):
-            await _of_the_first(_after(0.05, Unavailable("ended")), _after(0, None))
 
 
 def test_neighbours_share_the_cores() -> None:

@@ -31,30 +31,24 @@ def port(plan: FleetSpec, role: Role, slot: int) -> int:
 
 
 def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
-    plan = spec(**PORTS)
+    """On a cluster they are on machines of their own, and have the ports that are set."""
+    plan, elsewhere = spec(**PORTS), spec(local=False, **PORTS)
+    open_ports = spec(grpc_port=0, target_port=0, draft_port=0)
     assert [port(plan, role, 0) for role in ROLES] == [5000, 6000, 7000]
     assert [port(plan, role, 3) for role in ROLES] == [5003, 6003, 7003]
+    assert [port(elsewhere, role, 3) for role in ROLES] == [5000, 6000, 7000]
+    assert {elsewhere.replica_config(role, "x", 3).slot for role in ROLES} == {0}
+    assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
     coordinator: Any = plan.replica_config("coordinator", "coordinator-9", 3)
     assert coordinator.port == 8003
-    open_ports = spec(grpc_port=0, target_port=0, draft_port=0)
-    assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
 
 
 def test_a_port_beyond_the_last_one_is_refused_by_its_setting() -> None:
     plan = spec(**{**PORTS, "port": 65535, "target_port": 65535})
-    with pytest.raises(SettingError, match="65536 is wrong; it must be a whole number from 0"):
-        plan.replica_config("coordinator", "x", 1)
-    with pytest.raises(SettingError) as caught:
-        plan.replica_config("target", "x", 1)
-    assert caught.value.key == "target_port"
-
-
-def test_on_a_cluster_each_replica_has_the_ports_that_are_set() -> None:
-    """They are on machines of their own, and their slots say nothing of ports there."""
-    plan = spec(local=False, **PORTS)
-    assert [port(plan, role, 3) for role in ROLES] == [5000, 6000, 7000]
-    for role in ROLES:
-        assert plan.replica_config(role, "x", 3).slot == 0
+    for role, key in (("coordinator", "port"), ("target", "target_port")):
+        with pytest.raises(SettingError, match="65536 is wrong; it must be a whole") as caught:
+            plan.replica_config(cast(Role, role), "x", 1)
+        assert caught.value.key == key
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -111,17 +105,13 @@ def test_at_first_there_are_as_many_as_the_configuration_says() -> None:
 
 def test_counts_are_held_within_what_is_possible() -> None:
     """Nothing can be done without a target and a coordinator; without a draft it can."""
-    plan = spec()
-    within: dict[Role, int] = {"coordinator": 2, "target": REPLICAS_MAX, "draft": 3}
-    assert plan.bounded(within) == within
-    assert plan.bounded(dict.fromkeys(ROLES, 0)) == {"coordinator": 1, "target": 1, "draft": 0}
+    plan, most = spec(), dict.fromkeys(ROLES, REPLICAS_MAX)
+    assert plan.bounded(most) == most
     assert plan.bounded(dict.fromkeys(ROLES, -1)) == {"coordinator": 1, "target": 1, "draft": 0}
-    assert plan.bounded(dict.fromkeys(ROLES, REPLICAS_MAX + 1)) == dict.fromkeys(
-        ROLES, REPLICAS_MAX
-    )
+    assert plan.bounded(dict.fromkeys(ROLES, REPLICAS_MAX + 1)) == most
 
 
-@pytest.mark.parametrize("drafter", ["medusa:heads", "ngram"])
+@pytest.mark.parametrize("drafter", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram"])
 def test_without_a_draft_of_its_own_there_are_no_replicas_of_one(drafter: str) -> None:
     plan = spec(engine="transformers", model="m", draft_model=drafter, num_drafts=2)
     assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
@@ -256,10 +246,8 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 
 
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
-    with pytest.raises(SettingError, match="deterministic") as caught:
+    with pytest.raises(SettingError, match="^draft_siblings: .*deterministic"):
         load_config({"deterministic": True, "draft_siblings": 1}, {})
-    assert caught.value.key == "draft_siblings"
-    load_config({"deterministic": True, "draft_siblings": 0}, {})
 
 
 def test_a_device_that_nobody_gets_is_refused() -> None:
@@ -270,20 +258,6 @@ def test_a_device_that_nobody_gets_is_refused() -> None:
         _shares(1, device="cuda", draft_model="small", draft_num_gpus=0)
     with pytest.raises(ConfigError, match="target_num_gpus"):
         _shares(1, device="cpu", target_num_gpus=1)
-
-
-def test_cpus_are_asked_for_as_stated() -> None:
-    """Fractions pass through."""
-    settings = {
-        "draft_model": "small",
-        "target_num_cpus": "1.5",
-        "draft_num_cpus": "0.25",
-        "coordinator_num_cpus": 0,
-    }
-    demands = plan(load_config(settings, {}), {"CPU": 2.0}).demands
-    num_cpus = {role: demand.num_cpus for role, demand in demands.items()}
-    assert num_cpus == {"target": 1.5, "draft": 0.25, "coordinator": 0}
-    assert str(demands["target"]) == "1.5 CPUs and 0 GPUs"
 
 
 def test_demands_beyond_a_cluster_are_those_that_do_not_fit_beside_the_others() -> None:
@@ -305,14 +279,6 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
     assert not beyond(both, {"CPU": 6.5, "GPU": 1.75})
     assert beyond(both, {"CPU": 6.5, "GPU": 1.5}) == [demands["draft"]]
     assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [demands["target"]]
-
-
-@pytest.mark.parametrize(
-    "named", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram", "suffix"]
-)
-def test_no_replica_drafts_where_the_target_or_a_coordinator_does(named: str) -> None:
-    demands = plan(load_config({"draft_model": named}, {}), {"CPU": 2.0}).demands
-    assert "draft" not in demands
 
 
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
@@ -341,34 +307,30 @@ def test_what_else_a_role_asks_for_says_where_it_may_be_placed() -> None:
     """Resources that Ray knows by name, for each rank, beside CPUs and GPUs."""
     settings = {
         "target_resources": "rack=1, disk=0.5", "draft_resources": "small=2,",
-        "target_num_cpus": 2, "draft_num_cpus": 0, "tensor_parallel_size": 2, "model": "m",
-        "draft_model": "small",
+        "coordinator_resources": "edge=1", "target_num_cpus": 1.5, "draft_num_cpus": 0,
+        "tensor_parallel_size": 2, "model": "m", "draft_model": "small",
     }  # fmt: skip
     demands = plan(load_config(settings, {}), {"CPU": 8.0}).demands
-    assert demands["target"].each == {"CPU": 2.0, "rack": 1.0, "disk": 0.5}
-    assert str(demands["target"]) == "2 times 2 CPUs and 0 GPUs and 1 rack and 0.5 disk"
+    assert demands["target"].each == {"CPU": 1.5, "rack": 1.0, "disk": 0.5}
+    assert str(demands["target"]) == "2 times 1.5 CPUs and 0 GPUs and 1 rack and 0.5 disk"
     assert demands["draft"].each == {"small": 2.0}
-    assert demands["coordinator"].resources == {}
+    assert demands["coordinator"].resources == {"edge": 1.0}
     both = [demands["target"], demands["draft"]]
     assert not beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0, "small": 2.0})
     assert beyond(both, {"CPU": 4.0, "rack": 1.0, "disk": 1.0, "small": 2.0}) == both[:1]
     assert beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0}) == both[1:]
-    coordinator = {"coordinator_resources": "edge=1"}
-    demands = plan(load_config(coordinator, {}), {"CPU": 8.0}).demands
-    assert demands["coordinator"].resources == {"edge": 1.0}
 
 
 @pytest.mark.parametrize(
     "text",
-    ["rack", "rack=", "=1", "rack=0", "rack=-1", "rack=nan", "rack=inf", "rack=1,rack=2",
-     "CPU=1", "GPU=1", "rack=1;disk=1"],
+    ["rack", "=1", "rack=0", "rack=nan", "rack=inf", "rack=1,rack=2", "GPU=1", "rack=1;disk=1"],
 )  # fmt: skip
-@pytest.mark.parametrize("key", ["target_resources", "draft_resources", "coordinator_resources"])
-def test_resources_that_are_none_are_refused_by_name(key: str, text: str) -> None:
-    with pytest.raises(SettingError, match="it must be NAME=AMOUNT") as caught:
-        plan(load_config({key: text}, {}), {"CPU": 8.0})
-    assert caught.value.key == key
-    assert repr(text) in str(caught.value)
+def test_resources_that_are_none_are_refused_by_name(text: str) -> None:
+    for key in ("target_resources", "draft_resources", "coordinator_resources"):
+        with pytest.raises(SettingError, match="it must be NAME=AMOUNT") as caught:
+            plan(load_config({key: text}, {}), {"CPU": 8.0})
+        assert caught.value.key == key
+        assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize(
