@@ -113,7 +113,7 @@ class Fleet:
         self._crowded: set[Role] = set()
         """Roles of which another replica has found no place: a stale one must leave first."""
         self._made_way: set[Role] = set()
-        """Crowded roles of which one has left, and none has begun to serve since: meanwhile no
+        """Of these those of which one has left, and none has begun to serve since: meanwhile no
         other one leaves, as those that come may never serve."""
         self._lives: dict[str, asyncio.Task[None]] = {}
         """The tasks that start and watch each replica, by name ..."""
@@ -200,9 +200,12 @@ class Fleet:
     def use(self, spec: FleetSpec) -> None:
         """Another spec: what it changes is replaced, one by one. Raises as `check`."""
         self.spec = self._settled(spec)
+        self.last_failures.clear()
+        self._forget_crowding()
+
+    def _forget_crowding(self) -> None:
         self._crowded.clear()
         self._made_way.clear()
-        self.last_failures.clear()
         self._changed.set()
 
     async def begin(self, *roles: Role) -> None:
@@ -386,10 +389,9 @@ class Fleet:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self.wanted = found
             self._failures = dict.fromkeys(ROLES, 0)
-            self._crowded.clear()
-            self._made_way.clear()
             self._not_before = dict.fromkeys(ROLES, 0.0)
-            self._tell_changed()
+            self._forget_crowding()
+            self._on_change()
 
     def _tell_changed(self) -> None:
         self._changed.set()

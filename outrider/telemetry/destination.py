@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from outrider.errors import SettingError
 
-PROMETHEUS_PORT_MAX: Final = 65_535
 ROLES: Final = ("coordinator", "target", "draft")
 """Each process of a deployment serves Prometheus on a port of its own, in this order."""
+_LAST: Final = 65_535 - len(ROLES) + 1
 _ALLOWED: Final = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between them"
 
 
@@ -30,11 +30,12 @@ class Destination:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         values = {key: value for key, _, value in (part.partition("=") for part in parts)}
         endpoint, port = values.get("otlp"), values.get("prometheus")
+        is_port = port is None or (port.isascii() and port.isdecimal() and int(port) <= _LAST)
         if (
             len(values) < len(parts)
             or not values.keys() <= {"otlp", "prometheus"}
-            or (endpoint is not None and not _is_endpoint(endpoint))
-            or (port is not None and not _is_port(port))
+            or not (endpoint is None or _is_endpoint(endpoint))
+            or not is_port
         ):
             raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
         return cls(endpoint or "", None if port is None else int(port))
@@ -59,8 +60,3 @@ def _is_endpoint(value: str) -> bool:
         return bool(url.scheme in ("http", "https") and url.hostname and url.port)
     except ValueError:
         return False
-
-
-def _is_port(value: str) -> bool:
-    last = PROMETHEUS_PORT_MAX - len(ROLES) + 1
-    return value.isascii() and value.isdecimal() and int(value) <= last

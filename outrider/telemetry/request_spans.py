@@ -108,11 +108,7 @@ class ObservedRequests(Observation):
 
 class ObservedRequest(RequestObserver):
     def __init__(
-        self,
-        shared: ObservedRequests,
-        request: GenerateRequest,
-        model: str,
-        caller: Context | None,
+        self, shared: ObservedRequests, request: GenerateRequest, model: str, caller: Context | None
     ) -> None:
         self._tracer = shared.tracer
         self._counters = shared.counters
@@ -253,13 +249,10 @@ class ObservedRequest(RequestObserver):
         if self._sampled is not None:
             span = self._asked.pop(side)
             wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
-            span.set_attributes(
-                {
-                    "outrider.wire_ms": wire_ms,
-                    "outrider.queue_ms": queue_ms,
-                    "outrider.compute_ms": compute_ms,
-                }
-            )
+            span.set_attributes({
+                "outrider.wire_ms": wire_ms, "outrider.queue_ms": queue_ms,
+                "outrider.compute_ms": compute_ms,
+            })  # fmt: skip
             span.end()
 
     def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
@@ -272,13 +265,11 @@ class ObservedRequest(RequestObserver):
             for position in _POSITIONS[:num_accepted]:
                 counters["spec_decode_num_accepted_tokens_per_pos"].add(1, position)
         if self._sampled is not None:
-            self._sampled.set_attributes(
-                {
-                    "outrider.num_draft_tokens": num_draft_tokens,
-                    "outrider.num_accepted_draft_tokens": num_accepted,
-                    "outrider.num_tokens": num_tokens,
-                }
-            )
+            self._sampled.set_attributes({
+                "outrider.num_draft_tokens": num_draft_tokens,
+                "outrider.num_accepted_draft_tokens": num_accepted,
+                "outrider.num_tokens": num_tokens,
+            })  # fmt: skip
 
     def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
         now = time.monotonic()
@@ -363,14 +354,11 @@ class ObservedRequest(RequestObserver):
         # Rounds that still end after this are counted and not traced.
         self._asked, self._rounds, self._sampled = {}, {}, None
         totals = {f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()}
-        self._span.set_attributes(
-            {
-                **totals,
-                "outrider.num_sampled_rounds": self._num_sampled,
-                "outrider.num_resyncs": self._num_resyncs,
-                "outrider.num_fallback_rounds": self._num_fallbacks,
-            }
-        )
+        self._span.set_attributes({
+            **totals, "outrider.num_sampled_rounds": self._num_sampled,
+            "outrider.num_resyncs": self._num_resyncs,
+            "outrider.num_fallback_rounds": self._num_fallbacks,
+        })  # fmt: skip
         self._span.end()
 
 

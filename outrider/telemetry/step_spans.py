@@ -66,11 +66,9 @@ class ObservedSteps:
         )
         for name, about in _FIGURES.items():
             watch(self._meter, name, about, partial(_read, figures, name), grows=True)
-        if figures().pages is None:
-            return
-        for name, (attribute, about) in _PAGES.items():
-            grows = name.startswith("prefix_cache")
-            watch(self._meter, name, about, partial(_read_pages, figures, attribute), grows=grows)
+        for name, (attribute, about) in _PAGES.items() if figures().pages else ():
+            read = partial(_read, lambda: figures().pages, attribute)
+            watch(self._meter, name, about, read, grows=name.startswith("prefix_cache"))
 
     def stale(self) -> None:
         """An item came for a round that is over."""
@@ -93,10 +91,9 @@ class ObservedSteps:
         self._batch.record(len(works))
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
-            if isinstance(answer, Unfinished):
+            is_ahead = isinstance(answer, ProposalReply) and answer.assumed
+            if isinstance(answer, Unfinished) or is_ahead:  # No request has asked for it yet.
                 continue
-            if isinstance(answer, ProposalReply) and answer.assumed:
-                continue  # Looked ahead: no request has asked for it yet.
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))
             if work.item.head.traceparent:
@@ -114,21 +111,18 @@ class ObservedSteps:
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)
         )
-        attributes = {"session.id": head.session_id, "outrider.round.index": head.round}
+        attributes: dict[str, str | int] = {
+            "session.id": head.session_id,
+            "outrider.round.index": head.round,
+        }
         self._tracer.start_span(
             "outrider.queue", context=context, attributes=attributes, start_time=arrived_ns
         ).end(start_ns)
+        attributes |= {"outrider.step_items": num_items, "outrider.answer": _kind(answer)}
         self._tracer.start_span(
-            self._name,
-            context=context,
-            kind=SpanKind.SERVER,
-            attributes={
-                **attributes,
-                "outrider.step_items": num_items,
-                "outrider.answer": _kind(answer),
-            },
+            self._name, context=context, kind=SpanKind.SERVER, attributes=attributes,
             start_time=start_ns,
-        ).end(end_ns)
+        ).end(end_ns)  # fmt: skip
 
 
 def _kind(answer: Any) -> str:
@@ -139,9 +133,5 @@ def _kind(answer: Any) -> str:
     return "refused" if isinstance(answer, Refused) else "answered"
 
 
-def _read(figures: Callable[[], StepFigures], name: str) -> dict[str, float]:
+def _read(figures: Callable[[], object], name: str) -> dict[str, float]:
     return {"": float(getattr(figures(), name))}
-
-
-def _read_pages(figures: Callable[[], StepFigures], name: str) -> dict[str, float]:
-    return {"": float(getattr(figures().pages, name))}

@@ -80,6 +80,8 @@ async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
     assert grown("outrider_request_success_total", finished_reason="length") == 2
     assert grown("outrider_request_success_total", finished_reason="deadline") == 0
     assert after.value("outrider_request_failure_total", error_type="BadRequest") == 1
+    # Requests that get no answer would make answers look short.
+    assert grown("outrider_e2e_request_latency_seconds_count") == 2
     num_rounds = sum(answer.metrics.num_rounds for answer in answers)
     counted = {
         "prompt_tokens": 2 * len(REQUEST.prompt),

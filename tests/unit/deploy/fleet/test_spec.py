@@ -246,7 +246,7 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 
 
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
-    with pytest.raises(SettingError, match="^draft_siblings: .*deterministic"):
+    with pytest.raises(SettingError, match=r"^draft_siblings: .*deterministic"):
         load_config({"deterministic": True, "draft_siblings": 1}, {})
 
 
