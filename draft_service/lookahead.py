@@ -48,26 +48,23 @@ from outrider.speculation.random_streams import RoundNoise
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LookAheadLimits:
-    """How much is worked out ahead."""
-
-    max_num_seqs: int
-    """Sequences that share a pass."""
-    bytes_max: int
-    """Of what is pushed of one round of a session."""
-
-
 class LookAhead:
     """The rounds of a draft's sessions, over one engine, on the executor's side."""
 
     def __init__(
-        self, engine: Engine, table: SessionTable, drafter: ModelDrafter, limits: LookAheadLimits
+        self,
+        engine: Engine,
+        table: SessionTable,
+        drafter: ModelDrafter,
+        max_num_seqs: int,
+        bytes_max: int,
     ) -> None:
+        """So many sequences share a pass, and so much is pushed of one round of a session."""
         self._engine = engine
         self._table = table
         self._drafter = drafter
-        self._limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._bytes_max = bytes_max
         self._rounds: dict[str, RoundAhead] = {}
         self._outcome_models = OutcomeModels()
         self._numbers = count()
@@ -92,7 +89,7 @@ class LookAhead:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
         before = self._rounds.pop(item.head.session_id, None)
-        now = RoundAhead(item, committed, unseen, self._limits.bytes_max)
+        now = RoundAhead(item, committed, unseen, self._bytes_max)
         self._rounds[item.head.session_id] = now
         outcome = None if before is None else self._come_true(before, committed)
         answers: list[DraftAnswer] = []
@@ -113,7 +110,7 @@ class LookAhead:
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
-        room = self._limits.max_num_seqs
+        room = self._max_num_seqs
         waiting = [now.wanted for now in rounds if now.wanted is not None]
         wanted = [branch for branch in waiting if branch.goes_on()][:room]
         room -= len(wanted)
@@ -134,7 +131,7 @@ class LookAhead:
         else:
             for now, rows in zip(read, logits, strict=True):
                 self._note_read(now, rows)
-            if not read or len(self._stale) > self._limits.max_num_seqs:
+            if not read or len(self._stale) > self._max_num_seqs:
                 self._release(self._stale)
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
@@ -99,7 +98,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter = ModelDrafter(engine, entries_max)
-        limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
+        limits = (max_num_seqs, look_ahead_bytes_max)
         proposer = Proposer(drafter, engine, budget, limits, _matchers(grammars))
         description = describe_model(engine.info, max_num_seqs, costs)
         return cls(

@@ -21,7 +21,7 @@ from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-from .lookahead import LookAhead, LookAheadLimits
+from .lookahead import LookAhead
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class Proposer:
         drafter: FallibleDrafter,
         engine: Engine | None = None,
         budget: TokenBudget | None = None,
-        look_ahead: LookAheadLimits | None = None,
+        look_ahead: tuple[int, int] | None = None,
         matchers: Matchers | None = None,
     ) -> None:
         """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
-        drafter that keeps no slots. With `look_ahead` a `ModelDrafter` works out what comes next
-        where items ask for it. Without `matchers` what is drafted for sessions with a constraint
-        may not meet it, and is then refused by the target."""
+        drafter that keeps no slots. With `look_ahead`, the bounds of `LookAhead`, a `ModelDrafter`
+        works out what comes next where items ask for it. Without `matchers` what is drafted for
+        sessions with a constraint may not meet it, and is then refused by the target."""
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
@@ -83,7 +83,7 @@ class Proposer:
         if engine is not None and budget is not None:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
             if look_ahead is not None and isinstance(drafter, ModelDrafter):
-                self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
+                self._look_ahead = LookAhead(engine, self._table, drafter, *look_ahead)
         self._matchers = matchers
         self._unfinished: dict[str, _Prepared] = {}
         """By session: what the drafter goes on with when its item comes again."""

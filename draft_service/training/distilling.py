@@ -131,8 +131,6 @@ class _Run:
         _check_prompts("prompts", options.prompts, tokens_max - 1)
         _check_prompts("measure", options.measure, longest)
         _check_apart(options, self._given)
-        writes = self._missing > 0 if options.tokens is None else options.tokens > 0
-        _check_split(self._given, len(texts), writes)
 
     def finish(self) -> Distilled:
         """All stages. What is to be measured with comes first: it is the target's answers to
@@ -312,19 +310,3 @@ def _check_apart(options: DistillOptions, given: Sequence[Document]) -> None:
                 f"number {number} is also {learned[prompt]}; what is measured must not be learned "
                 "from",
             )
-
-
-def _check_split(given: Sequence[Document], num_texts: int, writes: bool) -> None:
-    """Raises `SettingError` where what is given cannot do, as it alone says what is held out."""
-    held_out = {document.is_held_out for document in given}
-    if held_out == {True}:
-        what = "all of them held out"
-    elif held_out == {False} and not writes:
-        what = "none of them held out, and the target is to write nothing"
-    else:
-        return
-    raise SettingError(
-        "corpus",
-        f"holds {num_texts} texts, {what}; it must hold more: about one in {HELD_OUT_EVERY} is "
-        "held out, as its own words say",
-    )

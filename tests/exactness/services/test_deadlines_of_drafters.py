@@ -17,7 +17,6 @@ from rounds import make_head
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
 from outrider.drafters import autoregressive_draft
@@ -185,7 +184,7 @@ def drafting(kind: str) -> Propose:
         return by_draft(worker, features=features)
     engine = ToyEngine(VOCAB, DRAFT_SALT)
     drafter = ModelDrafter(engine)
-    limits = LookAheadLimits(TOGETHER, 2**20) if kind == "look-ahead" else None
+    limits = (TOGETHER, 2**20) if kind == "look-ahead" else None
     proposer = Proposer(drafter, engine, TokenBudget(512, TOGETHER), limits)
     return by_draft(proposer, look_ahead=4 if limits else 0)
 

@@ -20,7 +20,6 @@ from toy_engine import ToyEngine, toy_logits
 from coordinator.routing import draft_client as draft_side
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool
-from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from draft_service.worker import Proposer
@@ -151,7 +150,7 @@ def first_tokens(
     async def main() -> Found:
         found = Found()
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        limits = LookAheadLimits(8, 2**20)
+        limits = (8, 2**20)
         proposer = GrammarProposer(ModelDrafter(engine), engine, TokenBudget(512, 8), limits)
         executor = InlineExecutor(engine.take_step_seconds)
         service = DraftService(

@@ -209,39 +209,6 @@ def test_a_failure_of_those_by_step_undoes_the_others(
     pair.propose(asked)
 
 
-def test_where_pages_are_short_it_is_drawn_by_step(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no sequence has changed before that."""
-    monkeypatch.setattr(pair.at_once._pool, "can_hold", lambda _: False)
-    pair.propose(requests())
-    assert pair.calls[:2] == ["refused", "forward"]
-
-
-def test_a_session_whose_page_cannot_be_copied_is_forgotten(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has lost what it held of a page that another still has; that one stands where it stood."""
-    engine = pair.at_once
-    run(engine, "a", ids(20), 0)
-    assert engine.attach("b", ids(20)) == 16
-    engine.keep("b", 10)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._cache, "_copy", fail)
-        asked = [
-            request(name, tokens, 3, Rule.TOKEN, SamplingParams())
-            for name, tokens in (("a", (*ids(20), 1)), ("b", (*ids(10), 1)))
-        ]
-        with pytest.raises(MemoryError):
-            ModelDrafter(engine, ENTRIES).propose(asked)
-    assert [engine.length(name) for name in "ab"] == [20, 0]
-    engine.check_integrity()
-
-
 def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
     """It ends where they begin, as it would by step; the others go on."""
     asked = [each for each in requests() if len(each.token_ids) < 20]

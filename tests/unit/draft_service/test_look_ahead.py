@@ -44,14 +44,6 @@ async def test_what_is_pushed_is_what_would_be_proposed(draft: Draft, rule: Rule
         assert [reply.assumed[-1]] != refused
 
 
-async def test_a_prompt_without_a_proposal_is_looked_ahead_of(draft: Draft) -> None:
-    """Nobody waits for an answer: none comes but what is pushed for the first token."""
-    pushed = await draft.send(item(PROMPT, held=()))
-    assert len(pushed) == 8
-    assert all(len(reply.assumed) == 1 for reply in pushed)
-    check_pushed(pushed, PROMPT, Rule.TOKEN)
-
-
 async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Draft) -> None:
     _, *pushed = await draft.send(item(PROMPT))
     chosen = pushed[2]
@@ -177,18 +169,6 @@ async def test_what_came_otherwise_is_drafted_as_ever(draft: Draft) -> None:
     expected, _ = expected_proposal(committed, 3, Rule.TOKEN, PLAIN, 1)
     assert list(late.proposal.token_ids) == expected
     check_pushed(next_ones, committed, Rule.TOKEN)
-
-
-async def test_a_miss_costs_the_others_nothing(draft: Draft) -> None:
-    """What one session waits for is drafted in the passes in which another's outcomes grow."""
-    await draft.send(item(PROMPT, session=2, held=(), look_ahead=1))
-    num_passes = len(draft.engine.batches)
-    draft.link.send(item(PROMPT, session=1, held=()))
-    draft.link.send(item((*PROMPT, 5), session=2, round_index=1))
-    await draft.settled()
-    names = [set(batch) for batch in draft.engine.batches[num_passes:]]
-    assert session_name(2) in names[1]
-    assert any(name.startswith(f"{session_name(1)}/") for name in names[1])
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:

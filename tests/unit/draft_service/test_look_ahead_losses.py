@@ -14,9 +14,6 @@ from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
 from draft_service import worker as proposing
-from draft_service.model_drafter import ModelDrafter
-from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest, OutOfPages
 from outrider.messages import Refused, Resync
@@ -40,27 +37,6 @@ async def test_nothing_is_left_of_a_session_that_is_over(draft: Draft) -> None:
     counts = draft.engine.page_counts()
     assert counts.num_free + counts.num_evictable == free
     assert not any(draft.engine.length(name) for name in draft.engine.held)
-
-
-async def test_nothing_is_left_of_an_outcome_that_came_true_where_nothing_is_wanted(
-    draft: Draft,
-) -> None:
-    """One of these rounds comes to what is being drafted, and is asked for no token."""
-    free = draft.engine.page_counts().num_free
-    for session in range(1, 81):
-        correction, num_passes = session % 8, session // 8
-        num_answers = len(draft.listener.answers)
-        draft.link.send(item(PROMPT, count=6, session=session))
-        await draft.listener.wait(num_answers + 1)
-        for _ in range(num_passes):  # Its outcomes grow.
-            await asyncio.sleep(0)
-        committed = (*PROMPT, correction)
-        draft.link.send(item(committed, len(PROMPT), count=0, session=session, round_index=1))
-        await draft.settled()
-        draft.link.release(session_name(session), 1)
-    await draft.settled()
-    counts = draft.engine.page_counts()
-    assert counts.num_free + counts.num_evictable == free
 
 
 async def test_pages_that_are_needed_are_there() -> None:
@@ -89,29 +65,6 @@ async def test_a_session_that_loses_its_pages_is_answered_what_it_has(
     assert list(answer.proposal.token_ids) == expected
     assert answer.cached_length == 0
     await check_begins_anew(draft, (*PROMPT, 7), len(PROMPT))
-
-
-async def test_a_session_may_lose_its_pages_before_the_first_pass_of_its_round(
-    draft: Draft, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing has been drawn then, and nothing is proposed."""
-    _, *pushed = await draft.send(item(PROMPT))
-    missed = next(v for v in range(8) if all(reply.assumed != (v,) for reply in pushed))
-    committed = (*PROMPT, missed)
-    num_passes = len(draft.engine.batches)
-    begin = ModelDrafter.begin
-
-    def begin_and_evict(drafter: ModelDrafter, request: DraftRequest) -> AutoregressiveDraft | None:
-        branch = begin(drafter, request)
-        draft.engine.release(request.session_id)
-        return branch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelDrafter, "begin", begin_and_evict)
-        [late] = await draft.send(item(committed, len(PROMPT), round_index=1))
-    assert (late.proposal.token_ids, late.cached_length) == ((), 0)
-    assert len(draft.engine.batches) == num_passes
-    await check_begins_anew(draft, committed, len(PROMPT))
 
 
 async def check_begins_anew(draft: Draft, committed: tuple[int, ...], length: int) -> None:

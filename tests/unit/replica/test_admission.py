@@ -105,12 +105,6 @@ def test_a_young_session_waits_for_the_old_and_goes_on_after_them() -> None:
     assert at.step(at.demand(2, 12)) == [12]
 
 
-def test_who_waits_does_not_hold_up_who_fits() -> None:
-    at = Setting(num_pages=4)
-    at.step(at.demand(1, 8))
-    assert at.step(at.demand(2, 12), at.demand(3, 4), at.demand(4, 4)) == [WAITS, 4, 4]
-
-
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
     session 1, which has three of the four pages; resynchronising it takes two."""
@@ -158,13 +152,6 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     assert at.step(first, second) == [22, 22]
     counts = at.engine.page_counts()
     assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
-
-
-def test_pages_are_given_out_once() -> None:
-    """Each of two new sessions would fit alone."""
-    at = Setting(num_pages=4)
-    at.step(at.demand(1, 8))
-    assert at.step(at.demand(2, 8), at.demand(3, 8)) == [8, WAITS]
 
 
 def test_who_has_just_lost_its_pages_does_not_go_on_from_them() -> None:

@@ -58,10 +58,6 @@ def test_a_step_waits_for_who_comes_soon_and_not_for_who_comes_late() -> None:
     assert until(known(0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
 
 
-def test_where_rows_take_their_time_nobody_gains_by_waiting() -> None:
-    assert until(known(0.008, cost=by_rows), 0.0, [5]) == 0.0
-
-
 def test_some_are_worth_it_and_others_not() -> None:
     """Two come back at once, and one much later: it has a step of its own either way."""
     batching_delay, now = BatchingDelay(one_time, 8, 100), -100.0
@@ -117,13 +113,6 @@ def test_nobody_is_waited_for_without_room_or_reason() -> None:
     fresh = BatchingDelay(one_time, 8, 100)
     fresh.answered("a", 5, 0.0)
     assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
-
-
-def test_new_sessions_are_expected_as_others_came() -> None:
-    batching_delay = known(0.008)
-    batching_delay.forget("1")
-    batching_delay.answered("new", 5, 0.0)
-    assert until(batching_delay, 0.0, [5]) == pytest.approx(0.008, abs=2e-3)
 
 
 def test_what_steps_really_take_is_learned() -> None:

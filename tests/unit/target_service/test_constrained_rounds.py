@@ -264,21 +264,6 @@ async def test_replicas_that_have_forgotten_a_session_go_on_with_it() -> None:
         assert await ended(player, 2) == expected
 
 
-async def test_a_target_that_runs_ahead_masks_each_round_past_the_end_too() -> None:
-    async with running(grammars(), None) as pair:
-        expected = await ended(pair.player(CONSTRAINTS["choice"], seed=5, session=2), 0)
-        head = make_head(
-            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=len(PROMPT), seed=5,
-            constraint=CONSTRAINTS["choice"],
-        )  # fmt: skip
-        link, listener = pair.links[0]
-        before = len(listener.answers)
-        link.send(VerifyItem(head, run_ahead=len(expected) + 2))
-        answers = (await listener.wait(before + len(expected) + 3))[before:]
-        tokens = [answer.verdict.correction[0] for answer in answers]
-        assert tokens == [*expected, eos(), eos(), eos()]
-
-
 def failing() -> Any:
     raise ConfigError("the model has no tokenizer")
 

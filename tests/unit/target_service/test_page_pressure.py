@@ -160,57 +160,6 @@ def test_random_loads_on_a_tiny_pool_end_with_every_session_done() -> None:
     assert sum(preemptions.values()) > 100, preemptions
 
 
-def test_every_page_comes_back_after_a_thousand_sessions() -> None:
-    """Many at a time on few pages, so that some are preempted. Nearly half are cancelled: as they
-    wait, amid their prompt, or between rounds."""
-    draw = random.Random(11)
-    num_cancelled = 0
-
-    async def live(at: Setting, number: int) -> None:
-        nonlocal num_cancelled
-        prompt = [draw.randrange(2) for _ in range(draw.choice((2, 5, 20, 45, 60)))]
-        num_tokens, cancel_at = draw.randint(1, 6), draw.choice((None, draw.uniform(0, 0.3)))
-        await asyncio.sleep(draw.uniform(0, 20.0))
-        writer = Writer(at, number, prompt[: 63 - num_tokens], num_tokens)
-        try:
-            async with asyncio.timeout(cancel_at):
-                await writer.write()
-        except TimeoutError:
-            num_cancelled += 1
-            writer.cancel()
-
-    async def main() -> Setting:
-        at = Setting("target", ToyEngine(num_pages=24), 64)
-        await asyncio.gather(*(live(at, number) for number in range(1, 1001)))
-        await asyncio.sleep(0.1)
-        counts = at.engine.page_counts()
-        assert counts.num_free + counts.num_evictable == counts.num_pages
-        whole = make_head([1] * 64, session=1001)
-        assert isinstance(await ask(*at.connect(), VerifyItem(whole)), VerdictReply)
-        await at.close()
-        return at
-
-    at = run_virtually(main())
-    assert num_cancelled > 300
-    assert at.service._worker.figures.num_preemptions > 100
-
-
-async def test_a_stream_that_closes_amid_a_prompt_leaves_its_pages_to_others() -> None:
-    """Within a step, and without a release."""
-    at = Setting("target", ToyEngine(max_model_len=400), 64)
-    link, listener = at.connect()
-    link.send(VerifyItem(make_head([1] * 300)))
-    while not at.engine.batches:
-        await asyncio.sleep(STEP_S / 10)
-    link.sever(ConnectionError("cut"))
-    await listener.wait(num_lost=1)
-    await asyncio.sleep(3 * STEP_S)
-    counts = at.engine.page_counts()
-    assert counts.num_free + counts.num_evictable == counts.num_pages
-    assert at.engine.length(session_name(1)) > 0
-    await at.close()
-
-
 def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     """Its release was lost. Whoever needs its pages waits for as long as silence is patience, and
     not longer; it is asked for what it lacks when it comes back."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,6 @@ import torch
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
-from deploy.cli.output import progress
 from draft_service.training.distilling import Distilled
 from draft_service.training.measuring import Measured, TemperatureRates
 from draft_service.training.options import KINDS, DistillOptions
@@ -183,15 +181,3 @@ def test_without_json_all_that_was_measured_is_printed(
     assert shutil.which(program) is not None
     form = form or "hybrid:suffix,"
     assert words == ["serve", str(target), "--draft-model", f"{form}{tmp_path / 'o'}"]
-
-
-def test_the_command_says_what_it_does_before_the_libraries_are_loaded(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """They take seconds."""
-    monkeypatch.setitem(sys.modules, "draft_service.training.distilling", None)
-    with pytest.raises(ImportError):
-        main(["distill", str(target), "--out", str(tmp_path / "o")])
-    progress.rest()
-    assert f"outrider: loading {target}" in capsys.readouterr().err.splitlines()

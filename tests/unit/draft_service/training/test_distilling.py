@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from draft_service.training import teacher, training
 from draft_service.training.distilling import Distilled, distill
-from draft_service.training.documents import Template, is_kept_back
+from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import (
@@ -133,14 +133,6 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
         assert torch.equal(values, expected[name]), name
 
 
-def test_another_seed_is_another_drafter(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
-) -> None:
-    run(target, tmp_path, seed=4, steps=2)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(weights(tmp_path)[name], weights(whole[0])[name])
-
-
 def test_another_dtype_and_other_learned_tokens_find_nothing_of_the_former(
     target: Target, tmp_path: Path
 ) -> None:
@@ -190,32 +182,6 @@ def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) 
     with pytest.raises(SettingError, match="too few") as bad:
         run(target, tmp_path, tokens=20)
     assert bad.value.key == "tokens"
-
-
-@pytest.mark.parametrize(
-    ("is_held_out", "said"),
-    [(False, "none of them held out, and the target is to write nothing"), (True, "all of them")],
-)
-def test_one_long_text_is_too_few(
-    target: Target, tmp_path: Path, is_held_out: bool, said: str
-) -> None:
-    """For one of its pieces says nothing about the others that they have not said. Nothing is run
-    before that is known; with what the target writes a text that is learned from will do."""
-
-    def encode(text: str) -> list[int]:
-        return [ord(letter) % 30 for letter in text]
-
-    texts = ("Call me Ishmael. " * (600 + number) for number in range(1000))
-    text = next(text for text in texts if is_kept_back(encode(text)) == is_held_out)
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "book.txt").write_text(text)
-    reads = replace(target, encode=encode)
-    with pytest.raises(SettingError, match=f"holds 1 texts, {said}") as bad:
-        run(reads, tmp_path, tokens=0, corpus=tmp_path / "corpus")
-    assert bad.value.key == "corpus"
-    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
-    if not is_held_out:
-        run(reads, tmp_path, steps=1, corpus=tmp_path / "corpus")
 
 
 def test_prompts_to_measure_with_are_not_learned_from(
@@ -279,15 +245,6 @@ def test_a_drafter_of_another_kind_is_not_started_from(
     with pytest.raises(SettingError, match="is of the kind `student`, and is named") as bad:
         run(target, tmp_path, kind="medusa", **wishes)
     assert bad.value.key == "start_from"
-
-
-def test_a_drafter_of_another_target_is_not_started_from(
-    whole: tuple[Path, list[Point]], tmp_path: Path
-) -> None:
-    path = save_tiny_model(tmp_path / "other", eos_token_id=3, seed=5)
-    other = Target("other", path, TEMPLATE, None)
-    with pytest.raises(SettingError, match=r"start_from: .* was made for the target tiny"):
-        run(other, tmp_path, start_from=whole[0] / "out", layers=None, draft_vocab=None)
 
 
 def test_rate_and_loss_follow_the_budget() -> None:

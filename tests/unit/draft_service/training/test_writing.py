@@ -143,22 +143,3 @@ def test_tokens_are_drawn_from_the_distribution() -> None:
     assert draw(logits.expand(2, -1), [(0.0, 0.0, 0.1), (0.0, 0.0, 0.9)]) == [3, 3]
     floored = draw(logits.expand(num, -1), [(1.0, 0.2, uniform) for uniform in uniforms])
     assert set(floored) == {1, 3}
-
-
-def test_what_is_held_out_depends_on_the_prompt_and_not_on_its_place(tmp_path: Path) -> None:
-    """Neither on the order in which conversations are finished, nor on how many there are."""
-    found = write(tmp_path / "few", 1200, together=3)
-    few = {d.token_ids.tobytes(): d.is_held_out for d in found.documents()}
-    again = write(tmp_path / "many", 2000, together=7)
-    many = {d.token_ids.tobytes(): d.is_held_out for d in again.documents()}
-    assert set(few.values()) == {False, True}
-    assert few.keys() < many.keys()
-    assert all(many[text] == is_held_out for text, is_held_out in few.items())
-
-
-def test_without_a_turn_texts_are_held_out_by_what_they_say(tmp_path: Path) -> None:
-    """All begin alike, and would else be all held out or none."""
-    found = write(tmp_path, 4000, template=Template((0, 1), ()))
-    prompts = {document.prompt for document in found.documents()}
-    assert prompts == {(0, 1)}
-    assert {document.is_held_out for document in found.documents()} == {False, True}
