@@ -6,31 +6,22 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rounds import GREEDY, Listener, make_head
+from rounds import GREEDY, Replica, make_head
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
-from outrider.messages import DraftAnswer, DraftItem, ProposalReply
-from outrider.replica.scheduler import InlineExecutor
+from outrider.messages import DraftItem, ProposalReply
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)
 
 
-class Draft:
+class Draft(Replica):
     """One over a toy engine, and a link to it."""
 
     def __init__(self, engine: ToyEngine | None = None, **options: Any) -> None:
-        self.engine = engine or ToyEngine(salt=2, max_model_len=256)
-        self.executor = InlineExecutor(self.engine.take_step_seconds)
-        self.service = DraftService.with_model(
-            self.engine, self.executor, max_num_seqs=64, **options
-        )
-        self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
-        self.listener = Listener(self.link)
+        super().__init__("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
 
     async def send(self, *items: DraftItem) -> list[ProposalReply]:
         """What is heard until nothing is left to do."""

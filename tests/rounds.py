@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draft_service.service import DraftService
 from outrider.grammar.constraint import Constraint
 from outrider.messages import (
     DraftItem,
@@ -15,12 +16,14 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
+from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
-from outrider.transport.link import Link
+from outrider.transport.link import Link, MemoryLink
+from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
 PATIENCE_S = 20.0
@@ -107,6 +110,40 @@ async def ask(link: Link[Any, Any], listener: Listener, item: Any) -> Any:
     before = len(listener.answers)
     link.send(item)
     return (await listener.wait(before + 1))[before]
+
+
+class Replica:
+    """A target or a draft over an engine, in process, and a link to it."""
+
+    def __init__(self, role: str, engine: Any, step_s: float | None = None, **options: Any) -> None:
+        make: Any = TargetService if role == "target" else DraftService.with_model
+        seconds = engine.take_step_seconds if step_s is None else lambda: step_s
+        self.engine = engine
+        self.service: Any = make(
+            engine, InlineExecutor(seconds), **({"max_num_seqs": 64} | options)
+        )
+        self.link, self.listener = self.connect()
+
+    def connect(self) -> tuple[MemoryLink[Any, Any], Listener]:
+        link: MemoryLink[Any, Any] = MemoryLink(self.service)
+        return link, Listener(link)
+
+    async def ask(self, item: Any) -> Any:
+        return await ask(self.link, self.listener, item)
+
+    async def settle(self) -> list[Any]:
+        """All answers, once nothing waits, runs or is on its way."""
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.sleep(0)  # What was sent arrives with the next turn of the loop, ...
+            await self.service.drain()
+            await asyncio.sleep(0)  # ... and so do answers.
+        return list(self.listener.answers)
+
+    async def close(self) -> None:
+        """Checks that nobody has left anything behind."""
+        self.service.check_integrity()
+        self.engine.check_integrity()
+        await self.service.close()
 
 
 @dataclass

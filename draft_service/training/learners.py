@@ -130,7 +130,10 @@ class Learner:
         """Takes a trained drafter, which learns on. Raises `SettingError`."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
-            module, token_ids = self._load(start, target, name)
+            names = {
+                "name": name, "target_directory": target.directory, "target_name": target.name,
+            }  # fmt: skip
+            module, token_ids = self._load(start, target, names)
             self.key = tensors_fingerprint(start)
         self.is_trained, self.began = True, f"the drafter `{name}`"
         self._train(module, np.array(token_ids, dtype=np.int64))
@@ -160,7 +163,7 @@ class Learner:
         """Writes its files, but for the card."""
         save_head(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
         raise NotImplementedError
 
     def _make(self, token_ids: torch.Tensor) -> Any:
@@ -216,11 +219,8 @@ class Medusa(Learner):
             found.append(Depth(features, rows))
         return found
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        loaded = load_heads(
-            start, self._target, name=name, target_directory=target.directory,
-            target_name=target.name,
-        )  # fmt: skip
+    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+        loaded = load_heads(start, self._target, **names)
         return loaded.module, loaded.token_ids
 
     def _make(self, token_ids: torch.Tensor) -> Any:
@@ -262,11 +262,9 @@ class Eagle(Learner):
             found.append(Depth(guessed[documents[rows], places[rows]], rows + depth + 1))
         return found
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        loaded = load_eagle_on(
-            start, self._embeddings, self._target.get_output_embeddings().weight, name=name,
-            target_directory=target.directory, target_name=target.name,
-        )  # fmt: skip
+    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+        rows = self._target.get_output_embeddings().weight
+        loaded = load_eagle_on(start, self._embeddings, rows, **names)
         return loaded.module, loaded.token_ids
 
     def _make(self, token_ids: torch.Tensor) -> Any:
@@ -307,11 +305,8 @@ class EarlyExit(Learner):
         token_ids = torch.from_numpy(self.token_ids)
         save_exit(directory, self.module, self.num_layers, token_ids, description)
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        loaded = load_exit(
-            start, self._target, name=name, target_directory=target.directory,
-            target_name=target.name,
-        )  # fmt: skip
+    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+        loaded = load_exit(start, self._target, **names)
         self.num_layers = loaded.num_layers
         return loaded.module, loaded.token_ids
 
@@ -360,9 +355,9 @@ class Student(Learner):
     def save(self, directory: Path, description: TrainedDescription) -> None:
         save_drafter(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
         module, info = load_drafter(
-            start, target.directory, name=name, target=target.name, dtype=target.dtype,
+            start, target.directory, name=names["name"], target=target.name, dtype=target.dtype,
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         return module, info.logit_token_ids or ()

@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from rounds import GREEDY, Listener, Player, ask, make_head, session_name
+from rounds import GREEDY, Listener, Player, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
-from draft_service.service import DraftService
 from outrider.errors import EngineLost
 from outrider.messages import (
-    DraftAnswer,
     DraftItem,
     ProposalReply,
     Refused,
@@ -31,18 +29,11 @@ from target_service.service import TargetService
 PROMPT = (1, 2, 3)
 
 
-class Setting:
-    """A draft over a toy engine, and a link to it."""
+class Setting(Replica):
+    """A draft over a toy engine."""
 
     def __init__(self, engine: ToyEngine | None = None) -> None:
-        self.engine = engine or ToyEngine(salt=2)
-        executor = InlineExecutor(self.engine.take_step_seconds)
-        self.service = DraftService.with_model(self.engine, executor, max_num_seqs=64)
-        self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
-        self.listener = Listener(self.link)
-
-    async def ask(self, item: DraftItem) -> DraftAnswer:
-        return await ask(self.link, self.listener, item)
+        super().__init__("draft", engine or ToyEngine(salt=2))
 
     async def proposed(self, item: DraftItem) -> ProposalReply:
         reply = await self.ask(item)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import Any
 
-from rounds import GREEDY, Listener, ask, make_head, session_name
+from rounds import GREEDY, Replica, ask, make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.errors import error_from_code
 from outrider.limits import SILENT_SESSION_MS
@@ -21,57 +19,29 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling_params import Rule
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
 STEP_S = 0.01
 
 
-class Setting:
-    """A service over a toy engine, and links to it."""
-
-    def __init__(
-        self,
-        role: str,
-        engine: ToyEngine,
-        max_num_batched_tokens: int = 512,
-        step_s: float = STEP_S,
-    ) -> None:
-        self.engine = engine
-        make: Any = TargetService if role == "target" else DraftService.with_model
-        self.service: Any = make(
-            engine,
-            InlineExecutor(lambda: step_s),
-            max_num_seqs=8,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-
-    def connect(self) -> tuple[MemoryLink[Any, Any], Listener]:
-        link: MemoryLink[Any, Any] = MemoryLink(self.service)
-        return link, Listener(link)
-
-    async def close(self) -> None:
-        """Checks that nobody has left anything behind."""
-        self.service.check_integrity()
-        self.engine.check_integrity()
-        await self.service.close()
+def replica(role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> Replica:
+    return Replica(
+        role, engine, STEP_S, max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens
+    )
 
 
 class Writer:
     """Writes one session greedily, as a coordinator would: follows `Resync`, repeats what was
     refused for want of room, and releases the session at its end."""
 
-    def __init__(self, at: Setting, session: int, prompt: Sequence[int], num_tokens: int) -> None:
+    def __init__(self, at: Replica, session: int, prompt: Sequence[int], num_tokens: int) -> None:
         self._at = at
         self._session = session
         self._num_tokens = num_tokens
         self._random = random.Random(session)
         self.tokens = list(prompt)
-        self.num_resyncs = 0
         self._link, self._listener = at.connect()
 
     async def write(self) -> list[int]:
@@ -87,7 +57,6 @@ class Writer:
             drafted = drafted[: end - len(self.tokens) - 1]
             answer = await ask(link, listener, VerifyItem(head, SealedProposal(drafted)))
             if isinstance(answer, Resync):
-                self.num_resyncs += 1
                 held = answer.cached_length
                 continue
             assert isinstance(answer, VerdictReply), answer
@@ -101,17 +70,10 @@ class Writer:
         link.release(session_name(self._session), 1)
         return self.tokens
 
-    def cancel(self) -> None:
-        """Nobody wants the text any more: the session is released, or its stream is gone."""
-        if self._random.random() < 0.5:
-            self._link.release(session_name(self._session), 1)
-        else:
-            self._link.sever(ConnectionError("cut"))
-
 
 def written_alone(prompt: Sequence[int], num_tokens: int) -> list[int]:
     async def main() -> list[int]:
-        at = Setting("target", ToyEngine())
+        at = replica("target", ToyEngine())
         tokens = await Writer(at, 1, prompt, num_tokens).write()
         await at.close()
         return tokens
@@ -129,7 +91,7 @@ def run_load(seed: int) -> int:
     ]
 
     async def main() -> tuple[list[list[int]], int]:
-        at = Setting("target", ToyEngine(num_pages=draw.randint(16, 20)), 64)
+        at = replica("target", ToyEngine(num_pages=draw.randint(16, 20)), 64)
         writers = [
             Writer(at, number, prompt, num_tokens)
             for number, (prompt, num_tokens) in enumerate(loads, start=1)
@@ -165,7 +127,7 @@ def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     not longer; it is asked for what it lacks when it comes back."""
 
     async def main() -> None:
-        at = Setting("target", ToyEngine(num_pages=4))
+        at = replica("target", ToyEngine(num_pages=4))
         link, listener = at.connect()
         await ask(link, listener, VerifyItem(make_head([1] * 10)))
         start = asyncio.get_running_loop().time()
@@ -184,7 +146,7 @@ def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
 async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() -> None:
     """The older session keeps drafting; the younger's rounds go on without; when the older has
     gone, the younger is drafted for again."""
-    at = Setting("draft", ToyEngine(num_pages=4))
+    at = replica("draft", ToyEngine(num_pages=4))
     link, listener = at.connect()
     first = await ask(link, listener, DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3
@@ -200,7 +162,7 @@ async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> Non
     prompt = [(5 * i) % 8 for i in range(150)]
     replies = []
     for max_tokens in (512, 64):
-        at = Setting("draft", ToyEngine(max_model_len=200), max_tokens)
+        at = replica("draft", ToyEngine(max_model_len=200), max_tokens)
         replies.append(await ask(*at.connect(), DraftItem(make_head(prompt), 4)))
         assert max(map(sum, at.engine.counts)) <= max_tokens
         await at.close()
@@ -209,7 +171,7 @@ async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> Non
 
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:
-    at = Setting("target", ToyEngine(max_model_len=16, num_pages=4))
+    at = replica("target", ToyEngine(max_model_len=16, num_pages=4))
     over = await ask(*at.connect(), VerifyItem(make_head([1] * 17)))
     assert isinstance(over, Refused)
     error = error_from_code(over.code, over.message)

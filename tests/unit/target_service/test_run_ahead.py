@@ -4,53 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
-from rounds import PATIENCE_S, Listener, Player, make_head, session_name
+from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
 from outrider.clock import run_virtually
 from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
 from outrider.replica.step_request import AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
 RULE = Rule.TOKEN
 
 
-class Setting:
-    def __init__(self, max_model_len: int = 64, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.engine = ToyEngine(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
-        executor = InlineExecutor(self.engine.take_step_seconds)
-        self.service = TargetService(self.engine, executor, max_num_seqs=64)
-        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(self.service)
-        self.listener = Listener(self.link)
-
-    async def settle(self) -> list[VerifyAnswer]:
-        """All answers, once nothing waits, runs or is on its way."""
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.sleep(0)  # What was sent arrives with the next turn of the loop, ...
-            await self.service.drain()
-            await asyncio.sleep(0)  # ... and so do answers.
-        return list(self.listener.answers)
+def target(**options: Any) -> Replica:
+    return Replica("target", ToyEngine(**options))
 
 
 @pytest.fixture
-async def setting() -> AsyncIterator[Setting]:
-    made = Setting()
+async def setting() -> AsyncIterator[Replica]:
+    made = target()
     yield made
-    made.service.check_integrity()
-    await made.service.close()
+    await made.close()
 
 
 async def plain_tokens(count: int) -> list[int]:
     """What the target writes when each round is asked for."""
-    other = Setting()
+    other = target()
     player = Player(PROMPT, RULE, SamplingParams(), (other.link, other.listener))
     for _ in range(count):
         await player.play(0)
@@ -73,7 +57,7 @@ def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int
     return VerifyItem(head, run_ahead=run_ahead)
 
 
-async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Setting) -> None:
+async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replica) -> None:
     """One question with an allowance of 5 gives 6 verdicts, those of 6 questions."""
     wanted = await plain_tokens(6)
     setting.link.send(ask_round(PROMPT, 0, 0, 5))
@@ -83,7 +67,7 @@ async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Settin
     assert lengths == list(range(3, 9))
 
 
-async def test_verdicts_run_ahead_leave_together(setting: Setting) -> None:
+async def test_verdicts_run_ahead_leave_together(setting: Replica) -> None:
     """The one asked for leaves at once; those behind it leave with the last of the allowance."""
     frames: list[Sequence[VerifyAnswer]] = []
     connection = setting.service.connect(frames.append)
@@ -95,7 +79,7 @@ async def test_verdicts_run_ahead_leave_together(setting: Setting) -> None:
 
 async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
     wanted = await plain_tokens(6)
-    setting = Setting(eos_token_ids=(wanted[5],))
+    setting = target(eos_token_ids=(wanted[5],))
     frames: list[Sequence[VerifyAnswer]] = []
     connection = setting.service.connect(frames.append)
     connection.receive([ask_round(PROMPT, 0, 0, 5)])
@@ -142,7 +126,7 @@ def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> No
     ]
 
 
-async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Setting) -> None:
+async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:
     """Round 2, asked for after rounds 0..3 were answered, raises the allowance to round 6; seven
     rounds are seven forward passes. Asked for again, it brings the verdicts from 2 on again."""
     wanted = await plain_tokens(7)
@@ -161,7 +145,7 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Settin
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
-async def test_over_another_connection_known_verdicts_come_again(setting: Setting) -> None:
+async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
     """They may have been lost with the first one."""
     wanted = await plain_tokens(7)
     setting.link.send(ask_round(PROMPT, 0, 0, 3))
@@ -174,7 +158,7 @@ async def test_over_another_connection_known_verdicts_come_again(setting: Settin
     connection.close()
 
 
-async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Setting) -> None:
+async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
     """A session resumed with an epoch that was given twice: its coordinator may draft in a round
     that was run ahead for the first one, so it gets no verdict of it."""
     wanted = await plain_tokens(3)
@@ -190,7 +174,7 @@ async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Set
     connection.close()
 
 
-async def test_a_proposal_takes_over(setting: Setting) -> None:
+async def test_a_proposal_takes_over(setting: Replica) -> None:
     """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
     and gets the verdict it would have got alone."""
     wanted = await plain_tokens(2)
@@ -200,7 +184,7 @@ async def test_a_proposal_takes_over(setting: Setting) -> None:
     await setting.listener.wait(3)
     setting.link.send(item)
     answers = await setting.settle()
-    alone = Setting()
+    alone = target()
     full = make_head(wanted[:4], rule=RULE, round_index=1)
     alone.link.send(VerifyItem(full, item.proposal))
     (expected,) = await alone.listener.wait(1)
@@ -212,7 +196,7 @@ async def test_a_proposal_takes_over(setting: Setting) -> None:
     await alone.service.close()
 
 
-async def test_other_tokens_than_its_own_restart_it(setting: Setting) -> None:
+async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
     """A coordinator that committed something else is right: its prefix is decoded on."""
     wanted = await plain_tokens(1)
     other = (wanted[3] + 1) % 8
@@ -220,13 +204,13 @@ async def test_other_tokens_than_its_own_restart_it(setting: Setting) -> None:
     before = len(await setting.settle())
     setting.link.send(ask_round((*PROMPT, other), 3, 1, 1))
     answers = (await setting.settle())[before:]
-    alone = Setting()
+    alone = target()
     alone.link.send(ask_round((*PROMPT, other), 0, 1, 1))
     assert own_tokens(answers) == own_tokens(await alone.settle())
     await alone.service.close()
 
 
-async def test_another_past_with_the_same_last_token_is_no_extension(setting: Setting) -> None:
+async def test_another_past_with_the_same_last_token_is_no_extension(setting: Replica) -> None:
     """The digest of the stated prefix tells: the replica asks for what it does not hold."""
     wanted = await plain_tokens(2)
     other = (wanted[3] + 1) % 8
@@ -240,7 +224,7 @@ async def test_another_past_with_the_same_last_token_is_no_extension(setting: Se
 async def test_it_stops_at_the_models_length() -> None:
     """With room for 6 tokens, rounds end when the prefix fills it; none is refused, none invented;
     the round after that is refused when it is asked for."""
-    setting = Setting(max_model_len=6)
+    setting = target(max_model_len=6)
     setting.link.send(ask_round(PROMPT, 0, 0, 10))
     answers = await setting.settle()
     tokens = own_tokens(answers)
@@ -250,7 +234,7 @@ async def test_it_stops_at_the_models_length() -> None:
     await setting.service.close()
 
 
-async def test_releasing_the_session_stops_it(setting: Setting) -> None:
+async def test_releasing_the_session_stops_it(setting: Replica) -> None:
     setting.link.send(ask_round(PROMPT, 0, 0, 16))
     await setting.listener.wait(1)
     setting.link.release(session_name(1), 1)
@@ -258,7 +242,7 @@ async def test_releasing_the_session_stops_it(setting: Setting) -> None:
     assert session_name(1) not in setting.engine.held
 
 
-async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Setting) -> None:
+async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Replica) -> None:
     wanted = await plain_tokens(6)
     setting.link.send(ask_round(PROMPT, 0, 0, 16))
     await setting.listener.wait(1)

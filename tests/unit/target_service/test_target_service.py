@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounds import GREEDY, Listener, ask, make_head, session_name
+from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
 from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
-from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
+from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
@@ -22,34 +21,20 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
 HALVES = DraftDistribution((4, 5), (2**15, 2**15))
 
 
-class Setting:
-    """A target over a toy engine, and a link to it."""
-
-    def __init__(self, engine: ToyEngine | None = None, max_num_seqs: int = 64) -> None:
-        self.engine = engine or ToyEngine()
-        executor = InlineExecutor(self.engine.take_step_seconds)
-        self.service = TargetService(self.engine, executor, max_num_seqs=max_num_seqs)
-        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(self.service)
-        self.listener = Listener(self.link)
-
-    async def ask(self, item: VerifyItem) -> VerifyAnswer:
-        return await ask(self.link, self.listener, item)
+def target(engine: ToyEngine | None = None, max_num_seqs: int = 64) -> Replica:
+    return Replica("target", engine or ToyEngine(), max_num_seqs=max_num_seqs)
 
 
 @pytest.fixture
-async def setting() -> AsyncIterator[Setting]:
-    made = Setting()
+async def setting() -> AsyncIterator[Replica]:
+    made = target()
     yield made
-    made.service.check_integrity()
-    await made.link.close()
-    await made.service.close()
+    await made.close()
 
 
 def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int = 1) -> torch.Tensor:
@@ -70,7 +55,7 @@ def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int =
     ],
 )
 async def test_a_verdict_is_the_pure_function_of_its_item(
-    setting: Setting, rule: Rule, proposal: Proposal
+    setting: Replica, rule: Rule, proposal: Proposal
 ) -> None:
     """What the service answers is `score` over the transforms of the model's logits, penalties
     of committed and drafted tokens included: the same tokens, and acceptance but for rounding."""
@@ -91,7 +76,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     assert setting.service.num_items == 1
 
 
-async def test_logprobs_are_of_the_raw_logits(setting: Setting) -> None:
+async def test_logprobs_are_of_the_raw_logits(setting: Replica) -> None:
     """2K+1 entries: of the draft tokens, then of the corrections, each from its own row."""
     proposal = SealedProposal((4, 5))
     reply = await setting.ask(VerifyItem(make_head(PROMPT), proposal, num_logprobs=3))
@@ -102,7 +87,7 @@ async def test_logprobs_are_of_the_raw_logits(setting: Setting) -> None:
     assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
 
 
-async def test_a_prefix_that_is_not_held_is_asked_for(setting: Setting) -> None:
+async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
     """An unknown base is answered by what is held; the full prefix then gets its verdict."""
     reply = await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3)))
     assert reply == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
@@ -141,7 +126,7 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     field: str, bad: VerifyItem
 ) -> None:
     """The refusal names the field; the other items of the same step get their verdicts."""
-    setting = Setting(ToyEngine(max_model_len=8))
+    setting = target(ToyEngine(max_model_len=8))
     setting.link.send(VerifyItem(make_head(PROMPT, session=2)))
     setting.link.send(bad)
     setting.link.send(VerifyItem(make_head(PROMPT, session=3)))
@@ -159,7 +144,7 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
 
 
 async def test_the_longest_prefix_is_served_and_one_more_is_refused() -> None:
-    setting = Setting(ToyEngine(max_model_len=8))
+    setting = target(ToyEngine(max_model_len=8))
     longest = await setting.ask(VerifyItem(make_head(range(7)), SealedProposal((1,))))
     assert isinstance(longest, VerdictReply)
     over = await setting.ask(VerifyItem(make_head([1] * 9, session=2)))
@@ -168,7 +153,7 @@ async def test_the_longest_prefix_is_served_and_one_more_is_refused() -> None:
     await setting.service.close()
 
 
-async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Setting) -> None:
+async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Replica) -> None:
     """A draft's vocabulary may be padded wider: such tokens have p = 0, whatever follows them."""
     for session, rule in enumerate(Rule, start=1):
         q = (None, None, None) if rule.needs_q else ()
@@ -184,7 +169,7 @@ async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: S
         assert all(0 <= token_id < 8 for token_id in reply.verdict.correction)
 
 
-async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: Setting) -> None:
+async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: Replica) -> None:
     setting.engine.poisoned.add(session_name(2))
     for session in (1, 2, 3):
         setting.link.send(VerifyItem(make_head(PROMPT, session=session)))
@@ -198,7 +183,7 @@ async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: S
     assert setting.engine.length(session_name(2)) == 0
 
 
-async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
+async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
     """The step is not tried again for each of them; the replica is unhealthy at once."""
     setting.engine.crash = EngineLost("rank 1 is gone")
     for session in (1, 2):
@@ -214,7 +199,7 @@ async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
 async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() -> None:
     """With room for two sequences, the third takes the pages of one whose stream has closed; when
     that one comes back it is resynchronised, and gets the verdict it would have got."""
-    roomy, tight = Setting(), Setting(ToyEngine(num_pages=2))
+    roomy, tight = target(), target(ToyEngine(num_pages=2))
     for setting in (roomy, tight):
         for session in (1, 2):
             await setting.ask(VerifyItem(make_head(PROMPT, session=session)))
@@ -237,7 +222,7 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
 
 @pytest.mark.parametrize("bad", [None, 3])
 async def test_verdicts_of_a_step_are_made_at_once(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, bad: int | None
+    setting: Replica, monkeypatch: pytest.MonkeyPatch, bad: int | None
 ) -> None:
     """Of at most so many rows, on one thread; one by one where any of them cannot be made."""
     made: list[int] = []
