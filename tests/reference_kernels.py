@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from outrider.engine.cpu.kernels import Attention, FusedLayers, LayerSizes, PaceKernels
+from outrider.engine.cpu.kernels import (
+    Attention,
+    FusedLayers,
+    LayerSizes,
+    LayerWeights,
+    PaceKernels,
+)
 
 PAGE = 16
 
@@ -56,7 +62,7 @@ class ReferenceLayers(FusedLayers):
     @torch.jit.ignore
     def attend(
         self,
-        i: int,
+        layer: LayerWeights,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -64,10 +70,10 @@ class ReferenceLayers(FusedLayers):
         spans: Attention,
     ) -> None:
         expected = [query.shape[1], keys.shape[1], query.shape[2]]
-        assert spans.schedules[self.kind[i]].tolist() == expected
+        assert spans.schedules[layer.kind].tolist() == expected
         attend_spans(
-            query, keys, values, output, spans.starts, spans.ends, spans.pages, self.window[i],
-            self.scaling[i], self.softcap[i],
+            query, keys, values, output, spans.starts, spans.ends, spans.pages, layer.window,
+            layer.scaling, layer.softcap,
         )  # fmt: skip
 
 

@@ -73,11 +73,8 @@ class FusedDecoder:
         if len(sizes) != 1:
             raise CannotFuse("its layers differ in their heads, activations or norms")
         [self.sizes] = sizes
-        self.weights = [
-            self._weights(block, layer, rotation)
-            for block, layer, rotation in zip(blocks, layers, observed, strict=True)
-        ]
-        self.layers = kernels.layers(self.weights, self.sizes)
+        weights = map(self._weights, blocks, layers, observed)
+        self.layers = kernels.layers(list(weights), self.sizes)
         self.embed = base.embed_tokens
         self.width: int = base.embed_tokens.weight.shape[1]
         self._last_norm = _norm(base.norm, kernels)

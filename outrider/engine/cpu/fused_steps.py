@@ -22,7 +22,7 @@ import torch
 
 from outrider.engine.batch import HeldSequence, rows_of
 from outrider.engine.cpu.decoder import FusedDecoder
-from outrider.engine.cpu.kernels import Attention, Copies
+from outrider.engine.cpu.kernels import Attention, Copies, LayerWeights
 from outrider.engine.gathered_attention import Steps
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
@@ -212,10 +212,10 @@ def find_span_limits(
     are not even with spans of one token."""
     found = []
     for kind in range(len(decoder.windows)):
-        index = next(i for i, layer in enumerate(decoder.weights) if layer.kind == kind)
-        if not _has_equal_rows(decoder, index, thread_counts):
+        layer = next(layer for layer in decoder.layers.weights if layer.kind == kind)
+        if not _has_equal_rows(decoder, layer, thread_counts):
             return None
-        limits = _attention_limits(decoder, index, page_size, max_model_len, thread_counts)
+        limits = _attention_limits(decoder, layer, page_size, max_model_len, thread_counts)
         if limits is None:
             return None
         found.append(limits)
@@ -227,7 +227,9 @@ def find_span_limits(
     return SpanLimits(ends, tuple(sizes))
 
 
-def _has_equal_rows(decoder: FusedDecoder, index: int, thread_counts: Sequence[int]) -> bool:
+def _has_equal_rows(
+    decoder: FusedDecoder, layer: LayerWeights, thread_counts: Sequence[int]
+) -> bool:
     """Whether what is done with single rows in a layer, and behind the last one, gives each the
     same, however many there are."""
     generator = torch.Generator().manual_seed(1)
@@ -235,7 +237,7 @@ def _has_equal_rows(decoder: FusedDecoder, index: int, thread_counts: Sequence[i
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(decoder.kernels.dtype)
 
-    layers, weights, sizes = decoder.layers, decoder.weights[index], decoder.sizes
+    layers, sizes = decoder.layers, decoder.sizes
     hidden, others = drawn(2, 1, _NUM_ROWS, decoder.width).unbind()
     attended = drawn(_NUM_ROWS, sizes.query_heads, sizes.width)
     places = torch.arange(_NUM_ROWS) % len(decoder.rotations[0][0])
@@ -244,10 +246,10 @@ def _has_equal_rows(decoder: FusedDecoder, index: int, thread_counts: Sequence[i
         part, other = hidden[:, rows], others[:, rows]
         tables = zip(*decoder.rotations, strict=True)
         cos, sin = ([table[places[rows]][None] for table in both] for both in tables)
-        normed, _ = layers.add_norm(part, other, weights.first_norm)
-        for states in layers.before(index, normed, cos, sin):
+        normed, _ = layers.add_norm(part, other, layer.first_norm)
+        for states in layers.before(layer, normed, cos, sin):
             yield states[None]
-        yield from layers.after(index, attended[rows], part)
+        yield from layers.after(layer, attended[rows], part)
         yield decoder.logits(part, other)
 
     whole = list(results(slice(0, _NUM_ROWS)))
@@ -264,7 +266,7 @@ def _has_equal_rows(decoder: FusedDecoder, index: int, thread_counts: Sequence[i
 
 def _attention_limits(
     decoder: FusedDecoder,
-    index: int,
+    layer: LayerWeights,
     page_size: int,
     max_model_len: int,
     thread_counts: Sequence[int],
@@ -290,7 +292,7 @@ def _attention_limits(
         spans = attention(decoder, None, starts.tolist(), ends, table)
         own = queries[end - num : end].contiguous()
         output = torch.empty_like(own)
-        decoder.layers.attend(index, own, cache.keys, cache.values, output, spans)
+        decoder.layers.attend(layer, own, cache.keys, cache.values, output, spans)
         return output
 
     ends: list[int] = []

@@ -6,8 +6,6 @@ registers the operators `torch.ops.pace`. The library is built for one version o
 """
 # Annotations are not postponed: TorchScript reads those of `FusedLayers`.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cache
 from importlib import metadata
 from typing import Final, NamedTuple
@@ -59,8 +57,7 @@ class Copies(NamedTuple):
     """... and their slots there, [W]."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """One layer of a decoder, and what is its own; linear weights are packed."""
 
     first_norm: torch.Tensor
@@ -100,7 +97,7 @@ class LayerSizes(NamedTuple):
 
 
 class FusedLayers(nn.Module):
-    """All layers of a decoder; what differs between them stands in lists.
+    """All layers of a decoder.
 
     A step of 30 layers calls more than 300 operators, and after each one Python takes back its
     lock, which the thread that talks to other processes may hold. TorchScript runs them all without
@@ -108,31 +105,13 @@ class FusedLayers(nn.Module):
     the operators are built for. Rows are [1, T, D], contiguous.
     """
 
-    first_norm: list[torch.Tensor]
-    qkv: list[torch.Tensor]
-    qkv_bias: list[torch.Tensor | None]
-    query_norm: list[torch.Tensor | None]
-    key_norm: list[torch.Tensor | None]
-    output: list[torch.Tensor]
-    output_bias: list[torch.Tensor | None]
-    attention_norm: list[torch.Tensor | None]
-    second_norm: list[torch.Tensor]
-    gate: list[torch.Tensor]
-    up: list[torch.Tensor]
-    down: list[torch.Tensor]
-    mlp_norm: list[torch.Tensor | None]
-    rotation: list[int]
-    kind: list[int]
-    scaling: list[float]
-    softcap: list[float]
-    window: list[int]
+    weights: list[LayerWeights]
 
-    def __init__(self, layers: Sequence[LayerWeights], sizes: LayerSizes) -> None:
+    def __init__(self, weights: list[LayerWeights], sizes: LayerSizes) -> None:
         super().__init__()
         self.query_heads, self.key_heads, self.width, self.eps, self.activation = sizes
-        self.num_layers, self.isa = len(layers), _ISA
-        for field in fields(LayerWeights):
-            setattr(self, field.name, [getattr(layer, field.name) for layer in layers])
+        self.weights = weights
+        self.isa = _ISA
 
     def forward(
         self,
@@ -151,71 +130,76 @@ class FusedLayers(nn.Module):
         is yet to be added to."""
         residual = rows
         for i in range(len(keys)):
+            layer = self.weights[i]
             if i == 0:
-                normed = self.norm(rows, self.first_norm[i])
+                normed = self.norm(rows, layer.first_norm)
             else:
-                normed, residual = self.add_norm(rows, residual, self.first_norm[i])
-            query, key, value = self.before(i, normed, cos, sin)
+                normed, residual = self.add_norm(rows, residual, layer.first_norm)
+            query, key, value = self.before(layer, normed, cos, sin)
             self.write(key, value, keys[i], values[i], slots)
             output = torch.empty_like(query)
             if chains is not None:
-                self.attend_rows(i, query, keys[i], values[i], output, chains)
+                self.attend_rows(layer, query, keys[i], values[i], output, chains)
             if paths is not None and copies is not None:
                 own_keys = keys[i].index_select(0, copies.pages)
                 own_values = values[i].index_select(0, copies.pages)
                 key = key.index_select(0, copies.rows)
                 value = value.index_select(0, copies.rows)
                 self.write(key, value, own_keys, own_values, copies.slots)
-                self.attend_rows(i, query, own_keys, own_values, output, paths)
-            rows, residual = self.after(i, output, residual)
+                self.attend_rows(layer, query, own_keys, own_values, output, paths)
+            rows, residual = self.after(layer, output, residual)
         return rows, residual
 
     def before(
-        self, i: int, normed: torch.Tensor, cos: list[torch.Tensor], sin: list[torch.Tensor]
+        self,
+        layer: LayerWeights,
+        normed: torch.Tensor,
+        cos: list[torch.Tensor],
+        sin: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [T, heads, width] of layer `i`."""
-        heads = self.linear(normed, self.qkv[i], self.qkv_bias[i])
+        """Queries, keys and values [T, heads, width] of a layer."""
+        heads = self.linear(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(1, normed.size(1), -1, self.width)
         counts = [self.query_heads, self.key_heads, self.key_heads]
         query, key, value = heads.split_with_sizes(counts, 2)
-        query_norm, key_norm = self.query_norm[i], self.key_norm[i]
+        query_norm, key_norm = layer.query_norm, layer.key_norm
         if query_norm is not None and key_norm is not None:
             query, key = self.norm(query, query_norm), self.norm(key, key_norm)
-        query, key = self.rotate(query, key, cos[self.rotation[i]], sin[self.rotation[i]])
+        query, key = self.rotate(query, key, cos[layer.rotation], sin[layer.rotation])
         return query[0], key[0], value[0]
 
     def after(
-        self, i: int, attended: torch.Tensor, residual: torch.Tensor
+        self, layer: LayerWeights, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rest of layer `i`, as `forward`."""
+        """The rest of a layer, as `forward`."""
         rows = attended.view(1, attended.size(0), -1)
-        rows = self.linear(rows, self.output[i], self.output_bias[i])
-        attention_norm, mlp_norm = self.attention_norm[i], self.mlp_norm[i]
+        rows = self.linear(rows, layer.output, layer.output_bias)
+        attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
         if attention_norm is not None:
             rows = self.norm(rows, attention_norm)
-        normed, residual = self.add_norm(rows, residual, self.second_norm[i])
-        rows = self.mlp(normed, self.gate[i], self.up[i], self.down[i])
+        normed, residual = self.add_norm(rows, residual, layer.second_norm)
+        rows = self.mlp(normed, layer.gate, layer.up, layer.down)
         if mlp_norm is not None:
             rows = self.norm(rows, mlp_norm)
         return rows, residual
 
     def attend_rows(
         self,
-        i: int,
+        layer: LayerWeights,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         output: torch.Tensor,
         spans: Attention,
     ) -> None:
-        """Puts into `output` [T, heads, width] the attention of some rows in layer `i`."""
+        """Puts into `output` [T, heads, width] the attention of some rows in a layer."""
         rows = spans.rows
         if rows is None:
-            self.attend(i, query, keys, values, output, spans)
+            self.attend(layer, query, keys, values, output, spans)
         else:
             query = query.index_select(0, rows)
             attended = torch.empty_like(query)
-            self.attend(i, query, keys, values, attended, spans)
+            self.attend(layer, query, keys, values, attended, spans)
             output.index_copy_(0, rows, attended)
 
     def linear(
@@ -272,7 +256,7 @@ class FusedLayers(nn.Module):
 
     def attend(
         self,
-        i: int,
+        layer: LayerWeights,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -282,9 +266,9 @@ class FusedLayers(nn.Module):
         """Puts into `output` the causal attention of queries [Q, heads, width] to their own
         sequences' slots, their own included."""
         torch.ops.pace.paged_attention_with_kv_cache(
-            query, keys, values, output, spans.starts, spans.ends, self.scaling[i], True, None,
-            self.window[i], 0, spans.pages, self.softcap[i],
-            spans.schedules[self.kind[i]], None,
+            query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,
+            layer.window, 0, spans.pages, layer.softcap,
+            spans.schedules[layer.kind], None,
         )  # fmt: skip
 
 
