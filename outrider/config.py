@@ -76,7 +76,7 @@ def unlocked(config: Server) -> Server:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ServerConfig:
-    """What every service that listens has."""
+    """Settings of every service."""
 
     host: str = LOOPBACK
     """Address the servers bind to."""
@@ -134,7 +134,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class FrontConfig(ServerConfig):
-    """A server that users call."""
+    """Settings of coordinators: keys and TLS."""
 
     api_key: str = Field(default="", repr=False)
     """API keys that callers need one of, or their hashes, with commas between several, or by
@@ -212,7 +212,7 @@ def check_ngrams(ngram_min: int, ngram_max: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ModelServerConfig(ServerConfig):
-    """What the two services that run a model have in common."""
+    """Settings of targets and drafts."""
 
     engine: str = TRANSFORMERS
     """What runs the models: `transformers`, or `emulated:KEY=VALUE,...` for a toy pair with stated
@@ -265,7 +265,7 @@ class ModelServerConfig(ServerConfig):
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class TargetConfig(ModelServerConfig):
-    """One target replica."""
+    """Settings of targets."""
 
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
@@ -309,7 +309,7 @@ class TargetConfig(ModelServerConfig):
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DraftConfig(ModelServerConfig):
-    """One draft replica."""
+    """Settings of drafts."""
 
     model: Annotated[str, Field(alias="draft_model")] = AUTO
     """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
@@ -402,7 +402,7 @@ WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class CoordinatorConfig(FrontConfig):
-    """One coordinator."""
+    """Settings of coordinators."""
 
     served_model_name: str = ""
     """Name that requests call the model by; empty = the target's own."""
@@ -582,7 +582,7 @@ def parse_bounds(text: str, role: Role) -> Bounds:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class AutoscaleConfig:
-    """The settings of an `AutoscalePolicy`."""
+    """Settings of autoscaling."""
 
     autoscale_targets: str = ""
     """As many targets as the load wants, between LEAST:MOST; empty = as many as was said."""
@@ -627,7 +627,7 @@ class AutoscaleConfig:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DeploymentConfig:
-    """Coordinators, targets and drafts, and how they are started."""
+    """Settings of the deployment."""
 
     target: Internal[TargetConfig] = Field(default_factory=lambda: TargetConfig())
     draft: Internal[DraftConfig] = Field(default_factory=lambda: DraftConfig())
@@ -666,28 +666,23 @@ class DeploymentConfig:
             )
         if self.draft.model == AUTO:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
-        if self.draft.drafter.reads_target:
-            self._check_reading()
+        ranks = self.target.tensor_parallel_size
+        for key, value, reason in (
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
+            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
+        ):
+            if value and self.draft.drafter.reads_target:
+                raise SettingError(
+                    key,
+                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
+                    f"{reason}",
+                )
         if self.target.deterministic and self.coordinator.draft_siblings:
             raise SettingError(
                 "draft_siblings",
                 f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
                 "trees: their logits may differ in the last bit from those of a chain",
             )
-
-    def _check_reading(self) -> None:
-        """Of a target that computes what is drafted from."""
-        ranks = self.target.tensor_parallel_size
-        for key, value, reason in (
-            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
-            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
-        ):
-            if value:
-                raise SettingError(
-                    key,
-                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
-                    f"{reason}",
-                )
 
     def values(self) -> dict[str, Value]:
         """Every setting by key, secrets too."""

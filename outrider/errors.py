@@ -33,7 +33,7 @@ NO_TOKENIZER: Final = "the model has no tokenizer; give token_ids"
 
 
 class OutriderError(Exception):
-    """Base of all errors. `grpc_code` is a google.rpc.Code; `http_status` an HTTP status."""
+    """Base of all errors. `grpc_code` is a google.rpc.Code."""
 
     grpc_code: int = 13
     http_status: int = 500
@@ -46,8 +46,7 @@ class OutriderError(Exception):
 class BadRequest(OutriderError):
     """A field of a request is wrong. `field` is its path, such as `sampling.top_p`."""
 
-    grpc_code = 3
-    http_status = 400
+    grpc_code, http_status = 3, 400
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -58,43 +57,37 @@ class BadRequest(OutriderError):
 class Unauthenticated(OutriderError):
     """No key, or a wrong one."""
 
-    grpc_code = 16
-    http_status = 401
+    grpc_code, http_status = 16, 401
 
 
 class PermissionDenied(OutriderError):
     """The caller is known but may not do this."""
 
-    grpc_code = 7
-    http_status = 403
+    grpc_code, http_status = 7, 403
 
 
 class NotFound(OutriderError):
     """No such session or model."""
 
-    grpc_code = 5
-    http_status = 404
+    grpc_code, http_status = 5, 404
 
 
 class Incompatible(OutriderError):
     """Two replicas, or a request and a replica, do not fit together."""
 
-    grpc_code = 9
-    http_status = 409
+    grpc_code, http_status = 9, 409
 
 
 class StaleEpoch(OutriderError):
     """Another coordinator has taken the session over."""
 
-    grpc_code = 10
-    http_status = 409
+    grpc_code, http_status = 10, 409
 
 
 class DataLoss(OutriderError):
     """Tokens that were committed can no longer be read."""
 
-    grpc_code = 15
-    http_status = 500
+    grpc_code, http_status = 15, 500
 
 
 class _Retryable(OutriderError):
@@ -108,8 +101,7 @@ class _Retryable(OutriderError):
 class Overloaded(_Retryable):
     """A rate, a concurrency limit or a queue is full."""
 
-    grpc_code = 8
-    http_status = 429
+    grpc_code, http_status = 8, 429
 
 
 class OutOfPages(Overloaded):
@@ -119,8 +111,7 @@ class OutOfPages(Overloaded):
 class Unavailable(_Retryable):
     """Something the request needs does not answer."""
 
-    grpc_code = 14
-    http_status = 503
+    grpc_code, http_status = 14, 503
 
 
 class StreamBroken(Unavailable):
@@ -142,8 +133,7 @@ class StoreUnavailable(Unavailable):
 class DeadlineExceeded(OutriderError):
     """The deadline passed before the first token."""
 
-    grpc_code = 4
-    http_status = 504
+    grpc_code, http_status = 4, 504
 
 
 class ConfigError(OutriderError):

@@ -54,7 +54,7 @@ class Setting:
     """Its name in a YAML file; the flag and the variable are made from it."""
     doc: str
     group: str
-    """Name of the class that declares it."""
+    """What the class that declares it is about."""
     kind: type
     """`str`, `int`, `float` or `bool`."""
     default: Value
@@ -120,7 +120,7 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     for base in reversed(type.mro(config)):
         for name, one in getattr(base, "__pydantic_fields__", {}).items():
             docs[name] = one.description or docs.get(name, "")
-            groups.setdefault(name, base.__name__)
+            groups.setdefault(name, (base.__doc__ or "").rstrip("."))
     found = {}
     for name, one in config.__pydantic_fields__.items():
         if one.exclude:

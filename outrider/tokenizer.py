@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from outrider.errors import BadRequest, ConfigError
 from outrider.grammar.compiler import backend_json
@@ -16,20 +16,6 @@ _REPLACEMENT: Final = "\ufffd"
 _HELD_TOKENS_MAX: Final = 8
 """A character of UTF-8 has at most four bytes, and a token at least one: tokens that have not made
 whole characters after so many hardly will."""
-
-
-class TextStream(Protocol):
-    """Turns tokens into text as they come. The deltas and the rest make up the decoded whole."""
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain after one more token; often a word, sometimes nothing."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back, with U+FFFD for bytes that make no character. Call it once, last."""
-        ...
-
-
 UNKNOWN_BYTES_MAX: Final = 256
 """Bytes of text that a token for unknown words is thought to stand for, at most."""
 
@@ -46,9 +32,16 @@ class TokenizerText:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if getattr(token, "special", False)
         ) | frozenset(tokenizer.all_special_ids)
-        self._bytes_of = _byte_level_alphabet() if self._is_byte_level() else None
-        self._fallback_bytes = self._find_fallback_bytes()
-        longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
+        decoder: dict[str, Any] = {}
+        if self._backend is not None:
+            decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        # Decoding is then the concatenation of each token's bytes.
+        self._bytes_of = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
+        vocabulary = tokenizer.get_vocab()
+        spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
+        """The byte of each token `<0x00>` to `<0xFF>`, by which some vocabularies spell the unknown."""
+        longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Bytes of text that one token stands for, at most."""
 
@@ -105,11 +98,11 @@ class TokenizerText:
             )
         )
 
-    def stream(self) -> TextStream:
-        """A stream that begins with the next token. Linear in what is pushed."""
-        if self._bytes_of is not None:
-            return _ByteStream(self)
-        return _WindowStream(self)
+    def stream(self) -> _ByteStream | _WindowStream:
+        """Turns tokens into text as they come: `push` returns what is certain after one more token,
+        often nothing, and `finish`, called once, what was held back, with U+FFFD for bytes that
+        make no character. All together is the decoded whole; the time is linear."""
+        return _WindowStream(self) if self._bytes_of is None else _ByteStream(self)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is never shown."""
@@ -132,33 +125,11 @@ class TokenizerText:
             return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
         if self._bytes_of is not None:
             return self.token_bytes(token_id)
-        byte = self.fallback_byte(token_id)
-        if byte is not None:
-            return bytes([byte])
+        if token_id in self.fallback_bytes:
+            return bytes([self.fallback_bytes[token_id]])
         # Behind itself, for the first token of a text may lose its leading space.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
-
-    @property
-    def has_fallback_bytes(self) -> bool:
-        """Whether the vocabulary spells what it does not know as `<0x00>` to `<0xFF>`."""
-        return bool(self._fallback_bytes)
-
-    def fallback_byte(self, token_id: int) -> int | None:
-        """The byte that a token `<0x..>` stands for; None for any other token."""
-        return self._fallback_bytes.get(token_id)
-
-    def _find_fallback_bytes(self) -> dict[int, int]:
-        vocabulary = self._tokenizer.get_vocab()
-        spelled = {byte: vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
-        return {token_id: byte for byte, token_id in spelled.items() if token_id is not None}
-
-    def _is_byte_level(self) -> bool:
-        """Whether decoding is the concatenation of each token's bytes."""
-        if self._backend is None:
-            return False
-        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
-        return decoder.get("type") == "ByteLevel"
 
 
 class _ByteStream:
@@ -207,21 +178,19 @@ class _WindowStream:
 
     def _splits_character(self) -> bool:
         """Whether the pending tokens are bytes that begin a character and do not end it."""
-        pending = [self._text.fallback_byte(token_id) for token_id in self._pending]
-        if None in pending:
+        known = self._text.fallback_bytes
+        if not all(token_id in known for token_id in self._pending):
             return False
         try:
-            _, consumed = codecs.utf_8_decode(
-                bytes(b for b in pending if b is not None), "strict", False
-            )
+            pending = bytes(known[token_id] for token_id in self._pending)
+            return codecs.utf_8_decode(pending, "strict", False)[1] < len(pending)
         except UnicodeDecodeError:
             return False  # no further byte can repair it
-        return consumed < len(pending)
 
     def _may_split_character(self, decoded: str) -> bool:
         """The same where it can only be guessed from the text, for other kinds of tokenizer."""
         return (
-            not self._text.has_fallback_bytes
+            not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)
             and len(self._pending) < _HELD_TOKENS_MAX
         )

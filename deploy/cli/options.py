@@ -39,16 +39,6 @@ COMMON: Final = (
     "telemetry",
 )  # fmt: skip
 """Settings that `serve` shows first."""
-TITLES: Final = {
-    "ServerConfig": "Settings of every service",
-    "ModelServerConfig": "Settings of targets and drafts",
-    "TargetConfig": "Settings of targets",
-    "DraftConfig": "Settings of drafts",
-    "FrontConfig": "Settings of coordinators: keys and TLS",
-    "CoordinatorConfig": "Settings of coordinators",
-    "DeploymentConfig": "Settings of the deployment",
-    "AutoscaleConfig": "Settings of autoscaling",
-}
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 
 
@@ -75,7 +65,7 @@ def _setting_option(setting: Setting, rare: bool, doc: str = "") -> Option:
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(
         [flags, setting.key],
-        setting=setting, group=TITLES[setting.group], rare=rare, help=(doc or setting.doc) + shown,
+        setting=setting, group=setting.group, rare=rare, help=(doc or setting.doc) + shown,
         default=None, multiple=setting.key == "api_key", **kind,
     )  # fmt: skip
 

@@ -19,12 +19,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.emulate import SCENARIOS
 from outrider.config import CoordinatorConfig
 from tests.style.settings_table import README
 from tests.style.test_readme_commands import lines_of
 
-SCENARIO = SCENARIOS["70b-1b"]
 pytestmark = [
     pytest.mark.real_model,
     pytest.mark.timeout(600),
