@@ -40,7 +40,7 @@ class TokenizerText:
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The byte of each token `<0x00>` to `<0xFF>`, by which some vocabularies spell the unknown."""
+        """The byte of each token `<0x00>` to `<0xFF>`, by which some spell unknown text."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Bytes of text that one token stands for, at most."""
