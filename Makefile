@@ -117,8 +117,8 @@ chaos: $(STAMP) ## Kill and stop everything under load for MINUTES minutes; then
 sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
-fuzz: $(STAMP) $(VENV)/fuzz/installed ## Send hostile input to every route and method for SECONDS seconds.
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --schemathesis $(VENV)/fuzz/bin/schemathesis
+fuzz: $(STAMP) ## Send hostile input to every route and method for SECONDS seconds.
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 mutants: $(STAMP) $(VENV)/mutants/mutants.jsonl ## Say which mutants of the product the tests catch; an hour.
 	$(BIN)/python -m tests.mutants $(VENV)/mutants/mutants.jsonl --workers $(TEST_WORKERS)
@@ -129,7 +129,3 @@ $(VENV)/mutants/mutants.jsonl: tests/mutants/cosmic-ray.txt
 	$(@D)/bin/python -m tests.mutants.picking > $@.new
 	mv $@.new $@
 
-$(VENV)/fuzz/installed: tests/fuzz/schemathesis.txt
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< schemathesis
-	@touch $@

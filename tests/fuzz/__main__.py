@@ -2,8 +2,7 @@
 of a coordinator, a target and a draft in a process of their own, and beside it a caller whose
 answers must not change. Prints what failed, each with how to have it again, and one last line.
 
-`--only KIND --batch B` feeds nothing but that batch and those behind it. `--schemathesis PROGRAM`
-also runs that one, on the server's OpenAPI document.
+`--only KIND --batch B` feeds nothing but that batch and those behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
-from tests.fuzz.by_schemathesis import KIND, run_schemathesis
 from tests.fuzz.by_socket import SocketFeed, byte_strings
 from tests.fuzz.control import Control
 from tests.fuzz.ledger import Ledger
@@ -38,22 +36,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--only", choices=(*KINDS, KIND, "seeds"))
-    parser.add_argument("--schemathesis", type=Path, help="its command, in its own environment")
+    parser.add_argument("--only", choices=(*KINDS, "seeds"))
     parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
-    parser.add_argument("--system", default="tests.fuzz.system", help="the module that is fuzzed")
     arguments = parser.parse_args()
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-log-") as directory:
-        started = Started(Path(directory) / "log", arguments.system)
+        started = Started(Path(directory) / "log")
         try:
-            return _fuzzed(started, arguments, seed, Path(directory))
+            return _fuzzed(started, arguments, seed)
         finally:
             if started.is_alive:
                 started.stop()
 
 
-def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int, directory: Path) -> int:
+def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     ledger = Ledger(seed, math.inf, arguments.batch)
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
@@ -75,10 +71,6 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int, director
         for kind in KINDS
         if arguments.only in (None, kind)
     ]
-    if arguments.schemathesis is not None and arguments.only in (None, KIND):
-        program = arguments.schemathesis.absolute()
-        told = (program, started, ledger, arguments.seconds, seed, directory)
-        threads.append(threading.Thread(target=run_schemathesis, args=told))
     for thread in threads:
         thread.start()
     for thread in (*threads, watching):
@@ -108,7 +100,7 @@ def _told(ledger: Ledger, control: Control, before: dict[str, int], seed: int) -
     print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")
     print(", ".join(f"{name}: {number}" for name, number in sorted(ledger.statuses.items())))
     counts = ledger.counts
-    http, grpc = counts["http"] + counts[KIND], counts["grpc"] + counts["bytes"]
+    http, grpc = counts["http"], counts["grpc"] + counts["bytes"]
     print(
         f"requests={http + grpc + counts['raw']} http={http} grpc={grpc} raw={counts['raw']} "
         f"failed={len(ledger.failures)} control={control.number}"

@@ -47,11 +47,6 @@ class Ledger:
             self.counts[kind] += 1
             self.statuses[f"{kind} {status}"] += 1
 
-    def count_more(self, kind: str, number: int) -> None:
-        """So many inputs were answered as they should be."""
-        with self._lock:
-            self.counts[kind] += number
-
     def fail(self, where: str, what: str, given: object) -> None:
         """An answer that must not be."""
         with self._lock:

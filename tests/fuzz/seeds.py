@@ -93,11 +93,12 @@ def by_grpc() -> Iterator[Call]:
         yield from _calls("Generate", request.SerializeToString())
     for method in ("Generate", "Resume", "Cancel", "GetSession", "Describe", "Release", "Verify",
                    "Propose"):  # fmt: skip
-        for data in (b"", b"\xff" * 100, _PICKLE, b"\0" * (GRPC_MESSAGE_BYTES_MAX + 1)):
+        for data in (b"", b"\xff" * 100, _PICKLE):
             yield from _calls(method, data)
+    for call in _calls("Describe", b""):  # Of every server.
+        yield Call(call.method, call.place, [b"\0" * (GRPC_MESSAGE_BYTES_MAX + 1)])
         for metadata in ((("x", "y" * 2**16),), (("x", "y" * 2**20),)):
-            for call in _calls(method, b""):
-                yield Call(call.method, call.place, call.frames, metadata=metadata)
+            yield Call(call.method, call.place, call.frames, metadata=metadata)
     for item in _items():
         verify = target_pb2.VerifyRequest(items=[item])
         yield from _calls("Verify", verify.SerializeToString())

@@ -33,12 +33,12 @@ _CALLER_LEFT: Final = re.compile(
 class Started:
     """Starts it, asks it for figures, and ends it."""
 
-    def __init__(self, log: Path, module: str = "tests.fuzz.system") -> None:
-        """`module` is what is run."""
+    def __init__(self, log: Path) -> None:
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                # Not as a module: processes that it starts would import it all once more.
+                [sys.executable, "-c", "from tests.fuzz.system import run; run()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
         told = self._line()

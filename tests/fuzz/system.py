@@ -131,6 +131,7 @@ def _tell(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The process."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     asyncio.run(main())

@@ -4,7 +4,6 @@ share, and TLS."""
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
@@ -18,13 +17,12 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http_front import http_front
-from made_certificates import Made
 from stack import Stack, running_stack
 
 from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.server import HttpOptions, TlsFiles
+from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key, remove_key
 from outrider.client import (
     Client,
@@ -214,30 +212,6 @@ async def test_clients_show_their_key(locked: Locked) -> None:
             assert await client.healthy()
             with pytest.raises(Unauthenticated, match="API key"):
                 await client.complete(SHORT)
-
-
-async def test_by_http_only_health_and_the_page_need_no_key(locked: Locked) -> None:
-    """Whatever the server has, as it says itself, is refused without one, in OpenAI's shape; so is
-    what it has not."""
-    key = locked.headers("alice")
-    async with httpx.AsyncClient(base_url=locked.urls[0], timeout=WAIT_S) as http:
-        described = (await http.get("/openapi.json", headers=key)).json()["paths"]
-        calls = [(method, path) for path, methods in described.items() for method in methods]
-        assert {("post", "/api/generate"), ("get", "/api/fleet")} <= set(calls)
-        calls += [("get", path) for path in ("/openapi.json", "/page", "/api")]
-        for method, path in calls:
-            if path == "/health":
-                continue
-            for headers in ({}, {"authorization": "Bearer some-other-key-1234"}):
-                found = await http.request(method, path, headers=headers)
-                assert found.status_code == 401, path
-                assert found.json()["error"]["type"] == "authentication_error"
-        for path in ("/health", "/", "/page/page.js"):
-            found = await http.get(path)
-            assert found.status_code == 200, path
-            assert "emulated" not in found.text
-        assert (await http.get("/api/fleet", headers=key)).status_code == 200
-        assert "[DONE]" in (await http.post("/api/generate", json=BODY, headers=key)).text
 
 
 async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
@@ -542,38 +516,3 @@ async def test_callers_without_a_key_watch_in_small_numbers(
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.02)
-
-
-async def test_a_server_with_a_certificate(locked: Locked, tmp_path: Path) -> None:
-    """Who trusts its authority gets an answer, with the key inside; who trusts another, or calls in
-    plain text, says nothing to it. One that asks callers for certificates takes no others."""
-    authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger")
-    own = Made(tmp_path, "own", "127.0.0.1", by=authority)
-    alice = Made(tmp_path, "alice", by=authority)
-    mallory = Made(tmp_path, "mallory", by=stranger)
-
-    async def answer(url: str, *trusted: Made, shows: Made | None = None) -> int:
-        context = ssl.create_default_context(cafile=str(trusted[0].file)) if trusted else True
-        if shows is not None and isinstance(context, ssl.SSLContext):
-            context.load_cert_chain(shows.file, shows.key_file)
-        async with httpx.AsyncClient(
-            base_url=url, verify=context, headers=locked.headers("eve")
-        ) as http:
-            return (await post(http, BODY)).status_code
-
-    async with AsyncExitStack() as exits:
-        for callers, good, bad in ((None, None, None), (authority.file, alice, mallory)):
-            tls = TlsFiles(own.file, own.key_file, callers)
-            options = HttpOptions(access=locked.access(exits), tls=tls)
-            plain = await exits.enter_async_context(http_front(locked.stack, options))
-            url = plain.replace("http:", "https:")
-            assert await answer(url, authority, shows=good) == 200
-            for trusted in ((stranger,), ()):
-                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                    await answer(url, *trusted, shows=good)
-            with pytest.raises(httpx.TransportError):
-                await answer(plain)
-            if bad is not None:
-                for shows in (bad, None):
-                    with pytest.raises(httpx.TransportError):
-                        await answer(url, authority, shows=shows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,30 +128,6 @@ async def test_choices_of_a_stream_interleave(client: AsyncOpenAI) -> None:
     assert max(first) < min(last)
 
 
-async def test_prompts_of_every_kind(stack: Stack, client: AsyncOpenAI) -> None:
-    ids = stack.coordinator.text.encode("the cat")  # type: ignore[union-attr]
-    fields: Any = {"model": "model", "max_tokens": 6, "temperature": 0}
-    one = await client.completions.create(prompt="the cat", **fields)
-    text = one.choices[0].text
-    for prompt, count in (
-        (["the cat", "the cat"], 2), (ids, 1), ([ids, ids, ids], 3)
-    ):  # fmt: skip
-        found = await client.completions.create(prompt=prompt, **fields)
-        assert [choice.text for choice in found.choices] == [text] * count
-        assert [choice.index for choice in found.choices] == list(range(count))
-        assert found.usage is not None
-        assert found.usage.prompt_tokens == count * len(ids)
-
-
-async def test_stop_strings(client: AsyncOpenAI) -> None:
-    fields: Any = {"model": "model", "prompt": "the cat", "max_tokens": 20, "temperature": 0}
-    text = (await client.completions.create(**fields)).choices[0].text
-    stop = text[len(text) // 2 :][:2]
-    for given in (stop, [stop, "never"]):
-        (choice,) = (await client.completions.create(**fields, stop=given)).choices
-        assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
-
-
 async def test_logprobs_of_chat_and_of_completions(stack: Stack, client: AsyncOpenAI) -> None:
     """The numbers that gRPC gives, beside the tokens' text, whole and in chunks."""
     request = GenerateRequest("the cat", sampling=GREEDY, max_tokens=8, logprobs=2)
@@ -236,41 +211,6 @@ async def test_error_classes(client: AsyncOpenAI) -> None:
             assert bad.value.param == param
 
 
-BODIES: list[tuple[bytes, int, str | None]] = [
-    (b"{", 400, None),
-    (b"", 400, None),
-    (b"[1]", 400, None),
-    (b"\xff", 400, None),
-    (b"[" * 100_000, 400, None),
-    (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
-    (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature"),
-    (b'{"prompt": "x", "logit_bias": {"1": -Infinity}}', 400, "logit_bias"),
-    (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", 400, None),
-    (b'{"prompt": "x", "max_tokens": ' + b"9" * 30 + b"}", 400, "max_tokens"),
-    (b'{"prompt": "x", "\\udcff": 1}', 400, None),
-    (b'{"prompt": "\\ud800"}', 400, None),
-    (b'{"prompt": [1, 2, 320]}', 400, "prompt[2]"),
-    (b'{"prompt": ""}', 400, "prompt"),
-    (b'{"prompt": [' + b"[1]," * 128 + b"[1]]}", 400, "prompt"),
-    (b'{"prompt": "' + b"x" * 4_194_304 + b'"}', 413, None),
-]
-
-
-async def test_no_body_is_a_bug(url: str) -> None:
-    """Every refusal has the one shape."""
-    async with httpx.AsyncClient(base_url=url) as http:
-        for body, status, param in BODIES:
-            headers = {"content-type": "application/json"}
-            found = await http.post("/v1/completions", content=body, headers=headers)
-            assert found.status_code == status, body[:50]
-            error = found.json()["error"]
-            assert error.keys() == {"message", "type", "param", "code"}
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
-        plain = await http.post("/v1/completions", content=b'{"prompt": "x"}')
-        assert plain.status_code == 400
-        assert "Content-Type" in plain.json()["error"]["message"]
-
-
 async def test_routes_and_what_they_describe(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
@@ -288,26 +228,3 @@ async def test_routes_and_what_they_describe(url: str) -> None:
     ].keys()  # fmt: skip
     responses = described["paths"]["/v1/completions"]["post"]["responses"]
     assert "422" not in responses
-
-
-async def test_a_model_without_a_tokenizer_takes_tokens(tmp_path: Path) -> None:
-    engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    async with (
-        running_stack(engine, None, tmp_path) as stack,
-        http_front(stack) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        fields: Any = {"model": "model", "max_tokens": 4}
-        answer: Any = await client.completions.create(
-            prompt=[1, 2], **fields, logprobs=1, extra_body={"return_token_ids": True}
-        )
-        assert len(answer.choices[0].token_ids) == 4
-        assert math.isfinite(answer.choices[0].logprobs.token_logprobs[0])
-        for call, field, value in (
-            (client.completions.create, "prompt", "text"),
-            (client.chat.completions.create, "messages", MESSAGES),
-        ):
-            wrong: Any = {**fields, field: value}
-            with pytest.raises(openai.BadRequestError, match="no tokenizer") as bad:
-                await call(**wrong)
-            assert bad.value.param == field

@@ -13,7 +13,6 @@ import pytest
 from http_front import http_front
 from models import byte_level_tokenizer
 from stack import Stack, running_stack
-from toy_engine import ToyEngine
 
 from outrider.client import Completion
 from outrider.engine.emulated import EmulatedEngine
@@ -131,70 +130,6 @@ async def test_rounds_and_texts_line_up(stack: Stack, http: httpx.AsyncClient) -
     assert "" in texts, "no token splits a character: the seed shows nothing"
 
 
-async def test_a_stop_string_is_no_part_of_the_text(http: httpx.AsyncClient) -> None:
-    whole = await events(http, {"prompt": [1, 2, 3], **SAMPLED})
-    text = "".join(event["text_delta"] for event in of(whole, "tokens"))
-    stop = text[8:10]
-    found = await events(http, {"prompt": [1, 2, 3], **SAMPLED, "stop": stop})
-    told = "".join(event["text_delta"] for event in of(found, "tokens"))
-    assert told == text[: text.index(stop)]
-    assert of(found, "finished")[0]["finish_reason"] == "stop"
-    assert stop in "".join(one for event in of(found, "tokens") for one in event["texts"])
-
-
-async def test_logprobs_are_told(http: httpx.AsyncClient) -> None:
-    found = await events(http, {"prompt": [1, 2], "max_tokens": 5, "logprobs": 2})
-    scored = [one for event in of(found, "tokens") for one in event["logprobs"]]
-    assert len(scored) == 5
-    assert all(one["logprob"] <= 0 and len(one["top"]) == 2 for one in scored)
-
-
-async def test_without_drafts(http: httpx.AsyncClient) -> None:
-    """K = 0 is plain decoding, and so is `enabled` false: no round proposes anything; coupled
-    tokens are the same as with drafts."""
-    asked = {"prompt": [4, 5], **SAMPLED}
-    drafted = await events(http, asked)
-    for speculation in ({"num_draft_tokens": 0}, {"enabled": False}):
-        plain = await events(http, {**asked, "speculation": speculation})
-        assert not any(event["proposed_token_ids"] for event in of(plain, "round"))
-        ids = [
-            [one for event in of(run, "tokens") for one in event["token_ids"]]
-            for run in (drafted, plain)
-        ]
-        assert ids[0] == ids[1]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({}, "prompt", "is missing"),
-        ({"prompt": "a", "messages": []}, "prompt", "is given beside messages"),
-        ({"prompt": 5}, "prompt", "must be a string"),
-        ({"prompt": ["a", "b"]}, "prompt", "asks for 2 answers"),
-        ({"prompt": "a", "n": 2}, "n", "asks for 2 answers"),
-        ({"prompt": "a", "stream": False}, "stream", "must be true"),
-        ({"prompt": "a", "temperature": 3}, "temperature", "2"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
-        ({"prompt": "a", "wild": 1}, "wild", "no such field"),
-        ({"prompt": "a", "speculation": {"num_draft_tokens": 99}},
-         "speculation.num_draft_tokens", "16"),
-        ({"prompt": "a", "speculation": {"rule": "odd"}}, "speculation.rule", "coupled"),
-        ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
-        ({"prompt": [1, 99999]}, "prompt[1]", "99999"),
-    ],
-)  # fmt: skip
-async def test_errors_have_openai_s_shape(
-    http: httpx.AsyncClient, body: dict[str, Any], param: str, words: str
-) -> None:
-    """Before anything has begun: a status, and the field's name as the body has it."""
-    response = await http.post("/api/generate", json=body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert words in error["message"]
-
-
 async def test_who_goes_ends_the_session(stack: Stack, http: httpx.AsyncClient) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "deadline_ms": 60_000}
     async with http.stream("POST", "/api/generate", json=body) as response:
@@ -210,21 +145,6 @@ async def test_who_goes_ends_the_session(stack: Stack, http: httpx.AsyncClient) 
                 break
             await asyncio.sleep(0.01)
     assert record.finish_reason == "cancelled"
-
-
-async def test_without_a_tokenizer_there_are_ids(tmp_path: Path) -> None:
-    engines = [ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2)]
-    async with (
-        running_stack(*engines, tmp_path) as stack,
-        http_front(stack) as url,
-        httpx.AsyncClient(base_url=url) as http,
-    ):
-        found = await events(http, {"prompt": [1, 2, 3], "max_tokens": 6})
-        assert {event["texts"] for event in of(found, "tokens")} == {None}
-        assert {event["proposed_texts"] for event in of(found, "round")} == {None}
-        assert sum(len(event["token_ids"]) for event in of(found, "tokens")) == 6
-        refused = await http.post("/api/generate", json={"prompt": "text"})
-        assert refused.json()["error"]["param"] == "prompt"
 
 
 async def test_the_fleet(stack: Stack, http: httpx.AsyncClient) -> None:

@@ -169,17 +169,6 @@ async def test_a_path_with_one_more_slash_is_not_there() -> None:
             assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
 
 
-async def test_health_says_why_not() -> None:
-    service = Service(trouble="no target answers")
-    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://here"
-    ) as http:
-        found = await http.get("/health")
-        assert (await http.head("/health")).status_code == 503
-    assert (found.status_code, found.json()["error"]["message"]) == (503, "no target answers")
-
-
 def test_the_document_tells_what_may_come() -> None:
     """Of every operation errors, too, for each may be refused for want of a key; and what type an
     answer has."""
@@ -290,21 +279,6 @@ async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     client.leave()
     await client.call()
     assert (client.pieces.empty(), service.calls, caplog.text) == (True, [], "")
-    assert times.statuses == [None]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_before_its_first_byte_has_no_status(stream: bool) -> None:
-    class Slow(Service):
-        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
-            yield STARTED
-            await asyncio.Event().wait()
-
-    times = Times()
-    client = RawClient(build_app(Slow(), asyncio.Event(), None, times=times))  # type: ignore[arg-type]
-    client.put(json.dumps({**BODY, "stream": stream}).encode(), more=False)
-    client.leave()
-    await client.call()
     assert times.statuses == [None]
 
 

@@ -172,6 +172,10 @@ TURN = {"role": "user", "content": "a"}
         ({"seed": 2**64}, "seed", f"should be less than or equal to {2**64 - 1}; got {2**64}"),
         ({"tools": [{}]}, "tools", "is not served; leave it out, or give []"),
         ({"prompt": "a"}, "prompt", "is given beside messages; allowed: one of the two"),
+        ({"n": 2}, "n", "asks for 2 answers; allowed: 1"),
+        ({"stream": False}, "stream", "must be true, or be left out"),
+        ({"speculation": {"rule": "odd"}}, "speculation.rule", "coupled"),
+        ({"wild": 1}, "wild", "there is no such field"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

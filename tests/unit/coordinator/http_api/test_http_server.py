@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from made_certificates import Made
 from told_coordinator import FINISHED, STARTED, ToldCoordinator
@@ -21,7 +20,6 @@ from told_coordinator import FINISHED, STARTED, ToldCoordinator
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.api_keys import Caller, add_key
-from outrider.errors import DeadlineExceeded, Incompatible, OutriderError
 from outrider.request import Event, Tokens
 from outrider.speculation.accept_reject import Origin
 
@@ -216,24 +214,3 @@ async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> No
         assert await statuses(port, "evil.example") == [401, 200]
     async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
         assert await statuses(port, "evil.example") == [200, 200]
-
-
-@pytest.mark.parametrize("error", [Incompatible("does not fit"), DeadlineExceeded("deadline_ms")])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_openais_client_does_not_try_in_vain(error: OutriderError, stream: bool) -> None:
-    """By itself it tries every 409 and 504 again."""
-
-    class Failing(Service):
-        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
-            self.num_told += 1
-            yield STARTED
-            raise error
-
-    service = Failing()
-    async with (
-        serving(service) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
-    ):
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.completions.create(model="m", prompt=[1], stream=stream)
-    assert (caught.value.status_code, service.num_told) == (error.http_status, 1)
