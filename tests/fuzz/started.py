@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import IO, Any, Final
 
-START_S: Final = 90.0
 IDLE_S: Final = 20.0
 """In which what was left has ended."""
 STOP_S: Final = 60.0

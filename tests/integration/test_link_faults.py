@@ -196,20 +196,6 @@ async def ask_raw(channel: Any) -> Any:
     return call
 
 
-async def test_a_cancelled_stream_closes_its_connection() -> None:
-    service = Silent()
-    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service])
-    await server.start()
-    link = target_link(server.address)
-    Listener(link)
-    link.send(VerifyItem(make_head((1,))))
-    async with asyncio.timeout(PATIENCE_S):
-        await service.news.wait()
-        await link.close()
-        await service.closed.wait()
-    await server.stop()
-
-
 async def test_nobody_there_is_heard_as_a_loss() -> None:
     """A port where nothing listens: the first send is taken, its loss is told at once."""
     link = target_link("127.0.0.1:1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
+from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
 from http_front import http_front
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -65,15 +64,6 @@ async def test_a_class_of_pydantic(client: AsyncOpenAI) -> None:
         model="model", messages=MESSAGES, response_format=Shape, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Shape)
-
-
-async def test_json_by_a_schema(client: AsyncOpenAI) -> None:
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-    answer = await client.chat.completions.create(
-        model="model", messages=MESSAGES, response_format=schema, max_tokens=400, seed=1
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    assert json.loads(answer.choices[0].message.content or "").keys() >= {"name", "tags"}
 
 
 async def test_what_cannot_be_compiled_is_named(client: AsyncOpenAI) -> None:

@@ -449,7 +449,6 @@ def test_answers_of_a_replica_are_not_trusted(field: str, change: Callable[[Any]
     assert caught.value.field == field
 
 
-SUMS = AuditSums(2, 1, 0, 0, 1.5, 1.25, 0.5)
 KEY = ReplyKey("ab" * 16, 1, 0)
 
 

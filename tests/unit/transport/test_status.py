@@ -96,11 +96,3 @@ def test_details_of_strangers_do_no_harm() -> None:
     error = status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "down"))
     assert type(error) is Unavailable
     assert error.message == "down"
-
-
-def test_a_status_without_text_still_says_something() -> None:
-    code = grpc.StatusCode.CANCELLED
-    error = status_to_error(
-        grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), None)
-    )
-    assert error.message == "CANCELLED"

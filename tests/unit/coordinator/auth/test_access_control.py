@@ -92,23 +92,6 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
     assert slots.taken == set()
 
 
-async def test_one_that_is_refused_never_begins() -> None:
-    """And neither does one that nobody can count."""
-    slots, log = MemorySlots(), []
-    gate = AccessControl(None, Limiter(slots))
-    slots.taken.add("of another coordinator")
-    with pytest.raises(Overloaded):
-        await anext(generation(gate, LIMITED, events(log)))
-    slots.away = True
-    with pytest.raises(StoreUnavailable):
-        await anext(generation(gate, LIMITED, events(log)))
-    assert log == []
-    # Who has no limits is not counted, and needs no store.
-    async with aclosing(generation(gate, Caller("b", "b"), events(log))) as running:
-        await anext(running)
-    await gate.close()
-
-
 async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     """Beside the stream that has broken and is not closed yet; the slot is free when both are."""
     slots = MemorySlots()

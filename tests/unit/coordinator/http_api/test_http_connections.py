@@ -18,8 +18,7 @@ from test_http_server import WAIT_S, Service, serving, trusting
 from told_coordinator import FINISHED, STARTED
 
 from coordinator.auth.access_control import access_control_of
-from coordinator.host import report_health
-from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
+from coordinator.http_api.server import TlsFiles
 from outrider.request import Event
 
 KEY = "0123456789abcdef0123"
@@ -238,33 +237,3 @@ async def test_a_process_without_descriptors_accepts_again(monkeypatch: pytest.M
         async with connected(port) as pair:
             assert await status(pair) == 200
         assert await closed_after(silent) < LATE_S
-
-
-async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the coordinator is not healthy then."""
-    server = HttpServer(Service(), HttpOptions())  # type: ignore[arg-type]
-
-    async def broken(_: int) -> bool:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(server._server, "on_tick", broken)
-    monkeypatch.setattr("coordinator.host.HEALTH_PERIOD_S", 0.01)
-    told = asyncio.Queue[bool]()
-
-    class Healthy:
-        failed = False
-
-        async def healthy(self) -> bool:
-            return True
-
-    class Rpc:
-        async def set_serving(self, serving: bool) -> None:
-            told.put_nowait(serving)
-
-    await server.start()
-    reporting = asyncio.create_task(report_health(Healthy(), Rpc(), server))  # type: ignore[arg-type]
-    async with asyncio.timeout(WAIT_S):
-        assert await told.get() is False
-        reporting.cancel()
-        await server.stop()
-    assert server.failed

@@ -18,8 +18,6 @@ from coordinator.auth.access_control import AccessControl, KeyFile
 from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import build_app
 from outrider.api_keys import Caller, add_key
-from outrider.errors import Unavailable
-from outrider.request import Event
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
@@ -184,59 +182,6 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     monkeypatch.undo()
     await asyncio.sleep(begun + 0.31 - asyncio.get_running_loop().time())
     assert (await locked.post()).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("before", [(), (STARTED,), (STARTED, TOKENS)])
-@pytest.mark.parametrize("error", [Unavailable("gone"), ZeroDivisionError("a bug")])
-async def test_a_request_that_fails_gives_its_place_back(
-    tmp_path: Path, stream: bool, before: tuple[Event, ...], error: Exception
-) -> None:
-    locked = Locked(tmp_path, Service(*before, error))
-    found = await locked.post(stream=stream)
-    if stream and TOKENS in before:
-        assert found.status_code == 200
-    else:
-        assert found.status_code == (503 if isinstance(error, Unavailable) else 500)
-    assert len(locked.slots.depths) == 1
-    await locked.freed()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_gives_its_place_back(tmp_path: Path, stream: bool) -> None:
-    """While tokens come."""
-    locked = Locked(tmp_path, Service(STARTED, TOKENS, waits=True))
-    body = json.dumps({**BODY, "stream": stream}).encode()
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
-        "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1), "server": ("here", 80),
-        "headers": [
-            (b"authorization", f"Bearer {locked.key}".encode()),
-            (b"content-type", b"application/json"),
-        ],
-    }  # fmt: skip
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-    gone = asyncio.Event()
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        """To nobody."""
-
-    calling = asyncio.create_task(locked.app(scope, receive, send))
-    async with asyncio.timeout(5):
-        await locked.service.has_begun.wait()
-        assert len(locked.slots.taken) == 1
-        assert (await locked.post()).status_code == 429
-        gone.set()
-        await calling
-    await locked.freed()
-    assert len(locked.slots.depths) == 1
 
 
 async def test_one_tenants_bodies_keep_no_other_out(
