@@ -48,47 +48,43 @@ class Completion:
         self._eos = frozenset(eos_token_ids)
         self._stream = text_stream
         self._held = ""
-        self._num_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
+        self.num_tokens = 0
 
     @property
     def remaining(self) -> int:
-        return self._max_tokens - self._num_tokens
+        return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Adds the tokens of a round, up to the one that ends the completion."""
         shown: list[str] = []
+        reason: FinishReason | None = None
+        count = 0
         for count, token_id in enumerate(token_ids, start=1):
-            self._num_tokens += 1
+            self.num_tokens += 1
             if token_id in self._eos:
-                return Piece(count, "".join(shown) + self._flush(), FinishReason.STOP)
-            text, stopped = self._add_text(token_id)
+                shown.append(self.finish())
+                reason = FinishReason.STOP
+                break
+            text, stopped = self._add(self._stream.push(token_id) if self._stream else "")
             shown.append(text)
+            if not (stopped or self.remaining):
+                text, stopped = self._end()
+                shown.append(text)
+                reason = FinishReason.LENGTH
             if stopped:
-                return Piece(count, "".join(shown), FinishReason.STOP)
-            if self._num_tokens >= self._max_tokens:
-                tail, stopped = self._add(self._stream.finish() if self._stream else "")
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                return Piece(count, "".join(shown) + tail + self._release(), reason)
-        return Piece(len(token_ids), "".join(shown), None)
+                reason = FinishReason.STOP
+            if reason is not None:
+                break
+        return Piece(count, "".join(shown), reason)
 
     def finish(self) -> str:
         """The text that was held back, when the completion ends for another reason."""
-        return self._flush()
+        return self._end()[0]
 
-    def _flush(self) -> str:
-        tail, _ = self._add(self._stream.finish() if self._stream else "")
-        return tail + self._release()
-
-    def _release(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-    def _add_text(self, token_id: int) -> tuple[str, bool]:
-        return self._add(self._stream.push(token_id) if self._stream else "")
+    def _end(self) -> tuple[str, bool]:
+        tail, stopped = self._add(self._stream.finish() if self._stream else "")
+        held, self._held = self._held, ""
+        return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
         """Adds text; returns what may be shown, and whether a stop string was completed."""

@@ -243,21 +243,6 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
 
 
 @virtually
-async def test_an_owner_whose_epoch_was_given_again_ends_nothing() -> None:
-    async with bench() as b:
-        await b.store.open(new_session(owner="bert"))
-        before, seen = b.store.snapshot(), await b.store.load(IDS[0])
-        session = Session(await b.store.take_over(seen, "anna"))
-        b.committer.add(session)
-        b.store.restore(before)
-        assert (await b.store.take_over(seen, "carl")).epoch == session.epoch
-        with pytest.raises(StaleEpoch):
-            await b.committer.finish(session, FinishReason.CANCELLED)
-        record = await b.store.load(IDS[0])
-        assert (record.owner, record.finish_reason) == ("carl", None)
-
-
-@virtually
 async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
     async with bench() as b:
         session = await b.session()
@@ -271,18 +256,6 @@ async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
             await shown
         with pytest.raises(InvariantError, match="not added"):
             b.committer.notify(session)
-
-
-@virtually
-async def test_a_waiter_that_gives_up_takes_no_other_with_it() -> None:
-    async with bench() as b:
-        session = await b.session()
-        b.decide(session)
-        impatient = asyncio.create_task(b.committer.shown(session, 4))
-        patient = asyncio.create_task(b.committer.shown(session, 4))
-        await asyncio.sleep(0)
-        impatient.cancel()
-        assert await patient == 4
 
 
 @virtually

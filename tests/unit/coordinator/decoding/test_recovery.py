@@ -513,31 +513,6 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
         await broken.goes_on(made)
 
 
-@pytest.mark.parametrize("by_cancel", [False, True])
-@pytest.mark.parametrize("away_s", [0.0, 30.0])
-@virtually
-async def test_a_take_over_whose_answer_is_lost_leaves_the_session_to_others(
-    by_cancel: bool, away_s: float
-) -> None:
-    """The store carried it out. The coordinator that asked lives, but does not run the session."""
-    async with two(resume_grace_ms=60_000) as (made, other):
-        broken = await left(made)
-        take_over = made.store.take_over
-        until = asyncio.get_running_loop().time() + away_s
-
-        async def unheard_take_over(*arguments: Any) -> SessionRecord:
-            await take_over(*arguments)
-            raise StoreUnavailable("the answer is lost")
-
-        release = failing(made.store.release, until)
-        planted(made, take_over=unheard_take_over, release=release)
-        with pytest.raises(StoreUnavailable):
-            await ask(other, broken, by_cancel=by_cancel)
-        planted(made, take_over=take_over)
-        await asyncio.sleep(away_s + 1.0)
-        await broken.goes_on(made)
-
-
 @virtually
 async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
     """The store has not carried out the first one, so the second is given the same epoch: the
@@ -561,26 +536,6 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
         with pytest.raises(Unavailable, match="try again"):
             await broken.goes_on(made)
         await asyncio.sleep(1.5)
-        await broken.goes_on(made)
-
-
-@virtually
-async def test_a_client_that_leaves_during_a_take_over_leaves_the_session_to_others() -> None:
-    async with two(resume_grace_ms=60_000) as (made, other):
-        broken = await left(made)
-        take_over = made.store.take_over
-
-        async def slow(*arguments: Any) -> SessionRecord:
-            record = await take_over(*arguments)
-            await asyncio.sleep(1.0)
-            return record
-
-        planted(made, take_over=slow)
-        resuming = asyncio.create_task(broken.goes_on(other))
-        await asyncio.sleep(0.5)
-        resuming.cancel()
-        planted(made, take_over=take_over)
-        await asyncio.sleep(0.1)
         await broken.goes_on(made)
 
 

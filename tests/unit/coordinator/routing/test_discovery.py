@@ -285,18 +285,6 @@ async def test_one_that_was_there_from_the_beginning_is_followed_too(world: Worl
     assert world.links == []
 
 
-@played
-async def test_one_is_asked_once_however_long_it_takes_to_answer(world: World) -> None:
-    world.prepared["a:1"] = SlowLink(5 * READ_PERIOD_S)
-    world.live("a", "b")
-    await asyncio.sleep(SOON_S)
-    assert world.pool.names == ["b"]
-    await asyncio.sleep(5 * READ_PERIOD_S)
-    assert world.pool.names == ["b", "a"]
-    await asyncio.sleep(SOON_S)
-    assert world.addresses == ["a:1", "b:1"]
-
-
 @pytest.mark.parametrize("reason", ["away", "another vocabulary"])
 @played
 async def test_one_that_cannot_join_is_asked_again_after_a_while(world: World, reason: str) -> None:
