@@ -25,7 +25,7 @@ from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_host import Command, RedisServer
 from tests.simulation.scenario import run_seed
 
-NUM_SEEDS = 50
+NUM_SEEDS = 80
 Fields = dict[bytes, bytes]
 EPOCH, OWNER, LENGTH = 0, 1, 3
 """Places of arguments of the scripts."""

@@ -20,7 +20,7 @@ from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.replica.scheduler import InlineExecutor
-from outrider.request import Finished, GenerateRequest, ResumeRequest
+from outrider.request import Finished, GenerateRequest
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -93,13 +93,12 @@ async def test_a_session_goes_on_with_its_constraint_on_another_coordinator() ->
     async with served(kept, "a") as first, served(kept, "b") as second:
         whole = tokens_of([event async for event in first.generate(REQUEST)])
         async with aclosing(first.generate(REQUEST)) as events:
-            heard, session_id, num = await taken(events, 4)
+            broken = await taken(events, 4)
             kept.hold_lease = nobody  # type: ignore[method-assign]
             await asyncio.sleep(2.5)  # The lease runs out.
-            resumed = second.resume(ResumeRequest(session_id, num))
-            rest = [event async for event in resumed]
-        assert 4 <= num < len(whole)
-        assert tokens_of(heard) + tokens_of(rest) == whole
+            rest = [event async for event in second.resume(broken.request)]
+        assert 4 <= len(tokens_of(broken.heard)) < len(whole)
+        assert tokens_of(broken.heard) + tokens_of(rest) == whole
 
 
 async def test_what_cannot_be_held_to_is_refused_before_anything_is_opened() -> None:
