@@ -58,8 +58,8 @@ class Completion:
         """Adds the tokens of a round, up to the one that ends the completion."""
         shown: list[str] = []
         reason: FinishReason | None = None
-        count = 0
-        for count, token_id in enumerate(token_ids, start=1):
+        before = self.num_tokens
+        for token_id in token_ids:
             self.num_tokens += 1
             if token_id in self._eos:
                 shown.append(self.finish())
@@ -75,7 +75,7 @@ class Completion:
                 reason = FinishReason.STOP
             if reason is not None:
                 break
-        return Piece(count, "".join(shown), reason)
+        return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
         """The text that was held back, when the completion ends for another reason."""
