@@ -18,10 +18,9 @@ import redis
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor, Cluster
-from outrider.client import Client, Finished, GenerateRequest, Started, Tokens
+from outrider.client import Client, GenerateRequest, Started, Tokens
 from outrider.config import load_config
 from outrider.errors import ConfigError, DataLoss, NotFound
-from outrider.limits import UNCOMMITTED_TOKENS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
@@ -207,44 +206,6 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
     roles = ["coordinator", "coordinator", "target", "target", "draft"]
     assert seen == [(role, "serving", node) for role in roles]
     assert fleet["heard_ms_ago"] < 5000
-
-
-async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) -> None:
-    """Nothing is shown that is not committed: while Redis stands still no token comes, and when it
-    goes on, generation does too and ends with every token asked for."""
-    assert deployment.redis is not None
-    num_tokens, some, silence_s = 600, 20, 1.0
-    shown: list[int] = []
-    enough = asyncio.Event()
-
-    async def collect(client: Client) -> Finished:
-        request = GenerateRequest(PROMPT, max_tokens=num_tokens, seed=2, num_draft_tokens=0)
-        async for event in client.generate(request):
-            if isinstance(event, Tokens):
-                shown.extend(event.token_ids)
-                if len(shown) >= some:
-                    enough.set()
-            if isinstance(event, Finished):
-                return event
-        raise AssertionError("the stream ended before its last event")
-
-    async with Client(deployment.address) as client:
-        collecting = asyncio.create_task(collect(client))
-        async with asyncio.timeout(30):
-            await enough.wait()
-        os.kill(deployment.redis.pid, signal.SIGSTOP)
-        try:
-            # Commits that were under way may land. After that, nothing, though the target could
-            # decode a hundred tokens meanwhile, and the session may: its bound is not reached.
-            await asyncio.sleep(UNDER_WAY_S)
-            before = len(shown)
-            await asyncio.sleep(silence_s)
-            assert some <= len(shown) == before < some + UNCOMMITTED_TOKENS_MAX // 2
-        finally:
-            os.kill(deployment.redis.pid, signal.SIGCONT)
-        async with asyncio.timeout(60):
-            finished = await collecting
-    assert len(shown) == finished.usage.completion_tokens == num_tokens
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:

@@ -323,22 +323,3 @@ async def test_one_trace_over_real_otlp(tmp_path: Path) -> None:
     assert ("outrider-coordinator", "outrider.generation_tokens") in collector.metrics
     assert ("outrider-target", "outrider.step_time_seconds") in collector.metrics
     assert ("outrider-draft", "outrider.step_time_seconds") in collector.metrics
-
-
-async def test_without_telemetry_nothing_travels(tmp_path: Path) -> None:
-    """Items carry no context, and a replica that would record it has nothing to record."""
-    exporter = InMemorySpanExporter()
-    exports = Exports("target", SimpleSpanProcessor(exporter), [])
-    contexts: list[str] = []
-
-    class Spy(ObservedSteps):
-        def stepped(self, works: Any, answers: Any, start: float, end: float) -> None:
-            contexts.extend(work.item.head.traceparent for work in works)
-            super().stepped(works, answers, start, end)
-
-    engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    spy = Spy(exports.tracer, exports.meter, "target")
-    async with running_stack(engine, None, tmp_path, target_observer=spy) as stack:
-        await stack.client.complete(GenerateRequest((1, 2, 3), max_tokens=8))
-    assert contexts == [""] * len(contexts) != []
-    assert exporter.get_finished_spans() == ()
