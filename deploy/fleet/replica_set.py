@@ -159,7 +159,7 @@ class Fleet:
         await self._cluster.free_groups(self._replicas)
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
-        await self._recall()
+        await retried("what is wanted", self._recall)
         try:
             self.spec = self._settled(self.spec)
         except ConfigError as error:  # They serve all the same.
@@ -179,11 +179,7 @@ class Fleet:
     async def _recall(self) -> None:
         """What the other fleet had been told and has done. Until that is known nothing is done: a
         replica that is started could not be announced, and its name might not be its own."""
-
-        async def ask() -> tuple[dict[Role, int], int]:
-            return await self._registry.wanted(), await self._registry.started()
-
-        wanted, num_started = await retried("what is wanted", ask)
+        wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
