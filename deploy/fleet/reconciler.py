@@ -292,13 +292,9 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
     import ray
 
     options = ray.remote(Reconciler).options(
-        name=RECONCILER,
-        namespace=namespace,
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=-1,
+        name=RECONCILER, namespace=namespace, lifetime="detached", num_cpus=0, max_restarts=-1,
         max_concurrency=CALLS_PER_ACTOR_MAX,
-    )
+    )  # fmt: skip
     return Actor(RECONCILER, options.remote(spec, namespace))
 
 

@@ -115,21 +115,16 @@ class ObservedRequest(RequestObserver):
         self._histograms = shared.times
         self._detail = shared.detail
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
-        self._model = model
         operation = _operation(request)
         self._genai = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": model,
-        }
+        }  # fmt: skip
+        # Never as a child of the span that happens to be current here.
         self._span = shared.tracer.start_span(
-            f"{operation} {model}",
-            # Never the span that happens to be current here.
-            context=Context() if caller is None else caller,
-            kind=SpanKind.SERVER,
-            attributes=self._genai,
-            start_time=self._arrived_ns,
-        )
+            f"{operation} {model}", context=Context() if caller is None else caller,
+            kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
+        )  # fmt: skip
         _describe(self._span, request, shared.detail.prompts)
         self._parent = set_span_in_context(self._span, Context())
         self._quiet = write_traceparent(self._span, sampled=False)
@@ -162,16 +157,14 @@ class ObservedRequest(RequestObserver):
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
         self._open_s = time.monotonic() - self._arrived
         self._counters["prompt_tokens"].add(num_prompt_tokens)
-        self._span.set_attributes(
-            {
-                "gen_ai.response.id": session_id,
-                "gen_ai.response.model": self._model,
-                "gen_ai.conversation.id": session_id,
-                # An attribute has 63 bits and a sign; a larger seed is given as text.
-                "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
-                "gen_ai.usage.input_tokens": num_prompt_tokens,
-            }
-        )
+        self._span.set_attributes({
+            "gen_ai.response.id": session_id,
+            "gen_ai.response.model": self._genai["gen_ai.request.model"],
+            "gen_ai.conversation.id": session_id,
+            # An attribute has 63 bits and a sign; a larger seed is given as text.
+            "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
+            "gen_ai.usage.input_tokens": num_prompt_tokens,
+        })  # fmt: skip
         self._tracer.start_span(
             "outrider.open", context=self._parent, start_time=self._arrived_ns
         ).end()
@@ -193,11 +186,9 @@ class ObservedRequest(RequestObserver):
     def asked(self, side: Side) -> None:
         if self._sampled is not None:
             span = self._asked[side] = self._tracer.start_span(
-                "outrider.wire",
-                context=set_span_in_context(self._sampled, Context()),
-                kind=SpanKind.CLIENT,
-                attributes={"outrider.peer": side},
-            )
+                "outrider.wire", context=set_span_in_context(self._sampled, Context()),
+                kind=SpanKind.CLIENT, attributes={"outrider.peer": side},
+            )  # fmt: skip
             self._contexts[side] = write_traceparent(span)
 
     def resynced(self, side: Side) -> None:
@@ -287,10 +278,9 @@ class ObservedRequest(RequestObserver):
         span = self._rounds.pop(round_index, None)
         if span is not None:
             self._tracer.start_span(
-                "outrider.commit",
-                context=set_span_in_context(span, Context()),
+                "outrider.commit", context=set_span_in_context(span, Context()),
                 start_time=time.time_ns() - int(commit_seconds * 1e9),
-            ).end()
+            ).end()  # fmt: skip
             span.end()
 
     def finished(self, event: Finished) -> None:
@@ -303,17 +293,15 @@ class ObservedRequest(RequestObserver):
             each = (now - self._first_token_at) / (num_tokens - 1)
             self._record("gen_ai.server.time_per_output_token", each, self._genai)
         metrics = event.metrics
-        self._span.set_attributes(
-            {
-                "gen_ai.response.finish_reasons": [event.finish_reason.value],
-                "gen_ai.usage.output_tokens": num_tokens,
-                "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
-                "outrider.num_rounds": metrics.num_rounds,
-                "outrider.num_draft_tokens": metrics.num_draft_tokens,
-                "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-                "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
-            }
-        )
+        self._span.set_attributes({
+            "gen_ai.response.finish_reasons": [event.finish_reason.value],
+            "gen_ai.usage.output_tokens": num_tokens,
+            "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
+            "outrider.num_rounds": metrics.num_rounds,
+            "outrider.num_draft_tokens": metrics.num_draft_tokens,
+            "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+            "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
+        })  # fmt: skip
         self._end()
 
     def failed(self, error: BaseException) -> None:

@@ -88,14 +88,10 @@ class Exports:
     ) -> None:
         """Without a processor there are no spans."""
         self.scrape = scrape
-        resource = Resource.create(
-            {
-                "service.name": f"outrider-{role}",
-                "service.namespace": "outrider",
-                "service.version": version("outrider"),
-                "host.name": socket.gethostname(),
-            }
-        )
+        resource = Resource.create({
+            "service.name": f"outrider-{role}", "service.namespace": "outrider",
+            "service.version": version("outrider"), "host.name": socket.gethostname(),
+        })  # fmt: skip
         self._tracers: TracerProvider | None = None
         self.tracer: Tracer = NoOpTracer()
         if span_processor is not None:
