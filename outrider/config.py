@@ -7,15 +7,14 @@ fields. The code that starts a service fills in those that are `Internal`.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from outrider.api_keys import given_keys
@@ -557,15 +556,6 @@ class AutoscalePolicy:
     calm: float = 0.6
     cooldown_s: float = 15.0
     calm_s: float = 120.0
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> AutoscalePolicy:
-        """Raises `ValueError` for what is no policy."""
-        return TypeAdapter(AutoscalePolicy).validate_json(text)
 
 
 def parse_bounds(text: str, role: Role) -> Bounds:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Container, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.preflight import listeners
@@ -145,7 +146,7 @@ def autoscale(arguments: Arguments) -> int:
 
     policy = asyncio.run(ask())
     if arguments.json:
-        print(policy.to_json())
+        print(json.dumps(asdict(policy)))
         return 0
     for role in ROLES:
         least, most = policy.bounds.get(role, (None, None))

@@ -243,7 +243,7 @@ def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet:
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
     assert main(["autoscale", "draft=off", "--json"]) == 0
     assert fleet.policy == Policy(bounds={"target": (1, 4)}, calm_s=7.0)
-    assert Policy.from_json(capsys.readouterr().out) == fleet.policy
+    assert json.loads(capsys.readouterr().out)["bounds"] == {"target": [1, 4]}
     assert main(["autoscale"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: off\n"
 

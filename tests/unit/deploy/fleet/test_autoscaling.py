@@ -171,21 +171,6 @@ def test_nothing_changes_while_one_leaves_for_another() -> None:
         assert scaler.decide(now, wanted, records) == []
 
 
-def test_a_policy_is_what_it_was_when_it_is_read_again() -> None:
-    assert Policy.from_json(POLICY.to_json()) == POLICY
-    assert Policy.from_json('{"later": 1}') == Policy()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[]", '{"calm_s": "x"}', '{"bounds": 3}', '{"bounds": {"target": [1]}}',
-     '{"bounds": {"nobody": [1, 2]}}', '{"bounds": {"target": [-1, 2]}}', "{"],
-)  # fmt: skip
-def test_what_is_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (of several kinds)
-        Policy.from_json(text)
-
-
 @pytest.mark.parametrize("text", ["", "3", "2:1", "1:2:3", "a:b", "-1:2", "0:2", "1:9999", "1: 2"])
 def test_what_are_no_bounds_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="it must be"):

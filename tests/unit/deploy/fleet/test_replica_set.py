@@ -253,22 +253,6 @@ async def one_that_loads(world: World) -> str:
     return loading
 
 
-def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() -> None:
-    """One that was loading, and one that does not answer."""
-
-    async def scene(world: World) -> None:
-        loading = await one_that_loads(world)
-        await world.die()
-        world.machines.loading.set()
-        [silent, _] = world.names("target")
-        world.actor(silent).awake.clear()
-        await world.come_back()
-        assert {*world.machines.removed} == {loading, silent}
-        assert [len(world.names(role)) for role in ROLES] == [1, 2, 2]
-
-    play(scene, num_targets=2)
-
-
 def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
     """As where their machines pause; what does not serve is ended meanwhile."""
 
@@ -281,7 +265,7 @@ def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
             world.actor(name).awake.clear()
         coming = asyncio.create_task(world.come_back())
         await asyncio.sleep(SILENCE_S - 2)
-        assert world.machines.removed == [loading]
+        assert world.machines.removed == [loading], "it does not serve, and is started anew"
         for name in before:
             world.actor(name).awake.set()
         await coming
