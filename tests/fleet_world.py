@@ -133,12 +133,11 @@ class Machines:
         """Whose processes have not ended."""
         return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
 
-    async def replicas(self) -> list[str]:
-        return sorted({actor.replica for actor in self._there()})
-
-    async def find(self, replica: str) -> list[Actor]:
-        found = [actor for actor in self._there() if actor.replica == replica]
-        return sorted(found, key=lambda actor: actor.rank)
+    async def replicas(self) -> dict[str, list[Actor]]:
+        found: dict[str, list[Actor]] = {}
+        for actor in sorted(self._there(), key=lambda actor: actor.rank):
+            found.setdefault(actor.replica, []).append(actor)
+        return found
 
 
 class World:

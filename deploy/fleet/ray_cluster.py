@@ -164,21 +164,17 @@ class Cluster:
         lists all of a cluster, and does not say whose they are."""
         return f"{self.namespace}/{replica}"
 
-    async def replicas(self) -> list[str]:
-        return sorted({name.partition(_RANK)[0] for name in await self._names()})
-
-    async def find(self, replica: str) -> list[Actor]:
-        """The actors that are there of a replica, by rank."""
+    async def replicas(self) -> dict[str, list[Actor]]:
+        """The actors that are there of each replica, by rank."""
         import ray
 
-        found = []
+        found: dict[str, list[Actor]] = {}
         for name in await self._names():
-            of, _, rank = name.partition(_RANK)
-            if of == replica:
-                with suppress(ValueError):  # It has just ended.
-                    handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
-                    found.append(Actor(replica, handle, int(rank or 0)))
-        return sorted(found, key=lambda actor: actor.rank)
+            replica, _, rank = name.partition(_RANK)
+            with suppress(ValueError):  # It has just ended.
+                handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
+                found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
+        return {name: sorted(one, key=lambda actor: actor.rank) for name, one in found.items()}
 
     async def clear(self) -> None:
         import ray

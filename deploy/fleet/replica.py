@@ -51,7 +51,7 @@ class Replica:
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
         """The replica of a name, which an earlier reconciler has started and of which these actors
         are there; None where it does not serve, or not with all its ranks."""
-        if not ranks or ranks[0].rank:
+        if ranks[0].rank:
             return None
         answers: list[Any] = await asyncio.gather(
             ranks[0].call("engagement", timeout_s=SILENCE_S),

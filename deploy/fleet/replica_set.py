@@ -22,7 +22,7 @@ from outrider.errors import ConfigError, OutriderError, StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Role
 
-from .ray_cluster import Cluster, retried
+from .ray_cluster import Actor, Cluster, retried
 from .replica import Replica, raise_first, role_and_age
 from .spec import FleetSpec
 from .status import ReplicaView
@@ -155,7 +155,8 @@ class Fleet:
     async def adopt(self) -> None:
         """Takes over the replicas that another fleet has left, and goes on with what it had
         begun; whatever does not serve yet is ended, to be started anew."""
-        await asyncio.gather(*(self._adopt(name) for name in await self._cluster.replicas()))
+        there = await self._cluster.replicas()
+        await asyncio.gather(*(self._adopt(name, ranks) for name, ranks in there.items()))
         await self._cluster.free_groups(self._replicas)
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
@@ -166,9 +167,8 @@ class Fleet:
             _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
-    async def _adopt(self, name: str) -> None:
+    async def _adopt(self, name: str, ranks: Sequence[Actor]) -> None:
         self._num_started = max(self._num_started, role_and_age(name)[1] + 1)
-        ranks = await self._cluster.find(name)
         one = await Replica.adopted(name, ranks)
         if one is None:
             _log.warning("%s does not serve, and is ended", name)

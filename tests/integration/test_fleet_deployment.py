@@ -159,10 +159,8 @@ async def until(deployment: Deployment, role: Role, number: int, without: str = 
 async def _traffic(deployment: Deployment, role: Role) -> int:
     """Items that all replicas of a role have received."""
     cluster = Cluster(f"outrider-{deployment.name}", local=True)
-    found = []
-    for name in serving(deployment, role):
-        (actor,) = await cluster.find(name)
-        found.append(await actor.call("traffic"))
+    there = await cluster.replicas()
+    found = [await there[name][0].call("traffic") for name in serving(deployment, role)]
     return sum(found)
 
 

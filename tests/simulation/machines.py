@@ -125,13 +125,9 @@ class Machines:
     def _there(self) -> list[SimulatedActor]:
         return [actor for actor in self.actors if not actor.node.process.is_dead]
 
-    async def replicas(self) -> list[str]:
+    async def replicas(self) -> dict[str, list[Actor]]:
         await self._head.wait()
-        return sorted({actor.name for actor in self._there()})
-
-    async def find(self, replica: str) -> list[Actor]:
-        await self._head.wait()
-        return [actor for actor in self._there() if actor.name == replica]
+        return {actor.name: [actor] for actor in self._there()}
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         await self._head.wait()

@@ -420,7 +420,7 @@ def test_replicas_of_other_ranks_than_the_plans_serve_until_they_are_replaced() 
             await asyncio.sleep(0.1)
         [target] = world.names("target")
         assert [target] != before
-        assert len(await world.machines.find(target)) == 2
+        assert len((await world.machines.replicas())[target]) == 2
         await world.upgrade(tensor_parallel_size=1)
         await asyncio.sleep(20)
         assert {target, f"{target}-rank-1"} <= {*world.machines.removed}
