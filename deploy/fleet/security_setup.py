@@ -7,15 +7,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig
 from outrider.sessions.redis_address import Passwords, without_password
 from outrider.settings import Value, blaming
-
-if TYPE_CHECKING:
-    pass
 
 Server = TypeVar("Server", bound=ServerConfig)
 
