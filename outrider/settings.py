@@ -24,7 +24,7 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 
 CHECKED: Final = ConfigDict(
-    strict=True, extra="forbid", defer_build=True, use_attribute_docstrings=True,
+    strict=True, extra="forbid", use_attribute_docstrings=True,
     validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
 )  # fmt: skip
 """Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""

@@ -17,6 +17,7 @@ from outrider.config import (
 )
 from outrider.drafters.lookup import NgramConfig
 from outrider.errors import ConfigError, SettingError
+from outrider.settings import settings_of
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 (a setting, not bound)
 
@@ -165,3 +166,9 @@ def test_secrets_are_not_shown() -> None:
     """What may hold a password does not get into logs through `repr`."""
     config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
     assert "swordfish" not in repr(config)
+
+
+def test_settings_are_documented_once_a_configuration_was_made() -> None:
+    """pydantic finds docstrings only while the class is defined."""
+    CoordinatorConfig()
+    assert settings_of(CoordinatorConfig)["grpc_port"].doc
