@@ -104,7 +104,7 @@ class Reconciler:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _log.warning("the reconciler has died, and returns")
             self._adopted, self._is_keeping, self._upgrades = False, True, True
-            self._work = asyncio.create_task(self._keep(returns=True))
+            self._work = asyncio.create_task(self._keep(None))
 
     async def ping(self) -> Place:
         return Place(os.getpid(), socket.gethostname())
@@ -122,8 +122,8 @@ class Reconciler:
     async def keep(self) -> None:
         """From now on keeps as many replicas as are wanted."""
         if not self._is_keeping:
-            before = self._work
-            self._work = asyncio.create_task(self._keep(returns=False, after=before))
+            self._is_keeping = True
+            self._work = asyncio.create_task(self._keep(self._work))
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscalePolicy:
         """So many replicas of these roles from now on; the policy that may change that. Raises
@@ -256,13 +256,12 @@ class Reconciler:
         self._work = asyncio.ensure_future(work)  # `close` may cancel it.
         await self._work
 
-    async def _keep(self, *, returns: bool, after: asyncio.Task[Any] | None = None) -> None:
+    async def _keep(self, after: asyncio.Task[Any] | None) -> None:
         """Once what was begun is done; also where it is hopeless: a machine may come back."""
-        self._is_keeping = True
         if after is not None:
             await asyncio.wait([after])
         try:
-            if returns:
+            if not self._adopted:
                 self._check_password()
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
