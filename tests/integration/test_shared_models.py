@@ -98,13 +98,12 @@ def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: int) -> None:
+def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
     """Logits in float64 to 1e-10 over every kind of call, the same pages in use, and the greedy
     tokens of the library's `generate`; a request that is refused leaves the ranks in step."""
     config = _config(_tiny(tmp_path), "float64")
     whole = _whole(config)
-    with _shared(config, size) as (engine, _):
+    with _shared(config, 2) as (engine, _):
         assert engine.info == whole.info
         for ours, theirs in zip(_run(engine), _run(whole), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -118,8 +117,7 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: in
         assert engine.page_counts() == whole.page_counts()
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path, size: int) -> None:
+def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
     """Bfloat16: a sequence's logits are bit-equal alone and beside so many others that a sum of
     their rows is too large for the shorter way."""
     model = tiny_config("llama", vocab_size=37)
@@ -127,7 +125,7 @@ def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path, size: in
     tiny_module(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     config = replace(_config(tmp_path, "bfloat16"), max_model_len=40, deterministic=True)
     tokens = tuple(range(1, 36))
-    with _shared(config, size) as (engine, _):
+    with _shared(config, 3) as (engine, _):
         (alone,) = engine.forward([SequenceStep("alone", tokens, 35)])
         engine.release("alone")
         others = [SequenceStep(str(number), tokens, 1) for number in range(3)]

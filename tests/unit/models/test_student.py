@@ -110,8 +110,6 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
         ({"vocab_size": "32"}, "vocab_size is missing"),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
         ({"draft_vocab_size": -3}, "draft_vocab_size is -3; 1 to vocab_size, 32, are allowed"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
-        ({"draft_vocab_size": 33}, "draft_vocab_size is 33"),
         ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),
     ],
 )
@@ -137,11 +135,8 @@ def test_a_quantised_configuration_is_refused_for_what_it_is(target: Path, draft
     [
         ("draft_token_ids", lambda ids: ids.flip(0), "draft_token_ids do not ascend"),
         ("draft_token_ids", lambda ids: ids + 1, "to below 32"),
-        ("draft_token_ids", lambda ids: ids - 2, "from 0 or more"),
         ("draft_token_ids", lambda ids: ids.float(), r"draft_token_ids are torch.float32 \[7\]"),
-        ("draft_token_ids", lambda ids: ids[:, None], r"draft_token_ids are torch.int32 \[7, 1\]"),
         ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[:1], r"is \[1\] for"),
-        ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[0], r"is \[\] for"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
