@@ -27,7 +27,7 @@ from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
-from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
@@ -60,6 +60,11 @@ class Pair:
     def player(self, constraint: Constraint | None, rule: Rule = Rule.TOKEN, **more: Any) -> Player:
         sampling = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
         return Player(PROMPT, rule, sampling, *self.links, constraint=constraint, **more)
+
+
+def head_of(tokens: Sequence[int], **more: Any) -> RoundHead:
+    more = {"rule": Rule.TOKEN, "sampling": SAMPLED, "prompt_length": len(PROMPT)} | more
+    return make_head(tokens, **more)
 
 
 def engine(salt: int) -> ToyEngine:
@@ -145,20 +150,14 @@ async def test_a_draft_with_masks_proposes_what_is_allowed_and_stops_at_the_end(
         whole = hf_tokenizer().encode("brown fox")
         for num_written in (0, 1, len(whole)):
             tokens = (*PROMPT, *whole[:num_written])
-            head = make_head(
-                tokens, rule=Rule.TOKEN, sampling=SAMPLED, session=1 + num_written,
-                prompt_length=len(PROMPT), constraint=CONSTRAINTS["choice"],
-            )  # fmt: skip
+            head = head_of(tokens, session=1 + num_written, constraint=CONSTRAINTS["choice"])
             reply = await ask(link, listener, DraftItem(head, 8, look_ahead=4))
             assert isinstance(reply, ProposalReply)
             drafted = list(reply.proposal.token_ids)
             check_meets("choice", [*whole[:num_written], *drafted])
             assert drafted.count(eos()) == (drafted[-1:] == [eos()])
         assert drafted == [eos()]
-        done = make_head(
-            (*tokens, eos()), rule=Rule.TOKEN, sampling=SAMPLED, session=9,
-            prompt_length=len(PROMPT), constraint=CONSTRAINTS["choice"],
-        )  # fmt: skip
+        done = head_of((*tokens, eos()), session=9, constraint=CONSTRAINTS["choice"])
         reply = await ask(link, listener, DraftItem(done, 8))
         assert reply.proposal.token_ids == ()
 
@@ -285,7 +284,7 @@ async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
 ) -> None:
     async with running(make(), None) as pair:
         link, listener = pair.links[0]
-        plain = make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=2)
+        plain = head_of(PROMPT, session=2)
         bad = replace(
             plain, session_id=session_name(1), constraint=constraint,
             constraint_hash=constraint.digest(),
@@ -300,10 +299,7 @@ async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
 
 
 async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
-    head = make_head(
-        (*PROMPT, *hf_tokenizer().encode("fox")), rule=Rule.TOKEN, sampling=SAMPLED,
-        prompt_length=len(PROMPT), constraint=CONSTRAINTS["schema"],
-    )  # fmt: skip
+    head = head_of((*PROMPT, *hf_tokenizer().encode("fox")), constraint=CONSTRAINTS["schema"])
     async with running(grammars(), grammars()) as pair:
         refused = await ask(*pair.links[0], VerifyItem(head))
         assert isinstance(refused, Refused)
@@ -334,12 +330,9 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
     listener = Listener(link)
     number = GRAMMARS_MAX + 6
     heads = [
-        make_head(
-            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
-            constraint=Constraint.of_regex(f"[a-z]{{{session + 2}}}"),
-        )
+        head_of(PROMPT, session=session, constraint=Constraint.of_regex(f"[a-z]{{{session + 2}}}"))
         for session in range(number)
-    ]  # fmt: skip
+    ]
     for head in heads:
         link.send(VerifyItem(head))
     async with asyncio.timeout(PATIENCE_S):
@@ -362,10 +355,7 @@ async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
             raise RuntimeError("a fault")
 
     async with running(Broken(failing), None) as pair:
-        head = make_head(
-            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8,
-            constraint=CONSTRAINTS["schema"],
-        )  # fmt: skip
+        head = head_of(PROMPT, constraint=CONSTRAINTS["schema"])
         refused = await ask(*pair.links[0], VerifyItem(head))
         assert isinstance(refused, Refused)
         assert (refused.code, refused.message) == (13, "its constraint broke down here")
@@ -374,10 +364,7 @@ async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
 async def test_a_session_that_is_released_while_its_constraint_compiles_is_not_begun() -> None:
     async with running(grammars(), None) as pair:
         link, listener = pair.links[0]
-        head = make_head(
-            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8,
-            constraint=CONSTRAINTS["schema"],
-        )  # fmt: skip
+        head = head_of(PROMPT, constraint=CONSTRAINTS["schema"])
         link.send(VerifyItem(head))
         await asyncio.sleep(0)
         pair.target.release(session_name(1), 1)
