@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from tests.simulation.results import Result
 from tests.simulation.side_by_side import run_side_by_side
@@ -19,10 +18,6 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
     )
-    parser.add_argument("--save", type=Path, help="file to keep the result in")
-    parser.add_argument(
-        "--add", type=Path, nargs="+", default=[], help="files of other runs to add to the result"
-    )
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds: {options.seeds} is wrong; it must be at least 1")
@@ -30,14 +25,10 @@ def main() -> int:
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
     total = Result()
-    for path in options.add:
-        total.merge(Result.load(path))
     for part, told in run_side_by_side(seeds, options.jobs):
         total.merge(part)
         for text in told:
             print(text, flush=True)
-    if options.save is not None:
-        total.save(options.save)
     print("\n".join(total.lines()))
     return 0 if total.is_good else 1
 

@@ -52,7 +52,7 @@ class RedisData:
         """Commands refused as the memory was full."""
         self._values: dict[bytes, Any] = {}
         self._expires_ms: dict[bytes, float] = {}
-        self._commands: dict[bytes, Callable[[Sequence[bytes]], Reply]] = {
+        self._commands: dict[bytes, Callable[..., Reply]] = {
             name.encode(): partial(function, self) for name, function in _COMMANDS.items()
         }
 
@@ -65,8 +65,8 @@ class RedisData:
         if self.num_writes_left is not None and name in DENY_OOM:
             self._take_memory()
         try:
-            return command(arguments[1:])
-        except (IndexError, _WrongNumber):
+            return command(*arguments[1:])
+        except TypeError:
             raise ReplyError(
                 f"ERR wrong number of arguments for '{name.decode().lower()}' command"
             ) from None
@@ -131,10 +131,6 @@ class RedisData:
             value = self._values[key] = kind()
         return value
 
-    def _put(self, key: bytes, value: bytes) -> None:
-        """In place of whatever is there; its time to live stays."""
-        self._values[key] = value
-
     def _expire(self, key: bytes, at_ms: float) -> int:
         if self.get(key) is None:
             return 0
@@ -143,22 +139,6 @@ class RedisData:
         else:
             self._expires_ms[key] = at_ms
         return 1
-
-
-class _WrongNumber(Exception):
-    """Of arguments."""
-
-
-def _exactly(arguments: Sequence[bytes], number: int) -> Sequence[bytes]:
-    if len(arguments) != number:
-        raise _WrongNumber
-    return arguments
-
-
-def _at_least(arguments: Sequence[bytes], number: int) -> Sequence[bytes]:
-    if len(arguments) < number:
-        raise _WrongNumber
-    return arguments
 
 
 def _integer(text: bytes) -> int:
@@ -172,89 +152,33 @@ def _integer(text: bytes) -> int:
     raise ReplyError(_NOT_AN_INTEGER)
 
 
-# Any type of value.
-
-
-def _del(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    return sum(data.get(key) is not None and data._drop(key) for key in _at_least(arguments, 1))
-
-
-def _exists(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    return sum(data.get(key) is not None for key in _at_least(arguments, 1))
-
-
-def _type(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
+def _type(data: RedisData, key: bytes) -> Reply:
     names = {bytes: b"string", dict: b"hash", set: b"set"}
     return Status(names.get(type(data.get(key)), b"none"))
 
 
-def _expires(unit_ms: int, arguments: Sequence[bytes], data: RedisData) -> Reply:
-    key, time = _exactly(arguments, 2)
-    return data._expire(key, data.now_ms() + _integer(time) * unit_ms)
-
-
-def _pttl(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return data.ttl_ms(key)
-
-
-# Strings.
-
-
-def _get(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return data._typed(key, bytes)
-
-
-def _mget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    values = [data.get(key) for key in _at_least(arguments, 1)]
+def _mget(data: RedisData, *keys: bytes) -> Reply:
+    values = [data.get(key) for key in keys]
     return [value if isinstance(value, bytes) else None for value in values]
 
 
-def _set(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, value, *options = _at_least(arguments, 2)
-    until_ms: float | None = None
-    keeps = only_new = only_old = False
-    rest = iter(options)
-    for option in rest:
-        match option.upper():
-            case b"PX" | b"EX" as unit:
-                time = next(rest, None)
-                if time is None or until_ms is not None:
-                    raise ReplyError(_SYNTAX)
-                number = _integer(time)
-                if number <= 0:
-                    raise ReplyError("ERR invalid expire time in 'set' command")
-                until_ms = data.now_ms() + number * (1 if unit == b"PX" else 1000)
-            case b"NX":
-                only_new = True
-            case b"XX":
-                only_old = True
-            case b"KEEPTTL":
-                keeps = True
-            case _:
-                raise ReplyError(_SYNTAX)
-    if (only_new and only_old) or (keeps and until_ms is not None):
-        raise ReplyError(_SYNTAX)
-    is_there = data.get(key) is not None
-    if (only_new and is_there) or (only_old and not is_there):
-        return None
-    if not keeps:
-        data._expires_ms.pop(key, None)
-    data._put(key, value)
+def _set(data: RedisData, key: bytes, value: bytes, *options: bytes) -> Reply:
+    until_ms = None
+    if options:
+        if len(options) != 2 or options[0].upper() != b"PX":
+            raise ReplyError(_SYNTAX)
+        number = _integer(options[1])
+        if number <= 0:
+            raise ReplyError("ERR invalid expire time in 'set' command")
+        until_ms = data.now_ms() + number
+    data._drop(key)
+    data._values[key] = value
     if until_ms is not None:
         data._expires_ms[key] = until_ms
     return OK
 
 
-def _strlen(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return len(data._typed(key, bytes) or b"")
-
-
-def _getrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, first, last = _exactly(arguments, 3)
+def _getrange(data: RedisData, key: bytes, first: bytes, last: bytes) -> Reply:
     start, end = _integer(first), _integer(last)
     value = data._typed(key, bytes) or b""
     if start < 0 and end < 0 and start > end:
@@ -264,111 +188,86 @@ def _getrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     return value[start : end + 1]
 
 
-def _setrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, at, more = _exactly(arguments, 3)
+def _setrange(data: RedisData, key: bytes, at: bytes, more: bytes) -> Reply:
     start = _integer(at)
     if start < 0:
         raise ReplyError("ERR offset is out of range")
     value = data._typed(key, bytes) or b""
-    if not more:
-        return len(value)
-    value = value.ljust(start, b"\0")
-    value = value[:start] + more + value[start + len(more) :]
-    data._put(key, value)
+    if more:
+        value = value.ljust(start, b"\0")
+        value = data._values[key] = value[:start] + more + value[start + len(more) :]
     return len(value)
 
 
-# Hashes.
-
-
-def _hset(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *pairs = _at_least(arguments, 3)
+def _hset(data: RedisData, key: bytes, field: bytes, value: bytes, *more: bytes) -> Reply:
+    pairs = (field, value, *more)
     if len(pairs) % 2:
-        raise _WrongNumber
+        raise TypeError(pairs)
     fields = data._made(key, dict)
     before = len(fields)
     fields.update(zip(pairs[::2], pairs[1::2], strict=True))
     return len(fields) - before
 
 
-def _hget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, field = _exactly(arguments, 2)
-    return (data._typed(key, dict) or {}).get(field)
-
-
-def _hmget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *names = _at_least(arguments, 2)
+def _hmget(data: RedisData, key: bytes, *names: bytes) -> Reply:
     fields = data._typed(key, dict) or {}
     return [fields.get(name) for name in names]
 
 
-def _hgetall(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    fields = data._typed(key, dict) or {}
-    return [part for pair in fields.items() for part in pair]
+def _hgetall(data: RedisData, key: bytes) -> Reply:
+    return [part for pair in (data._typed(key, dict) or {}).items() for part in pair]
 
 
-# Sets.
-
-
-def _sadd(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *members = _at_least(arguments, 2)
+def _sadd(data: RedisData, key: bytes, member: bytes, *more: bytes) -> Reply:
     there = data._made(key, set)
     before = len(there)
-    there.update(members)
+    there.update((member, *more))
     return len(there) - before
 
 
-def _srem(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    key, *members = _at_least(arguments, 2)
-    there = data._typed(key, set)
-    if there is None:
-        return 0
+def _srem(data: RedisData, key: bytes, member: bytes, *more: bytes) -> Reply:
+    there = data._typed(key, set) or set()
     before = len(there)
-    there.difference_update(members)
-    number = before - len(there)
-    if not there:
+    there.difference_update((member, *more))
+    if before and not there:
         data._drop(key)
-    return number
+    return before - len(there)
 
 
-def _smembers(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    [key] = _exactly(arguments, 1)
-    return sorted(data._typed(key, set) or ())
-
-
-# The server.
-
-
-def _time(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    _exactly(arguments, 0)
+def _time(data: RedisData) -> Reply:
     now_us = int(data.now_ms() * 1e3)
     return [str(now_us // 10**6).encode(), str(now_us % 10**6).encode()]
 
 
-def _ping(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    return arguments[0] if arguments else Status(b"PONG")
-
-
-def _flushall(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+def _flushall(data: RedisData) -> Reply:
     data._values.clear()
     data._expires_ms.clear()
     return OK
 
 
-def _wait(data: RedisData, arguments: Sequence[bytes]) -> Reply:
-    """There are no replicas."""
-    _exactly(arguments, 2)
-    return 0
-
-
-_COMMANDS: dict[str, Callable[[RedisData, Sequence[bytes]], Reply]] = {
-    "DEL": _del, "EXISTS": _exists, "TYPE": _type,
-    "EXPIRE": lambda data, arguments: _expires(1000, arguments, data),
-    "PEXPIRE": lambda data, arguments: _expires(1, arguments, data), "PTTL": _pttl,
-    "GET": _get, "MGET": _mget, "SET": _set, "STRLEN": _strlen,
-    "GETRANGE": _getrange, "SETRANGE": _setrange,
-    "HSET": _hset, "HGET": _hget, "HMGET": _hmget, "HGETALL": _hgetall,
-    "SADD": _sadd, "SREM": _srem, "SMEMBERS": _smembers,
-    "TIME": _time, "PING": _ping, "FLUSHALL": _flushall, "WAIT": _wait,
-}  # fmt: skip
+_COMMANDS: dict[str, Callable[..., Reply]] = {
+    "DEL": lambda data, *keys: sum(data.get(k) is not None and data._drop(k) for k in keys),
+    "EXISTS": lambda data, *keys: sum(data.get(key) is not None for key in keys),
+    "TYPE": _type,
+    "EXPIRE": lambda data, key, s: data._expire(key, data.now_ms() + _integer(s) * 1000),
+    "PEXPIRE": lambda data, key, ms: data._expire(key, data.now_ms() + _integer(ms)),
+    "PTTL": lambda data, key: data.ttl_ms(key),
+    "GET": lambda data, key: data._typed(key, bytes),
+    "MGET": _mget,
+    "SET": _set,
+    "STRLEN": lambda data, key: len(data._typed(key, bytes) or b""),
+    "GETRANGE": _getrange,
+    "SETRANGE": _setrange,
+    "HSET": _hset,
+    "HGET": lambda data, key, field: (data._typed(key, dict) or {}).get(field),
+    "HMGET": _hmget,
+    "HGETALL": _hgetall,
+    "SADD": _sadd,
+    "SREM": _srem,
+    "SMEMBERS": lambda data, key: sorted(data._typed(key, set) or ()),
+    "TIME": _time,
+    "PING": lambda data: Status(b"PONG"),
+    "FLUSHALL": _flushall,
+    "WAIT": lambda data, replicas, ms: 0,
+}
+"""Python refuses a wrong number of arguments, as a server does."""

@@ -1,4 +1,4 @@
-"""What seeds came to, one or many: added up, kept in files, told in a line.
+"""What seeds came to, one or many: added up, and told in two lines.
 
 Whether tokens that were drawn under token and block are the target's says Pearson's chi-square: the
 toy target's likeliest token, second, ... have the same probabilities behind every prefix, so ranks
@@ -8,12 +8,10 @@ well, which shows draws that depend on one another.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 from scipy.stats import chi2
 
@@ -112,20 +110,3 @@ class Result:
             f"tokens={self.num_tokens} sessions={self.num_sessions} lost={self.num_lost} "
             f"sessions_moved={self.num_moves}",
         ]
-
-    def save(self, path: Path) -> None:
-        """As JSON."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
-        ranks = [[*cell, count] for cell, count in sorted(self.ranks.counts.items())]
-        path.write_text(json.dumps({**numbers, "faults": self.faults, "ranks": ranks}))
-
-    @classmethod
-    def load(cls, path: Path) -> Result:
-        """What `save` has kept."""
-        kept = json.loads(path.read_text())
-        counts = Counter({(rule, *cell): count for rule, *cell, count in kept["ranks"]})
-        return cls(
-            faults=Counter(kept["faults"]),
-            ranks=RankCounts(counts),  # type: ignore[arg-type]
-            **{name: kept[name] for name in _NUMBERS},
-        )

@@ -74,7 +74,7 @@ class ShallowEngine(QuickEngine):
     """Its first layers put out, for each row, the last tokens that it follows from."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole=False)
         rows = []
         for step in steps:

@@ -159,8 +159,8 @@ fields = st.sampled_from(("f", "g", "h"))
 lifetimes = st.sampled_from((-5, 0, 10**6))
 commands = st.one_of(
     st.tuples(st.just("SET"), keys, texts),
-    st.tuples(st.just("SET"), keys, texts, st.sampled_from(("PX", "EX")), lifetimes),
-    st.tuples(st.just("SET"), keys, texts, st.sampled_from(("NX", "XX", "KEEPTTL", "WRONG"))),
+    st.tuples(st.just("SET"), keys, texts, st.just("PX"), lifetimes),
+    st.tuples(st.just("SET"), keys, texts, st.just("WRONG")),
     st.tuples(st.just("SETRANGE"), keys, numbers, texts),
     st.tuples(st.just("GETRANGE"), keys, numbers, numbers),
     st.tuples(st.just("HSET"), keys, fields, texts),

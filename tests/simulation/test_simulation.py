@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -46,17 +45,6 @@ def test_without_faults_there_are_none() -> None:
         result = run_seed(seed, CALM, ())
         assert not result.faults
         assert not result.num_lost
-
-
-def test_results_are_kept_and_added_up(tmp_path: Path) -> None:
-    one, file = run_seed(1), tmp_path / "one.json"
-    one.save(file)
-    total = Result.load(file)
-    assert total == one
-    total.merge(one)
-    assert total.num_seeds == 2
-    assert total.faults == one.faults + one.faults
-    assert total.ranks.counts.total() == 2 * one.ranks.counts.total()
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
