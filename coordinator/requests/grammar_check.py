@@ -16,6 +16,7 @@ import signal
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class ConstraintChecks:
         self._now = now
         self._starting = asyncio.Lock()
         self._pool: ProcessPool | ConfigError | None = None
+        self._compiling: set[Future[str | None]] = set()
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._asking: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         """The same constraint of one tenant is compiled once for all that wait for it."""
@@ -163,6 +165,8 @@ class ConstraintChecks:
     async def close(self) -> None:
         """Ends the processes, and what they compile."""
         pool, self._pool = self._pool, ConfigError("the coordinator ends")
+        for compiling in list(self._compiling):
+            compiling.cancel()
         if isinstance(pool, ProcessPool):
             pool.stop()  # type: ignore[no-untyped-call]
             await asyncio.to_thread(pool.join)
@@ -197,6 +201,8 @@ class ConstraintChecks:
         kind, later = constraint.kind, self._now() + TOO_SLOW_S
         try:
             compiling = (await self._started()).schedule(_reason_against, args=(constraint,))
+            self._compiling.add(compiling)
+            compiling.add_done_callback(self._compiling.discard)
             reason = await asyncio.wrap_future(compiling)
             return _Verdict(None if reason is None else BadRequest(kind, reason))
         except ConfigError as error:
