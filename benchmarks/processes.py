@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from outrider.client import Client
-from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, unlocked
+from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, without_security
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
 
@@ -230,7 +230,7 @@ def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorC
     """A process of the service of this name, on a free port: a deployment with the same settings
     may run here."""
     if not isinstance(config, CoordinatorConfig):
-        config = replace(unlocked(config), port=0, telemetry="")
+        config = replace(without_security(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config)}
     return Process("benchmarks.processes:service", f"the {name} process", setup)
 
@@ -291,7 +291,7 @@ class Replicas:
             "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
             "length_control": False,  # Each K is measured by itself.
         }  # fmt: skip
-        return replace(unlocked(self.settings), **fixed | changes)
+        return replace(without_security(self.settings), **fixed | changes)
 
     @asynccontextmanager
     async def coordinator(

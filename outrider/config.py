@@ -65,7 +65,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def unlocked(config: Server) -> Server:
+def without_security(config: Server) -> Server:
     """The same server for a measurement of this machine alone: on loopback, without keys, TLS and
     certificates."""
     locks = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
@@ -111,7 +111,7 @@ class ServerConfig:
         return role if self.membership is None else self.membership.name
 
     @property
-    def knows_callers(self) -> bool:
+    def authenticates_callers(self) -> bool:
         """Whether whoever calls must show who that is."""
         return bool(self.internal_tls_dir)
 
@@ -121,7 +121,7 @@ class ServerConfig:
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
-        if not (self.insecure or self.knows_callers or is_loopback(self.host)):
+        if not (self.insecure or self.authenticates_callers or is_loopback(self.host)):
             raise SettingError(
                 "host",
                 f"{self.host!r} is reachable from other machines, and nothing asks callers for a "
@@ -158,7 +158,7 @@ class FrontConfig(ServerConfig):
         return bool(self.api_key or self.api_key_file)
 
     @property
-    def knows_callers(self) -> bool:
+    def authenticates_callers(self) -> bool:
         """See `ServerConfig`."""
         return self.asks_for_keys
 

@@ -35,7 +35,7 @@ class TargetActor(ReplicaHost):
             max_num_batched_tokens=config.max_num_batched_tokens,
             costs=executor.call(lambda: step_costs(engine, config, "target")),
             observer=observer,
-            gathers=config.gather_sessions,
+            delays_batches=config.gather_sessions,
             self_drafter=self_drafter_of(engine, config.heads_support_entries),
             grammars=build_grammars(config, engine.info.eos_token_ids),
         )

@@ -37,13 +37,13 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
         self_drafter: SelfDrafter | None = None,
-        gathers: bool = False,
+        delays_batches: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
     ) -> None:
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
-        fewer where its `costs` are known and would be felt. If it `gathers`, a step waits for
-        sessions that will soon want it too, where `costs` say that this pays. With a
+        fewer where its `costs` are known and would be felt. If it `delays_batches`, a step waits
+        for sessions that will soon want it too, where `costs` say that this pays. With a
         `self_drafter` it needs a `FeatureEngine` or a `ShallowEngine`; what it takes is told by
         `clock`, in seconds. Without `grammars`, those of the engine's tokenizer, sessions with a
         constraint are refused."""
@@ -56,7 +56,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         matchers = None if grammars is None else Matchers(grammars)
         scorer = Verifier(engine, budget, self_drafter, clock, matchers)
         batching_delay = None
-        if gathers and costs is not None:
+        if delays_batches and costs is not None:
             batching_delay = BatchingDelay(
                 costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX
             )

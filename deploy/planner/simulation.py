@@ -338,7 +338,7 @@ class _Replica:
             "costs": self.engine.costs,
         }  # fmt: skip
         self.service: Any = (
-            TargetService(self.engine, executor, gathers=target.gather_sessions, **bounds)
+            TargetService(self.engine, executor, delays_batches=target.gather_sessions, **bounds)
             if role == "target"
             else DraftService.with_model(self.engine, executor, **bounds)
         )

@@ -20,7 +20,7 @@ from deploy.fleet.preflight import check_before_start, warnings
 from deploy.fleet.security_setup import whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
-from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, unlocked
+from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, without_security
 from outrider.errors import BadRequest, ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
@@ -266,6 +266,6 @@ def test_measurements_need_no_keys() -> None:
         "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a", "redis_ca_file": "a",
     }  # fmt: skip
     config = load_config(settings, {})
-    for one in (unlocked(config.target), unlocked(config.draft)):
+    for one in (without_security(config.target), without_security(config.draft)):
         assert (one.host, one.internal_tls_dir) == ("127.0.0.1", "")
-    assert unlocked(config.coordinator) == CoordinatorConfig()
+    assert without_security(config.coordinator) == CoordinatorConfig()
