@@ -22,7 +22,7 @@ from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
-from outrider.kv_cache.session_table import SessionTable
+from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.messages import (
     PositionLogprobs,
     Refused,
@@ -196,13 +196,13 @@ class Verifier:
             return refusal(head.key, admission)
         if not isinstance(admission, Admitted):
             return admission
-        new_tokens, committed = admission.aligned.new_tokens, admission.aligned.committed
+        aligned, new_tokens = admission.aligned, admission.aligned.new_tokens
         if not admission.is_whole:
             part = new_tokens[: admission.num_granted]
             one.step = SequenceStep(head.session_id, part, num_logits=0)
             return None
         try:
-            one.allowed = self._allowed(head, committed)
+            one.allowed = self._allowed(head, aligned)
         except OutriderError as error:
             return self._fail(one, error)
         vocab_size, num_new = self._engine.info.vocab_size, len(new_tokens)
@@ -214,18 +214,18 @@ class Verifier:
             head.session_id, (*new_tokens, *drafted), len(drafted) + 1, parents=parents
         )
         if one.sampling.penalised:  # Else nothing counts them, and the copy costs O(length).
-            num = head.prompt_length
+            committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
         return None
 
-    def _allowed(self, head: RoundHead, committed: Sequence[int]) -> Allowed | None:
+    def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
         """What may follow the committed tokens. Raises `Incompatible` for a constraint that cannot
         be held to here."""
         if head.constraint is None:
             return None
         if self._matchers is None or head.compiled is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
-        completion = committed[head.prompt_length :]
+        completion = aligned.committed[head.prompt_length :]
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _validate(self, item: VerifyItem) -> SamplingParams:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 from hypothesis import settings
+
+from outrider.replica.process_setup import PACKAGES
 
 # Deadlines of single examples measure how busy the machine is.
 settings.register_profile("outrider", deadline=None)
@@ -40,6 +43,16 @@ _GROWTH_BYTES: Final = 2**29
 _STATM: Final = Path("/proc/self/statm")
 _resident_bytes = 0
 """Behind the last collection of garbage."""
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """A service that a test starts in this process sets them."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,9 @@ class BodyRoute(APIRoute):
                 data = await request.body()
             except ClientDisconnect:
                 return Unsent()
-            if data:
-                request._json = read_body(data)  # What `Request.json` returns.
+            if data:  # `_json` is what `Request.json` returns.
+                is_json = "json" in request.headers.get("content-type", "").lower()
+                request._json = read_body(data) if is_json else None
             return await handle(request)
 
         return handle if self.body_field is None else read

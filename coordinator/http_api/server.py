@@ -19,6 +19,7 @@ import resource
 import socket
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -141,6 +142,8 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._move(self._open.idle)
+            if self.transport.is_closing():  # No timer of uvicorn's watches it any more.
+                self._late = self.loop.call_later(HTTP_STUCK_WRITE_S, self.break_off)
         else:  # A body that was not read still comes. Its sender may read the answer first.
             self.await_headers()
 
@@ -280,15 +283,15 @@ class HttpServer:
 
     async def _serve(self, listening: socket.socket) -> None:
         # As `uvicorn.Server.serve`, but signals stay with the process.
-        accepting = asyncio.create_task(self._accept(listening))
+        self._listen(listening)
         try:
             await self._server.main_loop()
         except Exception:  # noqa: BLE001 (seen by `failed`)
             _log.exception("the HTTP server has failed, and stops")
             self._failed = True
-        accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
-        self._accept_queued(listening, _LAST_ACCEPTS_MAX)
+        asyncio.get_running_loop().remove_reader(listening)
+        with suppress(OSError):
+            self._accept_queued(listening, _LAST_ACCEPTS_MAX)
         listening.close()  # The kernel resets what comes between.
         self._say_last()
         for _ in range(round(HTTP_LAST_REQUEST_S / _DRAIN_POLL_S)):
@@ -298,25 +301,27 @@ class HttpServer:
             connection.break_off()
         await self._server.shutdown()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(listening)
-                self._begin(client)
-                self._accept_queued(listening, _ACCEPTS_MAX)
-                await asyncio.sleep(0)
-            except Exception as error:  # noqa: BLE001 (whatever it is, others are accepted)
-                _log.warning("cannot accept an HTTP connection: %s", error)
-                self._open.make_room()
-                await asyncio.sleep(_ACCEPT_RETRY_S)
+    def _listen(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Waits for nothing, so that no connection is accepted and then lost."""
+        try:
+            self._accept_queued(listening, _ACCEPTS_MAX)
+        except Exception as error:  # noqa: BLE001 (whatever it is, others are accepted)
+            _log.warning("cannot accept an HTTP connection: %s", error)
+            self._open.make_room()
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(_ACCEPT_RETRY_S, self._listen, listening)
 
     def _accept_queued(self, listening: socket.socket, num_max: int) -> None:
         for _ in range(num_max):
             try:
                 client, _address = listening.accept()
-            except OSError:  # None is left, or the one is gone; another error comes again.
-                return
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # None is left, or the one is gone.
             self._begin(client)
 
     def _begin(self, client: socket.socket) -> None:
@@ -387,8 +392,9 @@ def _bind(options: HttpOptions) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.create_server(
-            address, family=family, backlog=BACKLOG, reuse_port=options.shares_port
-        )
+            address, family=family, backlog=BACKLOG, reuse_port=options.shares_port,
+            dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+        )  # fmt: skip
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port} for HTTP: {error.strerror or error} (0 = any free "

@@ -1,32 +1,25 @@
-"""Whether constraints can be compiled, tried in worker processes that can be killed.
+"""Whether constraints can be compiled, asked of a process that can be killed.
 
 A coordinator needs no compiled constraint; replicas compile their own. It refuses what cannot be
-compiled, or not in time, before a session is opened and a replica sees it. The compiler does not
-stop by itself, however long a schema of 50 bytes takes: the kernel ends its process.
+compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
-import multiprocessing
-import resource
-import signal
+import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from pebble import ProcessExpired, ProcessPool
-
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
-from outrider.grammar.compiler import GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
     CHECKED_CONSTRAINTS_MAX,
@@ -39,84 +32,92 @@ from outrider.limits import (
     TOO_SLOW_S,
 )
 
-logger = logging.getLogger(__name__)
-
-_RETRY_MS: Final = 1_000
-_Key = tuple[str, bytes]
-"""A tenant, and the digest of a constraint."""
-TokenizerParts = tuple[str, tuple[int, ...]]
-"""A tokenizer as the JSON of Hugging Face's tokenizers, and the tokens that end a text."""
-
 
 class FairQueue:
-    """Places for work on an event loop. The first to come is the next, of at most as many of each
-    tenant as there are places: so tenants take turns, and the others of a tenant wait behind."""
+    """Places for work on an event loop. Among tenants that wait, the one that holds the fewest
+    places is next, then the one that has waited longest for its turn; within a tenant the first
+    comes first."""
 
     def __init__(self, num_places: int, waiting_max: int, per_tenant_max: int, what: str) -> None:
-        """So many hold a place at a time; beside them there are at most `waiting_max` that wait,
-        and of one tenant `per_tenant_max`. `what` names them in errors."""
-        self._num_places = num_places
-        self._places = asyncio.Semaphore(num_places)
-        self._limits = per_tenant_max, waiting_max
+        """So many hold a place at a time; of those that wait there are at most `waiting_max`, and
+        of one tenant `per_tenant_max`. `what` names them in errors."""
+        self._num_free = num_places
+        self._waiting_max = waiting_max
+        self._per_tenant_max = per_tenant_max
         self._what = what
-        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """Places in the queue, by tenant."""
-        self._num_here: Counter[str] = Counter()
-        """Of each tenant, with or without a place."""
+        self._held: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By tenant; the one whose turn is longest ago comes first."""
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
         """A place of the tenant's, while the context lasts. Raises `Overloaded` where too many
         wait already."""
-        of_tenant, waiting_max = self._limits
-        if self._num_here[tenant] >= of_tenant + self._num_places:
-            raise Overloaded(f"{of_tenant} {self._what} of yours wait already; try again later")
-        if self._num_here.total() >= waiting_max + self._num_places:
-            raise Overloaded(f"{waiting_max} {self._what} wait already; try again later")
-        own = self._own.setdefault(tenant, asyncio.Semaphore(self._num_places))
-        self._num_here[tenant] += 1
+        if self._num_free:
+            self._take(tenant)
+        else:
+            await self._wait(tenant)
         try:
-            async with own, self._places:
-                yield
+            yield
         finally:
-            self._num_here[tenant] -= 1
-            self._num_here += Counter()  # Forgets tenants that are not here.
+            self._held[tenant] -= 1
+            self._held += Counter()  # Forgets tenants without places.
+            self._num_free += 1
+            self._next()
+
+    async def _wait(self, tenant: str) -> None:
+        own = self._waiting.get(tenant, ())
+        for num_waiting, most, whose in (
+            (len(own), self._per_tenant_max, "of yours "),
+            (sum(map(len, self._waiting.values())), self._waiting_max, ""),
+        ):
+            if num_waiting >= most:
+                raise Overloaded(f"{most} {self._what} {whose}wait already; try again later")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # It was given a place just now.
+                self._held[tenant] -= 1
+                self._num_free += 1
+                self._next()
+            else:
+                self._forget(tenant, future)
+            raise
+
+    def _take(self, tenant: str) -> None:
+        self._num_free -= 1
+        self._held[tenant] += 1
+
+    def _next(self) -> None:
+        while self._num_free and self._waiting:
+            tenant = min(self._waiting, key=lambda name: self._held[name])
+            future = self._waiting[tenant][0]
+            self._forget(tenant, future)
+            if tenant in self._waiting:
+                self._waiting.move_to_end(tenant)
+            self._take(tenant)
+            future.set_result(None)
+
+    def _forget(self, tenant: str, future: asyncio.Future[None]) -> None:
+        self._waiting[tenant].remove(future)
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
 
 
-class _Worker:
-    """State of a worker process."""
+_log = logging.getLogger(__name__)
 
-    parts: TokenizerParts
-    tokenizer: GrammarTokenizer | None = None
-
-
-def _set_up(parts: TokenizerParts) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # No handler of Python runs while one compiles.
-    _Worker.parts = parts
-
-
-def _reason_against(constraint: Constraint) -> str | None:
-    """Compiles a constraint in a worker. The kernel ends the process where that takes too long."""
-    try:
-        if _Worker.tokenizer is None:
-            _Worker.tokenizer = GrammarTokenizer(*_Worker.parts)
-        _limit()
-        _Worker.tokenizer.compile(constraint)
-    except ConfigError as error:
-        return error.message
-    except BadRequest as error:
-        return error.reason
-    return None
-
-
-def _limit() -> None:
-    """Limits the CPU time and the memory that this process may take from now on."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds = math.ceil(time.process_time() + COMPILE_S_MAX)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-    with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux alone.
-        size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
-        resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+_RETRY_MS: Final = 1_000
+_READ_BYTES: Final = 2**16
+_END_S: Final = 5.0
+"""How long the process may take to end by itself."""
+_PROGRAM: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from coordinator.requests.grammar_process import main; main()"
+)
+_Key = tuple[str, bytes]
+"""A tenant, and the digest of a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +133,15 @@ class ConstraintChecks:
     verdicts, so that none learns by times or refusals what others ask."""
 
     def __init__(
-        self, load: Callable[[], TokenizerParts], now: Callable[[], float] = time.monotonic
+        self,
+        load: Callable[[], tuple[str, tuple[int, ...]]],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load`, which may block, is called with the first constraint. Where it raises
+        """`load`, which may block, gives the tokenizer, as the JSON of Hugging Face's tokenizers,
+        and the tokens that end a text; it is called with the first constraint. Where it raises
         `ConfigError` every constraint is refused. `now` counts seconds."""
-        self._load = load
+        self._compiler = _Compiler(load)
         self._now = now
-        self._starting = asyncio.Lock()
-        self._pool: ProcessPool | ConfigError | None = None
-        self._compiling: set[Future[str | None]] = set()
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._asking: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         """The same constraint of one tenant is compiled once for all that wait for it."""
@@ -163,13 +164,8 @@ class ConstraintChecks:
             raise verdict.error
 
     async def close(self) -> None:
-        """Ends the processes, and what they compile."""
-        pool, self._pool = self._pool, ConfigError("the coordinator ends")
-        for compiling in list(self._compiling):
-            compiling.cancel()
-        if isinstance(pool, ProcessPool):
-            pool.stop()  # type: ignore[no-untyped-call]
-            await asyncio.to_thread(pool.join)
+        """Ends the process, and what it compiles. Raises nothing."""
+        await self._compiler.close()
 
     async def _ask(self, key: _Key, constraint: Constraint, tenant: str) -> _Verdict:
         lock = self._asking.get(key)
@@ -179,7 +175,7 @@ class ConstraintChecks:
             verdict = self._find(key)
             if verdict is None:
                 async with self._turns.place(tenant):
-                    verdict = await self._compile(constraint)
+                    verdict = self._judge(constraint, await self._compiler.compile(constraint))
                 self._verdicts[key] = verdict
                 if len(self._verdicts) > CHECKED_CONSTRAINTS_MAX:
                     self._verdicts.popitem(last=False)
@@ -195,47 +191,161 @@ class ConstraintChecks:
         self._verdicts.move_to_end(key)
         return verdict
 
-    async def _compile(self, constraint: Constraint) -> _Verdict:
-        """Compiles in a worker. Where nobody waits for it any more, that one is killed. Raises
-        `Overloaded` where it is killed by others."""
-        kind, later = constraint.kind, self._now() + TOO_SLOW_S
-        try:
-            compiling = (await self._started()).schedule(_reason_against, args=(constraint,))
-            self._compiling.add(compiling)
-            compiling.add_done_callback(self._compiling.discard)
-            reason = await asyncio.wrap_future(compiling)
-            return _Verdict(None if reason is None else BadRequest(kind, reason))
-        except ConfigError as error:
-            return _Verdict(BadRequest(kind, error.message))
-        except (ProcessExpired, BrokenProcessPool, MemoryError) as error:
-            exit_code = error.exitcode if isinstance(error, ProcessExpired) else 0
-            if exit_code == -signal.SIGXCPU:
-                most = f"{COMPILE_S_MAX:g} s"
-            elif exit_code == -signal.SIGABRT or isinstance(error, MemoryError):
-                most = f"{COMPILE_BYTES_MAX} bytes"
-            else:
-                raise Overloaded(
-                    "constraints cannot be compiled now; try later", retry_after_ms=_RETRY_MS
-                ) from error
-            reason = f"takes more than {most} to compile; simplify it"
-            return _Verdict(BadRequest(kind, reason), later)
-        except Exception:
-            logger.exception("a constraint could not be compiled")
-            ours = InvariantError(f"{kind}: could not be compiled, by a fault of ours")
-            return _Verdict(ours, later)
+    def _judge(self, constraint: Constraint, answer: dict[str, Any]) -> _Verdict:
+        field, later = constraint.kind, self._now() + TOO_SLOW_S
+        match answer.get("outcome"):
+            case "compiled":
+                return _Verdict(None)
+            case "refused":
+                return _Verdict(BadRequest(field, answer["reason"]))
+            case "too_slow":
+                reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
+                return _Verdict(BadRequest(field, reason), later)
+            case "too_large":
+                reason = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
+                return _Verdict(BadRequest(field, reason), later)
+            case _:
+                error = InvariantError(f"{field}: could not be compiled, by a fault of ours")
+                return _Verdict(error, later)
 
-    async def _started(self) -> ProcessPool:
+
+class _Compiler:
+    """`coordinator.requests.grammar_process`, started with the first constraint, and again where it
+    has ended."""
+
+    def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
+        self._load = load
+        self._refused: ConfigError | None = None
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: set[asyncio.Task[None]] = set()
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_asked = 0
+        self._closed = False
+
+    async def compile(self, constraint: Constraint) -> dict[str, Any]:
+        """The process' answer. Where nobody waits for it any more, it ends the compilation. Raises
+        `Overloaded` where the process ends meanwhile."""
+        try:
+            process = await self._started()
+        except ConfigError as error:
+            return {"outcome": "refused", "reason": error.message}
+        self._num_asked += 1
+        request_id = self._num_asked
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = answer
+        try:
+            _send(process, {"id": request_id, "kind": constraint.kind, "text": constraint.text})
+            return await answer
+        except asyncio.CancelledError:
+            _send(process, {"cancel": request_id})
+            raise
+        finally:
+            del self._answers[request_id]
+
+    async def close(self) -> None:
+        """Ends the process, which ends what it compiles. Raises nothing."""
+        self._closed = True
+        if self._process is not None:
+            _end_input(self._process)
+        await asyncio.gather(*self._reading, return_exceptions=True)
+
+    async def _started(self) -> asyncio.subprocess.Process:
         async with self._starting:
-            if self._pool is None:
+            if self._refused is not None:
+                raise self._refused
+            if self._process is None:
                 try:
-                    parts = await asyncio.to_thread(self._load)
+                    self._process = await self._start()
                 except ConfigError as error:
-                    self._pool = error
-                else:
-                    self._pool = ProcessPool(
-                        COMPILE_THREADS, initializer=_set_up, initargs=(parts,),
-                        context=multiprocessing.get_context("spawn"),
-                    )  # fmt: skip
-            if isinstance(self._pool, ConfigError):
-                raise self._pool
-            return self._pool
+                    self._refused = error
+                    raise
+            return self._process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _PROGRAM, json.dumps(sys.path),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            _send(process, {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
+            first = await _read(process)
+            if first is None or "error" not in first or self._closed:
+                raise _ended()
+            if first["error"] is not None:
+                raise ConfigError(first["error"])
+        except BaseException:
+            await _end(process)
+            raise
+        reading = asyncio.create_task(self._read_all(process))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return process
+
+    async def _read_all(self, process: asyncio.subprocess.Process) -> None:
+        """Hands out the answers of a process until it ends, or writes a line that is no message;
+        then the next check starts another one."""
+        try:
+            while (answer := await _read(process)) is not None:
+                waiting = self._answers.get(answer.get("id", 0))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        finally:
+            self._process = None
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(_ended())
+            if not self._closed:
+                _log.warning("the process that compiles constraints has ended; it is started again")
+            await _end(process)
+
+
+def _ended() -> Overloaded:
+    return Overloaded("constraints cannot be compiled now; try later", retry_after_ms=_RETRY_MS)
+
+
+def _end_input(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The process ends, and ends its forks, when its input does; else it is killed. The only reader
+    of its output calls this."""
+    _end_input(process)
+    try:
+        async with asyncio.timeout(_END_S):
+            await _ends(process)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await _ends(process)
+
+
+async def _ends(process: asyncio.subprocess.Process) -> None:
+    """`Process.wait` alone may wait for ever, for a full pipe is not seen to be closed."""
+    while process.stdout is not None and await process.stdout.read(_READ_BYTES):
+        pass
+    await process.wait()
+
+
+def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
+    """Its next message; None where it has ended, or has written a line that is no message."""
+    line = b""
+    try:
+        line = b"" if process.stdout is None else await process.stdout.readline()
+        found = json.loads(line) if line else None
+    except ValueError as error:  # No JSON, no UTF-8, or a line beyond the reader's limit.
+        found = error
+    if found is None or isinstance(found, dict):
+        return found
+    _log.error("the process that compiles constraints wrote no message: %.200r", line or found)
+    return None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
+_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
 _ALL: Final = "outrider.all"
 
 
@@ -95,17 +97,32 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeats an option of several words before each of its words, as click knows it."""
-        several = [one.opts[0] for one in self.params if isinstance(one, Option) and one.several]
+        """Repeats an option of several words before each of its words, as click knows it. A word
+        that begins with a dash and is a number or has spaces is no option."""
+        options = {name: one for one in self.params if isinstance(one, Option) for name in one.opts}
         words: list[str] = []
-        flag = ""
-        for word in args:
-            if word.startswith("-"):
-                flag = word if word in several else ""
-            elif flag and words[-1] != flag:
-                words.append(flag)
+        texts: list[str] = []
+        waiting = several = ""
+        for place, word in enumerate(args):
+            if word == "--":
+                texts += args[place + 1 :]
+                break
+            is_text = _NUMBER.fullmatch(word) or (" " in word and word.split("=")[0] not in options)
+            if word.startswith("-") and word != "-" and not is_text:
+                if waiting:
+                    raise click.BadOptionUsage(waiting, f"Option '{waiting}' needs a value.", ctx)
+                one = options.get(word)
+                waiting = word if one is not None and not (one.is_flag or one.count) else ""
+                several = word if one is not None and one.several else ""
+            elif not waiting and several:
+                words.append(several)
+            elif not waiting and word.startswith("-") and word != "-":
+                texts.append(word)
+                continue
+            else:
+                waiting = ""
             words.append(word)
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, [*words, "--", *texts] if texts else words)
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the group that it is in."""

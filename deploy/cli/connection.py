@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deploy.fleet.local_state import (
+    DeploymentRecord,
     local_key,
     running_deployment,
     state_directory,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from outrider.client import Client
     from outrider.transport.channel import Trust
 
+COORDINATOR_WAIT_S: Final = 60.0
+"""By then the only coordinator has been replaced."""
+_POLL_S: Final = 0.2
 TRUST_OPTIONS: Final = {
     "ca_cert": "authority of a coordinator with TLS, in PEM",
     "client_cert": "certificate for one that asks for it, in PEM",
@@ -149,7 +153,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     if record is not None:
         refuse_other_settings(arguments, record)
         yield Connection(
-            record.grpc_address,
+            await _address_of(record, state),
             record.target_directory,
             record.tokenizer_directory,
             record.settings,
@@ -157,11 +161,35 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
             http_address=record.http_address.partition(",")[0],
             api_key=caller_key(arguments) or local_key(state),
             trust=caller_trust_of(arguments, record.settings),
-            find=lambda: "" if (now := running_deployment(state)) is None else now.grpc_address,
+            find=lambda: _recorded_address(state),
         )
         return
     async with _own_deployment(own_config(arguments), arguments) as connection:
         yield connection
+
+
+async def _address_of(record: DeploymentRecord, state: Path) -> str:
+    """Where its coordinators are, once there are any: the only one may just be replaced. Raises
+    `Unavailable` where none comes."""
+    if address := record.grpc_address:
+        return address
+    progress("no coordinator serves at the moment: waiting for one")
+    try:
+        async with asyncio.timeout(COORDINATOR_WAIT_S):
+            while not address:
+                await asyncio.sleep(_POLL_S)
+                address = _recorded_address(state)
+    except TimeoutError:
+        raise Unavailable(
+            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
+        ) from None
+    progress.rest()
+    return address
+
+
+def _recorded_address(state: Path) -> str:
+    record = running_deployment(state)
+    return "" if record is None else record.grpc_address
 
 
 def caller_key(arguments: Arguments) -> str:

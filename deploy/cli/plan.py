@@ -177,6 +177,8 @@ def plan(arguments: Arguments) -> int:
         return _simulate_alone(arguments)
     prompts = _prompts(arguments)  # What is wrong with them shows before anything is started.
     config = deployment_config(arguments)
+    if arguments.validate:  # What is measured copies from no earlier answer, either.
+        config = replace(config, draft=replace(config.draft, suffix_tokens_per_tenant=0))
     _check(arguments, config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")

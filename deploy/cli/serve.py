@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,6 +111,8 @@ async def _serve(
         await asyncio.wait((serving,))
         if not serving.cancelled():
             serving.result()  # Raises.
+        elif not received:
+            raise Unavailable("the deployment was given up")
         served = running_deployment(state) is not None
         return 128 + signal.SIGINT if received[0] == signal.SIGINT and not served else 0
     finally:
@@ -290,7 +292,7 @@ def stop(arguments: Arguments) -> int:
     if holder is None:
         found = _nothing_to_stop(directory, record)
     else:
-        _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
+        _end(holder, directory, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
         if record is not None:
             found = f"stopped the deployment at {record.grpc_address}"
@@ -299,7 +301,7 @@ def stop(arguments: Arguments) -> int:
     return 0
 
 
-def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
+def _end(pid: int, directory: Path, timeout_s: float) -> None:
     """Raises `Unavailable` where the process still runs after the time."""
     try:
         os.kill(pid, signal.SIGTERM)
@@ -308,11 +310,18 @@ def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
     progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     # The process is no child of this one, so the kernel does not tell when it ends.
-    while runs():
+    while lock_holder(directory) == pid or _is_running(pid):
         if time.monotonic() >= give_up_at:
             raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
         time.sleep(_POLL_S)
     progress.rest()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie. Told by Linux alone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:

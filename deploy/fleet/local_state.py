@@ -153,7 +153,11 @@ def lock_holder(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        return int((directory / LOCK_NAME).read_text("ascii") or 0)
+        for _ in range(_LOCK_ATTEMPTS):  # A new holder has not said at once who it is.
+            if text := (directory / LOCK_NAME).read_text("ascii"):
+                return int(text)
+            time.sleep(_LOCK_PERIOD_S)
+        raise ConfigError(f"{directory / LOCK_NAME} does not say which process holds it") from None
     return None
 
 
@@ -171,11 +175,14 @@ def exclusive(directory: Path) -> Iterator[None]:
                 if attempt + 1 == _LOCK_ATTEMPTS:
                     raise ConfigError(_runs_already(directory)) from None
                 time.sleep(_LOCK_PERIOD_S)
-        withdraw(directory)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        withdraw(directory)
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def _runs_already(directory: Path) -> str:

@@ -71,13 +71,25 @@ def rebased(costs: StepCosts, steps: Sequence[MeasuredStep]) -> StepCosts:
         found.setdefault(rows, []).append(base_s)
     pairs = [(costs.step_seconds(rows), one) for rows, times in found.items() for one in times]
     line, all_rows = fitted(pairs), sorted(found)
+    weights = [LINE_STEPS + len(found[num]) for num in all_rows]
     moved = [
-        (LINE_STEPS * line.at(costs.step_seconds(num)) + sum(found[num]))
-        / (LINE_STEPS + len(found[num]))
-        for num in all_rows
+        max(0.0, (LINE_STEPS * line.at(costs.step_seconds(num)) + sum(found[num])) / weight)
+        for num, weight in zip(all_rows, weights, strict=True)
     ]
-    rising = np.maximum.accumulate([max(0.0, second) for second in moved])
-    return replace(costs, rows=tuple(all_rows), seconds=tuple(rising.tolist()))
+    return replace(costs, rows=tuple(all_rows), seconds=_rising(moved, weights))
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """The closest values that never fall, by weighted squares: neighbours that do are pooled."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        num = 1
+        while pools and pools[-1][0] > value:
+            before, heavy, others = pools.pop()
+            value = (before * heavy + value * weight) / (heavy + weight)
+            weight, num = weight + heavy, num + others
+        pools.append((value, weight, num))
+    return tuple(value for value, _, num in pools for _ in range(num))
 
 
 GROUPS_IN_STEP: Final = 2

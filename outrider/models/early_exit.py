@@ -88,11 +88,12 @@ def first_layers(module: Any, num_layers: int) -> Any:
 
 
 class Watched(nn.Module):
-    """A module, and what it read and put out last; all else of it is the module's."""
+    """A module, and what it read last, or put out; all else of it is the module's."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, keeps_output: bool = False) -> None:
         super().__init__()
         self.inner = inner
+        self._keeps_output = keeps_output
         self.read: torch.Tensor | None = None
         """Its first argument."""
         self.output: torch.Tensor | None = None
@@ -109,7 +110,8 @@ class Watched(nn.Module):
         """As the module's."""
         found = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
-        self.output = found[0] if isinstance(found, tuple) else found
+        if self._keeps_output:
+            self.output = found[0] if isinstance(found, tuple) else found
         return found
 
 
@@ -117,7 +119,7 @@ class Watched(nn.Module):
 def watched_layer(module: Any, num_layers: int) -> Iterator[Watched]:
     """Within, the `output` [..., D] of the model's layer `num_layers`, counted from 1, is kept."""
     layers = layers_of(module)
-    watched = Watched(layers[num_layers - 1])
+    watched = Watched(layers[num_layers - 1], keeps_output=True)
     layers[num_layers - 1] = watched
     try:
         yield watched

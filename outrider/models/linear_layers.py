@@ -298,7 +298,8 @@ class BlockedLinear(nn.Module):
         """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
         blocks = [self.linear(block) for block in torch.split(flat, self._block_rows)]
-        return torch.cat(blocks).view(*rows.shape[:-1], -1)
+        found = torch.cat(blocks)
+        return found.view(*rows.shape[:-1], found.shape[-1])
 
 
 def block_rows(module: nn.Module) -> None:

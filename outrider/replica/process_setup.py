@@ -50,7 +50,7 @@ LOADING_NICENESS: Final = 10
 machine."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
-_PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
+PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def log_to(directory: str, role: str) -> None:
 
 def log_at(level: str) -> None:
     """Logs our own packages' lines from a level's name on; those of libraries from INFO on."""
-    for package in _PACKAGES:
+    for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 
 

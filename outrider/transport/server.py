@@ -219,7 +219,9 @@ def _handler(method: MethodDescriptor, call: Any, guard: Guard | None) -> Any:
                 given: Any = _decode_all(request_type, frames)
             else:
                 data = await anext(aiter(frames), None)
-                given = _decode(request_type, b"" if data is None else data)
+                if data is None:
+                    raise BadRequest("message", "is missing")
+                given = _decode(request_type, data)
             replies = call(given, context)
             if not method.server_streaming:
                 await context.write((await replies).SerializeToString())

@@ -357,7 +357,7 @@ def test_an_interrupt_while_models_load_is_told_by_the_exit_code(tmp_path: Path)
     shell = Shell(tmp_path / "state")
     process = shell.start("serve", "--engine", "emulated:vocab_size=100", "--no-http")
     assert process.stderr is not None
-    assert process.stderr.readline() == "outrider: starting Ray and Redis\n"
+    assert process.stderr.readline() == "outrider: starting Ray and Redis, finding the models\n"
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + signal.SIGINT, ""), err

@@ -102,7 +102,7 @@ async def test_log_probabilities_stand_behind_the_text(stack: Stack) -> None:
     assert len(lines) == 3
     for line, token_id, at in zip(lines, found["token_ids"], found["logprobs"], strict=True):
         top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in at["top"])
-        assert line.split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
+        assert line.rstrip().split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
 
 
 async def test_an_interrupted_text_ends_its_line(tmp_path: Path) -> None:

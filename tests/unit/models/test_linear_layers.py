@@ -10,6 +10,7 @@ from torch import nn
 from outrider.errors import ConfigError
 from outrider.models import linear_layers, module_replacement
 from outrider.models.linear_layers import (
+    BlockedLinear,
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -191,3 +192,13 @@ def test_a_model_is_rounded_as_a_whole() -> None:
 def test_a_model_without_a_layer_to_round_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rounded to 4 bits"):
         speed_up(nn.Sequential(nn.Linear(8, 8)).eval(), bits=4)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_rows_in_blocks_are_those_of_the_layer(num_rows: int) -> None:
+    """Also none, as where a step wants no logits."""
+    linear = nn.Linear(4, 32)
+    rows = torch.randn(1, num_rows, 4)
+    found = BlockedLinear(linear, 3)(rows)
+    assert found.shape == (1, num_rows, 32)
+    torch.testing.assert_close(found, linear(rows))

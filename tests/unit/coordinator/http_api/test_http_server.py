@@ -94,6 +94,13 @@ async def streaming(
         writer.transport.abort()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no dual-stack IPv6 is here")
+async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
+    async with serving(Service(), host="::") as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_a_client_that_stops_reading_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool

@@ -49,7 +49,7 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     await settle()
     for index in range(9):  # The one that began first ends first.
         await work.end(work.begun[index])
-    assert work.begun == ["a0", "a1", "b0", "b1", "c0", "a2", "a3", "a4", "a5"]
+    assert work.begun == ["a0", "a1", "b0", "a2", "c0", "b1", "a3", "a4", "a5"]
     await asyncio.gather(*tasks)
 
 
@@ -68,3 +68,22 @@ async def test_no_more_wait_than_may() -> None:
         end.set()
     await asyncio.gather(*waiting)
     assert sorted(work.begun) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+
+
+async def test_one_that_is_cancelled_takes_no_place() -> None:
+    """While it waits, or in the moment in which it is given one."""
+    work = Work(FairQueue(1, 9, 9, "jobs"))
+    first, second, third, fourth = (work.start(f"a{index}") for index in range(4))
+    await settle()
+    second.cancel()
+    await settle()
+    work.ends["a0"].set()
+    while not first.done():
+        await asyncio.sleep(0)
+    assert "a2" not in work.begun
+    third.cancel()  # It has been given a place, and has not run since.
+    await settle()
+    assert work.begun == ["a0", "a3"]
+    await work.end("a3")
+    await fourth
+    assert third.cancelled()

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import byte_level_tokenizer
 
-from coordinator.requests.grammar_check import ConstraintChecks
+from coordinator.requests import grammar_check as constraint_checks
+from coordinator.requests.grammar_check import _Compiler
 from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
-from outrider.limits import COMPILE_BYTES_MAX, COMPILE_S_MAX
+from outrider.limits import COMPILE_S_MAX
 from outrider.tokenizer import TokenizerText
 
 EOS = (0,)
@@ -40,34 +37,22 @@ async def encoder() -> AsyncIterator[PromptEncoder]:
         await prompts.close()
 
 
-def cpu_s() -> dict[int, float]:
-    """What each process that compiles has worked, by its id."""
-    found = {}
-    for process in multiprocessing.active_children():
-        with suppress(FileNotFoundError):
-            stat = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            found[process.pid or 0] = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-    return found
+def compiler_of(prompts: PromptEncoder) -> int:
+    """The id of its process; 0 = it is not there yet."""
+    checks = prompts._checks
+    process = None if checks is None else checks._compiler._process
+    return 0 if process is None else process.pid
 
 
-async def worker(*, is_busy: bool) -> int:
-    """Waits until exactly one process works, or none does; returns its id, or that of some."""
-    while True:
-        before = cpu_s()
-        await asyncio.sleep(0.3)
-        after = cpu_s()
-        busy = [pid for pid in after if after[pid] - before.get(pid, 0.0) > 0.1]
-        if after.keys() == before.keys() and len(busy) == is_busy:
-            return busy[0] if busy else next(iter(after))
+def forks(prompts: PromptEncoder) -> list[int]:
+    """Ids of processes that compile."""
+    parent = compiler_of(prompts)
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(one) for one in children.read_text().split()] if parent else []
 
 
-@asynccontextmanager
-async def endless(prompts: PromptEncoder) -> AsyncIterator[tuple[asyncio.Task[None], int]]:
-    """A compilation that does not end by itself, and the process that it keeps busy."""
-    await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
-    await worker(is_busy=False)
-    task = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
-    yield task, await worker(is_busy=True)
+def is_there(process_id: int) -> bool:
+    return Path(f"/proc/{process_id}").exists()
 
 
 async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field() -> None:
@@ -83,13 +68,13 @@ async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field(
 async def test_tenants_do_not_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one tenant's constraint is compiled once, however many ask for it at a time."""
     compiled: list[Constraint] = []
-    compile_one = ConstraintChecks._compile
+    compile_one = _Compiler.compile
 
-    async def noting(self: ConstraintChecks, constraint: Constraint) -> Any:
+    async def noting(self: _Compiler, constraint: Constraint) -> dict[str, Any]:
         compiled.append(constraint)
         return await compile_one(self, constraint)
 
-    monkeypatch.setattr(ConstraintChecks, "_compile", noting)
+    monkeypatch.setattr(_Compiler, "compile", noting)
     async with encoder() as prompts:
         for tenant in ("a", "b", "a"):
             await prompts.check_constraint(Constraint.of_regex("a"), EOS, tenant)
@@ -102,74 +87,123 @@ async def test_tenants_do_not_share_what_is_compiled(monkeypatch: pytest.MonkeyP
 async def test_a_compilation_that_takes_too_long_is_ended() -> None:
     """Its request hears which field it was, another tenant's constraints are checked meanwhile, and
     nothing works on it any more."""
-    async with encoder() as prompts, endless(prompts) as (task, process_id):
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        began = time.monotonic()
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
         for index in range(5):
             await prompts.check_constraint(Constraint.of_regex(f"a{index}"), EOS, "b")
-        assert not task.done()
+        assert not endless.done()
         with pytest.raises(BadRequest, match=r"^json_schema: takes more than 2 s to compile"):
-            await task
-        assert process_id not in cpu_s()
+            await endless
+        assert time.monotonic() - began >= COMPILE_S_MAX * 0.9
+        assert not forks(prompts)
         with pytest.raises(BadRequest, match="takes more than 2 s"):  # Known, for a minute.
             async with asyncio.timeout(0.5):
                 await prompts.check_constraint(ENDLESS, EOS, "a")
 
 
 async def test_a_compilation_that_nobody_waits_for_is_ended() -> None:
-    async with encoder() as prompts, endless(prompts) as (task, process_id):
+    async with encoder() as prompts:
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
         began = time.monotonic()
-        task.cancel()
-        while process_id in cpu_s():
+        endless.cancel()
+        while forks(prompts):
             await asyncio.sleep(0.01)
         assert time.monotonic() - began < COMPILE_S_MAX / 2
-        await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
 
 
-async def test_a_worker_that_dies_is_replaced() -> None:
+async def test_a_compiler_that_dies_is_started_again() -> None:
     """What it was compiling is refused, to be tried again."""
-    async with encoder() as prompts, endless(prompts) as (task, process_id):
-        os.kill(process_id, signal.SIGKILL)
-        with pytest.raises(Overloaded, match="cannot be compiled now"):
-            await task
-        await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
-
-
-async def test_what_goes_wrong_in_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = f"regex: takes more than {COMPILE_BYTES_MAX} bytes to compile"
-    ours = "regex: could not be compiled, by a fault of ours"
     async with encoder() as prompts:
-        for fault, error, says in (
-            (MemoryError, BadRequest, most), (KeyError, InvariantError, ours),
-        ):  # fmt: skip
-            monkeypatch.setattr(
-                "coordinator.requests.grammar_check._reason_against", partial(_raise, fault)
-            )
-            with pytest.raises(error, match=says):
-                await prompts.check_constraint(Constraint.of_regex(f"a{says}"), EOS, "a")
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        [fork], process_id = forks(prompts), compiler_of(prompts)
+        os.kill(process_id, signal.SIGKILL)
+        os.kill(fork, signal.SIGKILL)
+        with pytest.raises(Overloaded, match="cannot be compiled now"):
+            await endless
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        assert compiler_of(prompts) != process_id
 
 
-def _raise(fault: type[Exception], constraint: Constraint) -> None:
-    raise fault
+STUB = """
+import json, os, sys
+input = iter(sys.stdin.readline, "")
+next(input)
+print(json.dumps({"error": None}), flush=True)
+asked = json.loads(next(input))
+if os.path.exists(%(was_here)r):
+    print(json.dumps({"id": asked["id"], "outcome": "compiled"}), flush=True)
+else:
+    open(%(was_here)r, "w").close()
+    os.write(1, open(%(line)r, "rb").read())
+for _ in input:
+    pass
+"""
+"""A compiler whose first process answers with a line, and later ones as they should."""
 
 
-def test_the_memory_of_a_compilation_is_limited() -> None:
-    """By the kernel, in a process of its own."""
-    program = (
-        "from coordinator.requests import grammar_check as check\n"
-        "check.COMPILE_BYTES_MAX = 2**24\n"
-        "check._limit()\n"
-        "bytearray(2**25)"
+@pytest.mark.parametrize(
+    "line",
+    [b"junk\n", b"\xff\n", b"5\n", b"[]\n", b'"' + b"a" * 2**17 + b'"\n'],
+    ids=["no JSON", "no UTF-8", "a number", "a list", "too long"],
+)
+async def test_a_compiler_that_writes_no_message_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """What it was compiling is refused, to be tried again; closing is no different."""
+    (tmp_path / "line").write_bytes(line)
+    stub = STUB % {"was_here": str(tmp_path / "was here"), "line": str(tmp_path / "line")}
+    monkeypatch.setattr("coordinator.requests.grammar_check._PROGRAM", stub)
+    async with asyncio.timeout(10), encoder() as prompts:
+        with pytest.raises(Overloaded, match="cannot be compiled now"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by Python's `print` nor by C's."""
+    printing = (
+        "import os; import coordinator.requests.grammar_process as p; before = p._limit; "
+        "p._limit = lambda: (print('junk', flush=True), os.write(1, b'junk\\n'), before()); "
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "MemoryError" in found.stderr
+    program = constraint_checks._PROGRAM.replace("from coordinator", printing + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
 
 
-async def test_workers_end_with_their_coordinator() -> None:
-    """Closed while one of them compiles."""
-    async with encoder() as prompts, endless(prompts) as (task, _):
-        pass
-    with pytest.raises((Overloaded, asyncio.CancelledError)):
-        await task
-    assert not cpu_s()
+async def test_a_bug_in_a_compilation_leaves_its_trace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    breaking = "import coordinator.requests.grammar_process as p; p._limit = lambda: {}['a bug']; "
+    program = constraint_checks._PROGRAM.replace("from coordinator", breaking + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        with pytest.raises(InvariantError, match="regex: could not be compiled"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+    assert "KeyError: 'a bug'" in capfd.readouterr().err
+
+
+async def test_a_compiler_ends_with_its_coordinator() -> None:
+    """Closed, or killed, when nobody tells it anything: then its input ends."""
+    async with encoder() as prompts:
+        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+        while not forks(prompts):
+            await asyncio.sleep(0.01)
+        ids = [*forks(prompts), compiler_of(prompts)]
+    with pytest.raises(Overloaded):
+        await endless
+    for process_id in ids:
+        while is_there(process_id):
+            await asyncio.sleep(0.01)
 
 
 async def test_a_model_without_a_tokenizer_has_no_constraints() -> None:

@@ -16,6 +16,7 @@ from deploy.fleet.local_state import (
     DeploymentRecord,
     exclusive,
     local_key,
+    lock_holder,
     publish,
     publish_key,
     recorded_deployment,
@@ -79,8 +80,17 @@ def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> N
         publish(directory, record)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), exclusive(directory):
             pass
+        assert lock_holder(directory) == os.getpid()
     with exclusive(directory):
         pass
+    assert lock_holder(directory) is None
+
+
+def test_a_holder_that_has_not_said_its_number_is_no_process(directory: Path) -> None:
+    with exclusive(directory):
+        (directory / LOCK_NAME).write_text("")
+        with pytest.raises(ConfigError, match="does not say which process"):
+            lock_holder(directory)
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

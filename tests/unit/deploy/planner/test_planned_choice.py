@@ -196,4 +196,7 @@ def test_a_table_moves_to_where_steps_stood() -> None:
     higher = rebased(table, steps)
     assert higher.step_seconds(5) == pytest.approx(higher.step_seconds(9), rel=0.05)
     assert list(higher.seconds) == sorted(higher.seconds)
+    many = [step(rows) for rows in (1, 4, 8, 64) for _ in range(900)]
+    disturbed = rebased(table, [*many, *[step(2, 0.02)] * 100])
+    assert disturbed.step_seconds(4) < 0.003 + 2 * table.step_seconds(4) + 0.004
     assert rebased(table, []) == table
