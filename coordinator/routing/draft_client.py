@@ -249,7 +249,7 @@ class DraftClient(_ModelDrafts):
             if was_looked_for:
                 self._observer.look_ahead_missed()
             self._held = await self._answer(number, length, start)
-        if self._held is None:
+        if self._held is None or self._is_late:
             return None
         reply, proposal, seconds = self._held, self._held.proposal, 0.0
         if is_ahead:
@@ -287,7 +287,7 @@ class DraftClient(_ModelDrafts):
             self._lose(error)
             return None
         self._is_late = reply.out_of_time and not reply.proposal
-        return None if self._is_late else reply
+        return reply
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         return NextWanted(features=self._features is not None)

@@ -119,7 +119,7 @@ def logged_error(directory: Path) -> str | None:
 
 def publish(directory: Path, record: DeploymentRecord) -> None:
     """Writes the record, in one step, for its owner only."""
-    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n")
+    write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
 
 
 def publish_key(directory: Path, key: str) -> None:

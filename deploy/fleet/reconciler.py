@@ -142,11 +142,12 @@ class Reconciler:
         for role, bounds in changes.items():
             for count in bounds or ():
                 self._fleet.spec.check_count(role, count)
-        every = {**self._autoscaler.policy.bounds, **changes}
-        kept = {role: bounds for role, bounds in every.items() if bounds is not None}
-        if changes:
-            await self._save(bounds=kept)
-            self._autoscaler.policy = replace(self._autoscaler.policy, bounds=kept)
+        async with self._changing:
+            every = {**self._autoscaler.policy.bounds, **changes}
+            kept = {role: bounds for role, bounds in every.items() if bounds is not None}
+            if changes:
+                await self._save(bounds=kept)
+                self._autoscaler.policy = replace(self._autoscaler.policy, bounds=kept)
         return self._autoscaler.policy
 
     async def change(self, values: Mapping[str, Value]) -> None:
@@ -165,8 +166,13 @@ class Reconciler:
                 wanted = await self._registry.wanted()
                 if not wanted.get("draft"):  # No replica drafted before.
                     await self._registry.want({"draft": spec.counts["draft"]})
+            before = self._changes
             await self._save(values=changes.values, cluster_gpus=changes.cluster_gpus)
-            self._use(spec)
+            try:
+                self._use(spec)
+            except BaseException:  # A replica has been placed since it was checked.
+                await self._save(values=before.values, cluster_gpus=before.cluster_gpus)
+                raise
             _log.info("other settings: %s", ", ".join(values))
 
     async def _plan(self, changes: Changes) -> FleetSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from virtual_time import virtually
 
 from outrider.errors import DeadlineExceeded, LinkLost
 from outrider.messages import ProposalReply, Resync
+from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
 
 
@@ -112,6 +114,17 @@ async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None
         0,
     )
     assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
+
+
+@virtually
+async def test_an_answer_without_time_says_how_much_the_draft_holds() -> None:
+    """Else the next question would name a prefix that it lacks."""
+    draft = draft_of(
+        ScriptedLink(lambda item: replace(out_of_time(item), cached_length=1), proposal)
+    )
+    await draft.propose(1, asked(3), NOISE)
+    draft.settle(3)
+    assert draft.cache_state == CacheState("r0", 1)
 
 
 @virtually
