@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from made_certificates import Made
 from test_http_server import WAIT_S, Service, serving, trusting
 from told_coordinator import FINISHED, STARTED
+from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import access_control_of
-from coordinator.http_api.server import TlsFiles
+from coordinator.http_api.server import HttpConnection, OpenConnections, TlsFiles
 from outrider.request import Event
 
 KEY = "0123456789abcdef0123"
@@ -237,3 +239,33 @@ async def test_a_process_without_descriptors_accepts_again(monkeypatch: pytest.M
         async with connected(port) as pair:
             assert await status(pair) == 200
         assert await closed_after(silent) < LATE_S
+
+
+async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `Connection: close`, and with less to send than stops a writer."""
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.2)
+    size = 60_000
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    config = uvicorn.Config(app, lifespan="off", ws="none", loop="none", log_config=None)
+    config.load()
+    with socket.socket() as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(listening.getsockname())
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        accepted, _ = listening.accept()
+        accepted.setblocking(False)
+        connection = HttpConnection(config, ServerState(), OpenConnections())
+        connection.await_headers()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: connection, accepted)
+        async with asyncio.timeout(5):
+            while accepted.fileno() >= 0:
+                await asyncio.sleep(0.02)
