@@ -32,7 +32,8 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
                 patch.setattr(f"{module}.{name}", lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)
         found = replace(found, coordinator=found.coordinator.reaching(address))
-        spec = plan_fleet(given, found, {}, "here", local=True).settled(["here"], ["here"])
+        spec = plan_fleet(given, found, {}, "here", local=True)
+        spec = spec.settled([(role, "here") for role in spec.demands])
         addresses: dict[Role, str] = {}
         async with AsyncExitStack() as exits:
             for role in STARTING:

@@ -18,7 +18,7 @@ SPEC = EmulatedSpec(
     vocab_size=400, support=16, deviation=0.3, verify_ms=40.0, verify_tokens=64, draft_ms=0.5
 )
 """A verdict takes as long as dozens of passes of the draft: pushes come in time on any machine."""
-NUM_TOKENS = 48
+NUM_TOKENS = 96
 K = 4
 
 
