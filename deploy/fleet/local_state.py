@@ -147,18 +147,19 @@ def withdraw(directory: Path) -> None:
 
 def lock_holder(directory: Path) -> int | None:
     """The process that runs, starts or stops the one deployment; None where there is none."""
-    try:
-        with (directory / LOCK_NAME).open(encoding="ascii") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return None
-    except BlockingIOError:
-        for _ in range(_LOCK_ATTEMPTS):  # A new holder has not said at once who it is.
-            if text := (directory / LOCK_NAME).read_text("ascii"):
+    path = directory / LOCK_NAME
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            with path.open(encoding="ascii") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            if text := path.read_text("ascii"):
                 return int(text)
-            time.sleep(_LOCK_PERIOD_S)
-        raise ConfigError(f"{directory / LOCK_NAME} does not say which process holds it") from None
-    return None
+        time.sleep(_LOCK_PERIOD_S)  # It has just taken the lock, or is letting go of it.
+    raise ConfigError(f"{path} does not say which process holds it")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -91,6 +92,15 @@ def test_a_holder_that_has_not_said_its_number_is_no_process(directory: Path) ->
         (directory / LOCK_NAME).write_text("")
         with pytest.raises(ConfigError, match="does not say which process"):
             lock_holder(directory)
+
+
+def test_a_holder_that_lets_go_meanwhile_is_none(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (directory / LOCK_NAME).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda _: file.close())
+        assert lock_holder(directory) is None
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
