@@ -26,6 +26,16 @@ from outrider.transport.link import Link, MemoryLink
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
+PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
+RULES = [
+    (Rule.TOKEN, SamplingParams()),
+    (Rule.BLOCK, SamplingParams(top_p=0.9)),
+    (Rule.COUPLED, SamplingParams()),
+    (Rule.GREEDY, GREEDY),
+    (Rule.TOKEN, PENALISED),
+    (Rule.COUPLED, PENALISED),
+]
+"""Each rule, and parameters that count tokens."""
 PATIENCE_S = 20.0
 """Long enough that only a lost answer takes it."""
 

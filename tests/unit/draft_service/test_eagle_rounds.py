@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_eagle, tiny_module, twin
-from rounds import GREEDY, Listener, ask, make_head
+from rounds import RULES, Listener, ask, make_head
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -37,7 +37,6 @@ HEAD_IDS = tuple(range(0, VOCAB, 2))
 SEED = 11
 FLATTER = 0.03
 """Scales logits, so that what a random head draws is accepted at times."""
-PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
 SESSIONS_MAX = 3
 TOLERANCE = 1e-2
 """Of features in bfloat16, beside those of the library."""
@@ -134,17 +133,7 @@ async def running(min_score: float | None = None) -> AsyncIterator[Pair]:
     await draft.close()
 
 
-@pytest.mark.parametrize(
-    ("rule", "sampling"),
-    [
-        (Rule.TOKEN, SamplingParams()),
-        (Rule.BLOCK, SamplingParams(top_p=0.9)),
-        (Rule.COUPLED, SamplingParams()),
-        (Rule.GREEDY, GREEDY),
-        (Rule.TOKEN, PENALISED),
-        (Rule.COUPLED, PENALISED),
-    ],
-)
+@pytest.mark.parametrize(("rule", "sampling"), RULES)
 async def test_what_is_drafted_round_after_round(rule: Rule, sampling: SamplingParams) -> None:
     """With draft tokens accepted and refused, from what each verdict has shown, past the length of
     the window: what the head draws that has seen all of it at once."""

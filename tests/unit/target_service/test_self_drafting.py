@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
-from rounds import GREEDY, Listener, ask, make_head
+from rounds import GREEDY, RULES, Listener, ask, make_head
 from toy_engine import ToyEngine
 
 from outrider.drafters.drafter import DraftRequest
@@ -40,7 +40,6 @@ SEED = 11
 MEDUSA, EARLY_EXIT = KINDS = ("medusa", "early-exit")
 FLATTER = 0.03
 """Scales logits, so that what random heads draw is accepted at times."""
-PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
 
 
 @dataclass
@@ -160,17 +159,7 @@ async def running(
     await service.close()
 
 
-@pytest.mark.parametrize(
-    ("rule", "sampling"),
-    [
-        (Rule.TOKEN, SamplingParams()),
-        (Rule.BLOCK, SamplingParams(top_p=0.9)),
-        (Rule.COUPLED, SamplingParams()),
-        (Rule.GREEDY, GREEDY),
-        (Rule.TOKEN, PENALISED),
-        (Rule.COUPLED, PENALISED),
-    ],
-)
+@pytest.mark.parametrize(("rule", "sampling"), RULES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_proposed_behind_each_outcome(
     kind: str, rule: Rule, sampling: SamplingParams
