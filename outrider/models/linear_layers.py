@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules import activation
 from transformers.activations import ACT2CLS
 
 from outrider.engine.cpu.kernels import PaceKernels
@@ -39,10 +39,6 @@ class InferenceLinear(nn.Module):
         """A dense copy of the weight [out, in] that it multiplies by; for the few models that read
         more of a layer than its result."""
         raise NotImplementedError
-
-    def extra_repr(self) -> str:
-        """For logs and messages."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 class FusedLinear(InferenceLinear):
@@ -242,51 +238,40 @@ _KINDS: Final[dict[int, type[QuantizedLinear]]] = {8: Int8Linear, 4: Int4Linear}
 def quantized(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> nn.Module | None:
     """A layer with `weight` [out, in] rounded to 8 or 4 bits; None where this machine has no kernel
     that does what it is to do for a weight of that device, dtype and shape."""
-    if not _has_kernel(bits, *weight.shape, weight.dtype, weight.device):
+    if not _has_kernel(bits, weight.shape, weight.dtype, weight.device):
         return None
     return _KINDS[bits](weight, bias)
 
 
 @cache
-def _has_kernel(
-    bits: int, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device
-) -> bool:
+def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Asked once for each shape, of a random weight: whether a layer's weight is the given one but
-    for half a step of rounding, the widest that there is in each row; and few rows and many give
-    what that weight gives in twice the width."""
-    wide_dtype = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
-    generator = torch.Generator().manual_seed(num_out)
-    weight = torch.randn(num_out, num_in, generator=generator).to(device, dtype)
-    few = probe_rows(num_in, weight)
-    many = few.expand(_WIDE_ROWS // few.shape[1], -1, -1)
+    for half a step of rounding, the widest that there is in each row, and rows give what that
+    weight gives in float64."""
+    generator = torch.Generator().manual_seed(shape[0])
+    weight = torch.randn(shape, generator=generator).to(device, dtype)
+    rows = probe_rows(shape[1], weight)
     try:
         layer = _KINDS[bits](weight, None)
-        rounded, wide = layer.weight.to(wide_dtype), weight.to(wide_dtype)
-        half_steps = wide.abs().amax(1, keepdim=True) * (
-            1 / (2**bits - 2) + 4 * torch.finfo(dtype).eps
-        )
-        exact = (few.to(wide_dtype) @ rounded.t()).to(dtype)
-        return (
-            bool(((rounded - wide).abs() <= half_steps).all())
-            and agree(layer(few), exact)
-            and agree(layer(many), exact.expand(len(many), -1, -1))
-        )
+        rounded, wide = layer.weight.double(), weight.double()
+        half_step = 1 / (2**bits - 2) + 4 * torch.finfo(dtype).eps
+        is_near = (rounded - wide).abs() <= half_step * wide.abs().amax(1, keepdim=True)
+        return bool(is_near.all()) and agree(layer(rows), (rows.double() @ rounded.t()).to(dtype))
     except PROBE_ERRORS:
         return False
 
 
-_BLOCK_ROWS: Final = {nn.Linear: 32, PackedLinear: 32, WidenedLinear: 32, QuantizedLinear: 16}
-"""The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them.
-Rounded weights are widened from 32 rows on."""
+_BLOCK_ROWS: Final = 16
+"""Of a product whose rows are bit-equal: oneDNN was seen to leave the tiles (AMX, bfloat16) alone
+up to 32, and rounded weights are widened from there on."""
 
 
 class BlockedLinear(nn.Module):
     """A linear layer, [..., in] to [..., out], in products of at most a block of rows."""
 
-    def __init__(self, linear: Any, block_rows: int) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.linear = linear
-        self._block_rows = block_rows
 
     def __getattr__(self, name: str) -> Any:
         """The layer's own weight and bias, for the few models that read more than its result."""
@@ -297,18 +282,13 @@ class BlockedLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
-        blocks = [self.linear(block) for block in torch.split(flat, self._block_rows)]
-        found = torch.cat(blocks)
+        found = torch.cat([self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)])
         return found.view(*rows.shape[:-1], found.shape[-1])
 
 
 def block_rows(module: nn.Module) -> None:
     """Every linear layer of a model takes its rows in blocks from now on."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            for kind, num_rows in _BLOCK_ROWS.items():
-                if isinstance(child, kind):
-                    setattr(parent, name, BlockedLinear(child, num_rows))
+    _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
 _ACTIVATION_ELEMENTS: Final = 2**14
@@ -317,8 +297,12 @@ as many."""
 _LANES: Final = 64
 """Elements that a vectorised loop takes at a time, or a multiple of them."""
 _ELEMENT_WISE: Final = (
-    *(entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()),
-    *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+    nn.GELU,
+    *(
+        entry[0] if isinstance(entry, tuple) else entry
+        for name, entry in ACT2CLS.items()
+        if name not in ("prelu", "xielu")  # they have parameters
+    ),
 )
 
 
@@ -338,19 +322,17 @@ class AlignedActivation(nn.Module):
 
 
 def align_activations(module: nn.Module) -> None:
-    """Aligns every activation of a model that is a module of its own and has no parameters."""
+    """Aligns every activation of a model that is a module of its own."""
+    _wrap(module, AlignedActivation, _ELEMENT_WISE)
+
+
+def _wrap(
+    module: nn.Module, wrapper: Callable[[Any], nn.Module], kinds: tuple[type[nn.Module], ...]
+) -> None:
+    """Puts a wrapper around every module of these kinds that has none."""
     for parent in list(module.modules()):
-        if isinstance(parent, AlignedActivation):
+        if parent.__class__ is wrapper:
             continue
         for name, child in list(parent.named_children()):
-            if _is_element_wise(child):
-                setattr(parent, name, AlignedActivation(child))
-
-
-def _is_element_wise(child: Any) -> bool:
-    over_axes = (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.GLU)
-    return (
-        isinstance(child, _ELEMENT_WISE)
-        and not isinstance(child, over_axes)
-        and not any(True for _ in child.parameters())
-    )
+            if isinstance(child, kinds):
+                setattr(parent, name, wrapper(child))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -28,21 +27,6 @@ rounded to it; ..."""
 _ROUNDINGS_SHORT: Final = 8
 """... and in dtypes under 32 bits, where sums are wider and results alone are rounded."""
 _PROBE: Final = "outrider_probe"
-
-
-_Calls = list[tuple[tuple[torch.Tensor, ...], Any, dict[str, Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What an attention block did when it was probed."""
-
-    tensors: tuple[torch.Tensor, ...]
-    """Query, key and value as the attention function got them, and what it gave `o_proj`."""
-    cache_calls: list[tuple[Any, ...]]
-    """Arguments of each call of the cache's `update`, after the tensors."""
-    options: dict[str, Any]
-    """What else the attention function got, but for what the block itself was given."""
 
 
 def probe_rows(width: int, like: torch.Tensor) -> torch.Tensor:
@@ -85,14 +69,10 @@ def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bo
         called.append(given)
         return hidden_states * 3 + 1, None
 
-    def affine(factor: int) -> _Stub:
-        return _Stub(lambda rows: rows * factor + 1)
-
-    norms = ("input_layernorm", "post_attention_layernorm", "mlp", *_MLP_NORMS)
     blocks = {
-        name: affine(factor)
-        for name, factor in zip(norms, (5, 7, 11, 13, 17), strict=True)
-        if hasattr(layer, name)
+        name: _Stub(lambda rows, factor=len(name): rows * factor + 1)
+        for name, child in layer.named_children()
+        if child is not layer.self_attn
     }
     given = {
         "attention_mask": 1, "position_ids": 2, "past_key_values": 3, "use_cache": False,
@@ -107,46 +87,35 @@ def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bo
         return False
 
 
-_MLP_NORMS: Final = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
 class _Stub(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function
 
 
-def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall | None:
-    """What `block` makes of rows [1, 4, width], up to its layer `o_proj`; None if it cannot be
-    called as Llama's can. Of its model, it alone calls `_note` for attention meanwhile."""
-    rows = probe_rows(width, like)
-    angles = probe_rows(block.head_dim, like)
-    mask, cache, calls = object(), _NotingCache(), _Calls()
-    given = {"position_ids": angles[..., 0].long(), "use_cache": True, "calls": calls}
+def call_attention(
+    block: Any, width: int, like: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]] | None:
+    """What `block` makes of rows [1, 4, width], up to its layer `o_proj`: query, key and value as
+    the attention function gets them and what it gives `o_proj`, and what else that function gets
+    but for what the block itself was given. None if it cannot be called as Llama's can."""
+    rows, angles = probe_rows(width, like), probe_rows(block.head_dim, like)
+    calls: list[Any] = []
+    mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
         with _replaced(block, config=_ProbedConfig(block.config), o_proj=nn.Identity()):
             output, _ = block(
                 hidden_states=rows,
                 position_embeddings=(angles.cos(), angles.sin()),
                 attention_mask=mask,
-                past_key_values=cache,
                 **given,
             )
-        states, got_mask, options = calls.pop()
+        [(states, got_mask, options)] = calls
     except PROBE_ERRORS:
         return None
-    missing = any(options.get(name) is not value for name, value in given.items())
-    if missing or calls or got_mask is not mask:
+    if got_mask is not mask or any(options.pop(name, None) is not given[name] for name in given):
         return None
-    own = {name: value for name, value in options.items() if name not in given}
-    return AttentionCall((*states, output), cache.calls, own)
-
-
-def same_call(one: AttentionCall, other: AttentionCall) -> bool:
-    """Whether two blocks did the same, up to rounding; their options are not compared."""
-    return one.cache_calls == other.cache_calls and all(
-        agree(*pair) for pair in zip(one.tensors, other.tensors, strict=True)
-    )
+    return (*states, output), options
 
 
 def _note(
@@ -163,19 +132,6 @@ def _note(
 
 
 AttentionInterface.register(_PROBE, _note)
-
-
-class _NotingCache:
-    """A cache that holds nothing and says of each update that it came through it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append((*args, *sorted(kwargs.items())))
-        return 2 * keys, 4 * values
 
 
 class _ProbedConfig:

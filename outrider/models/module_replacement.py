@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.cpu.kernels import PaceKernels
-from outrider.errors import ConfigError, check
+from outrider.errors import ConfigError, InvariantError, check
 from outrider.models.linear_layers import (
     FusedLinear,
     PackedLinear,
@@ -45,9 +45,8 @@ from outrider.models.linear_layers import (
     quantized,
 )
 from outrider.models.module_probes import (
-    PROBE_ERRORS,
+    agree,
     call_attention,
-    same_call,
     same_rows,
     same_wiring,
 )
@@ -156,7 +155,6 @@ class FusedAttention(nn.Module):
     """
 
     config: Any
-    layer_idx: int
 
     def __init__(
         self, block: Any, eager: AttentionFunction, interface_options: dict[str, Any]
@@ -181,11 +179,15 @@ class FusedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any | None = None,
+        past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of `hidden_states` [B, T, D] and the positions' cosines and sines, each [B or 1, T, head
-        width], the block's output [B, T, D] and what the attention function says of weights."""
+        width], the block's output [B, T, D] and what the attention function says of weights. The
+        library's caches are not written to: keys and values are the attention function's to keep.
+        """
+        if past_key_values is not None:
+            raise InvariantError("a model that was sped up has no cache of the library's")
         shape = hidden_states.shape[:-1]
         # [B, T, all heads, head width]; parts of it stay views until the cache takes them.
         heads = self.qkv_proj(hidden_states).view(*shape, -1, 2 * self._half)
@@ -193,8 +195,6 @@ class FusedAttention(nn.Module):
         rotated = self._rotated(self._normed(rotating), *position_embeddings)
         query, key = rotated.transpose(1, 2).split_with_sizes(self._queries_and_keys, 1)
         value = value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self._eager
         )
@@ -282,7 +282,7 @@ def _swap(
     parent: nn.Module, replacement: Callable[[Any], nn.Module | None], swapped: Counter[str]
 ) -> None:
     for name, child in list(parent.named_children()):
-        if child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child):
+        if _is_hooked(child):
             continue
         found = replacement(child)
         if found is None:
@@ -294,9 +294,9 @@ def _swap(
 
 def _native_norm(block: Any) -> nn.Module | None:
     eps = getattr(block, "variance_epsilon", getattr(block, "eps", None))
-    if list(block.children()) or not isinstance(eps, float):
+    if list(block.children()) or not isinstance(eps, float) or _tensors(block) != ["weight"]:
         return None
-    if [name for name, _ in _tensors(block)] != ["weight"] or block.weight.dim() != 1:
+    if block.weight.dim() != 1:
         return None
     for offset in (0.0, 1.0):
         norm = NativeRMSNorm(block.weight, eps, offset)
@@ -306,13 +306,10 @@ def _native_norm(block: Any) -> nn.Module | None:
 
 
 def _fused_mlp(block: Any) -> nn.Module | None:
-    children = dict(block.named_children())
-    if children.keys() - {"act_fn"} != _MLP_CHILDREN or not callable(
-        getattr(block, "act_fn", None)
-    ):
+    if block._modules.keys() - {"act_fn"} != _MLP_CHILDREN or not hasattr(block, "act_fn"):
         return None
     gate, up = block.gate_proj, block.up_proj
-    if list(_tensors(block)) or not _joinable(gate, up) or gate.weight.shape != up.weight.shape:
+    if _tensors(block) or not _joinable(gate, up) or gate.weight.shape != up.weight.shape:
         return None
     fused = FusedMLP(block)
     same = same_rows(block, fused, gate.in_features, gate.weight, last="down_proj")
@@ -327,25 +324,23 @@ def _fused_attention(block: Any) -> nn.Module | None:
         return None
     linears = (block.q_proj, block.k_proj, block.v_proj)
     eager = getattr(sys.modules[type(block).__module__], "eager_attention_forward", None)
-    if eager is None or list(_tensors(block)) or not _joinable(*linears):
+    if eager is None or _tensors(block) or not _joinable(*linears):
         return None
     width, weight = linears[0].in_features, linears[0].weight
-    try:
-        if block.head_dim % 2 or any(p.out_features % block.head_dim for p in linears):
-            return None
-    except PROBE_ERRORS:
+    head_dim = getattr(block, "head_dim", 0)
+    if not head_dim or head_dim % 2 or any(p.out_features % head_dim for p in linears):
         return None
     called = call_attention(block, width, weight)
-    if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called.options.values()):
+    if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called[1].values()):
         return None
-    fused = FusedAttention(block, eager, called.options)
+    fused = FusedAttention(block, eager, called[1])
     again = call_attention(fused, width, weight)
-    return fused if again is not None and same_call(called, again) else None
+    return fused if again is not None and all(map(agree, called[0], again[0])) else None
 
 
 def _direct_layer(layer: Any) -> nn.Module | None:
     children = layer._modules.keys()
-    if children not in (_LAYER_CHILDREN, _LAYER_CHILDREN | _MLP_NORMS) or list(_tensors(layer)):
+    if children not in (_LAYER_CHILDREN, _LAYER_CHILDREN | _MLP_NORMS) or _tensors(layer):
         return None
     return DirectLayer(layer) if same_wiring(layer, DirectLayer) else None
 
@@ -370,26 +365,26 @@ def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:
 
 def _linear_weight(layer: Any) -> torch.Tensor | None:
     """The weight [out, in] of a linear layer of the library or of torch; None for other modules."""
-    found: torch.Tensor | None = None
-    if type(layer) is nn.Linear:
-        found = layer.weight
-    elif type(layer) is Conv1D:
-        found = layer.weight.t()
-    return found
+    if type(layer) is Conv1D:
+        return layer.weight.t()  # type: ignore[no-any-return]
+    return layer.weight if type(layer) is nn.Linear else None
 
 
 def _joinable(*linears: nn.Module) -> bool:
     """Whether these can become one layer: plain, of the same input, all or none with a bias."""
     return all(
         type(linear) is nn.Linear
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
+        and not _is_hooked(linear)
         and linear.in_features == linears[0].in_features
         and (linear.bias is None) == (linears[0].bias is None)
         for linear in linears
     )
 
 
-def _tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers, without its children's."""
-    return [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _tensors(block: nn.Module) -> list[str]:
+    """The names of a module's own parameters and buffers, without its children's."""
+    return [name for name, found in (block._parameters | block._buffers).items() if found is not None]

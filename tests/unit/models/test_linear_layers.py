@@ -78,7 +78,6 @@ def test_the_weight_can_be_had_back_and_is_a_copy(dtype: torch.dtype) -> None:
     assert torch.equal(packed.bias, layer.bias)
     assert (packed.in_features, packed.out_features) == (192, 97)
     assert list(packed.parameters()) == []
-    assert str(packed) == "PackedLinear(192, 97, bias=True)"
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -176,7 +175,7 @@ def test_a_model_is_rounded_as_a_whole() -> None:
     ids = torch.arange(1, 20)[None]
     distances = {}
     with torch.inference_mode():
-        exact = original(ids).logits.float()
+        exact = original(ids, use_cache=False).logits.float()
         for bits, kind in KINDS.items():
             module = twin(original)
             speed_up(module, bits=bits)
@@ -185,7 +184,7 @@ def test_a_model_is_rounded_as_a_whole() -> None:
             assert kinds.count(kind) > config.num_hidden_layers
             if bits == 4:  # the width of what comes out of an MLP is no multiple of 32
                 assert kinds.count(quick_linear(torch.bfloat16)) == config.num_hidden_layers
-            distances[bits] = float((module(ids).logits.float() - exact).norm() / exact.norm())
+            distances[bits] = float((module(ids, use_cache=False).logits.float() - exact).norm() / exact.norm())
     assert 0 < distances[8] < distances[4] < 0.7
 
 
@@ -194,11 +193,11 @@ def test_a_model_without_a_layer_to_round_is_refused() -> None:
         speed_up(nn.Sequential(nn.Linear(8, 8)).eval(), bits=4)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 7])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
 def test_rows_in_blocks_are_those_of_the_layer(num_rows: int) -> None:
     """Also none, as where a step wants no logits."""
     linear = nn.Linear(4, 32)
     rows = torch.randn(1, num_rows, 4)
-    found = BlockedLinear(linear, 3)(rows)
+    found = BlockedLinear(linear)(rows)
     assert found.shape == (1, num_rows, 32)
     torch.testing.assert_close(found, linear(rows))
