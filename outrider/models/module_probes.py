@@ -70,7 +70,7 @@ def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bo
         return hidden_states * 3 + 1, None
 
     blocks = {
-        name: _Stub(lambda rows, factor=len(name): rows * factor + 1)
+        name: _Stub(lambda rows, name=name: rows * len(name) + 1)
         for name, child in layer.named_children()
         if child is not layer.self_attn
     }
