@@ -387,4 +387,6 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _tensors(block: nn.Module) -> list[str]:
     """The names of a module's own parameters and buffers, without its children's."""
-    return [name for name, found in (block._parameters | block._buffers).items() if found is not None]
+    return [
+        name for name, found in (block._parameters | block._buffers).items() if found is not None
+    ]

@@ -184,7 +184,9 @@ def test_a_model_is_rounded_as_a_whole() -> None:
             assert kinds.count(kind) > config.num_hidden_layers
             if bits == 4:  # the width of what comes out of an MLP is no multiple of 32
                 assert kinds.count(quick_linear(torch.bfloat16)) == config.num_hidden_layers
-            distances[bits] = float((module(ids, use_cache=False).logits.float() - exact).norm() / exact.norm())
+            distances[bits] = float(
+                (module(ids, use_cache=False).logits.float() - exact).norm() / exact.norm()
+            )
     assert 0 < distances[8] < distances[4] < 0.7
 
 
