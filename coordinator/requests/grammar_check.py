@@ -7,17 +7,16 @@ compiled, or not in time, before a session is opened and a replica sees it. Tena
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-import math
+import os
+import signal
 import sys
-import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Final
-from weakref import WeakValueDictionary
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, cast
 
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -25,12 +24,23 @@ from outrider.limits import (
     CHECKED_CONSTRAINTS_MAX,
     COMPILATIONS_MAX,
     COMPILATIONS_PER_TENANT_MAX,
-    COMPILE_BYTES_MAX,
-    COMPILE_S_MAX,
     COMPILE_THREADS,
     COMPILE_WAIT_S_MAX,
     TOO_SLOW_S,
 )
+from outrider.shared_calls import SharedCalls
+
+_log = logging.getLogger(__name__)
+
+_RETRY_MS: Final = 1_000
+_ENDED: Final = "constraints cannot be compiled now; try later"
+_PROGRAM: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from coordinator.requests.grammar_process import main; main()"
+)
+_Key = tuple[str, bytes]
+"""A tenant, and the digest of a constraint."""
+_Answer = dict[str, Any]
 
 
 class FairQueue:
@@ -42,109 +52,63 @@ class FairQueue:
         """So many hold a place at a time; of those that wait there are at most `waiting_max`, and
         of one tenant `per_tenant_max`. `what` names them in errors."""
         self._num_free = num_places
-        self._waiting_max = waiting_max
-        self._per_tenant_max = per_tenant_max
+        self._limits = (per_tenant_max, "of yours "), (waiting_max, "")
         self._what = what
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """By tenant; the one whose turn is longest ago comes first."""
 
-    @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """A place of the tenant's, while the context lasts. Raises `Overloaded` where too many
-        wait already."""
+    async def take(self, tenant: str) -> None:
+        """Waits for a place, which the tenant holds until it is given back. Raises `Overloaded`
+        where too many wait already."""
         if self._num_free:
-            self._take(tenant)
-        else:
-            await self._wait(tenant)
-        try:
-            yield
-        finally:
-            self._held[tenant] -= 1
-            self._held += Counter()  # Forgets tenants without places.
-            self._num_free += 1
-            self._next()
-
-    async def _wait(self, tenant: str) -> None:
-        own = self._waiting.get(tenant, ())
-        for num_waiting, most, whose in (
-            (len(own), self._per_tenant_max, "of yours "),
-            (sum(map(len, self._waiting.values())), self._waiting_max, ""),
-        ):
-            if num_waiting >= most:
+            self._give(tenant)
+            return
+        own = [one for one in self._waiting.get(tenant, ()) if not one.done()]
+        num_waiting = len(own), sum(map(len, self._waiting.values()))
+        for number, (most, whose) in zip(num_waiting, self._limits, strict=True):
+            if number >= most:
                 raise Overloaded(f"{most} {self._what} {whose}wait already; try again later")
         future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(future)
+        self._waiting[tenant] = [*own, future]
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # It was given a place just now.
-                self._held[tenant] -= 1
-                self._num_free += 1
-                self._next()
-            else:
-                self._forget(tenant, future)
+            if not future.cancelled():  # It was given a place just now.
+                self.give_back(tenant)
             raise
 
-    def _take(self, tenant: str) -> None:
-        self._num_free -= 1
-        self._held[tenant] += 1
-
-    def _next(self) -> None:
+    def give_back(self, tenant: str) -> None:
+        """The place goes to the next that waits for one."""
+        self._held[tenant] -= 1
+        self._held += Counter()  # Forgets tenants without places.
+        self._num_free += 1
         while self._num_free and self._waiting:
             tenant = min(self._waiting, key=lambda name: self._held[name])
-            future = self._waiting[tenant][0]
-            self._forget(tenant, future)
-            if tenant in self._waiting:
-                self._waiting.move_to_end(tenant)
-            self._take(tenant)
-            future.set_result(None)
+            future, *own = self._waiting.pop(tenant)
+            if own:
+                self._waiting[tenant] = own
+            if not future.done():
+                self._give(tenant)
+                future.set_result(None)
 
-    def _forget(self, tenant: str, future: asyncio.Future[None]) -> None:
-        self._waiting[tenant].remove(future)
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-
-
-_log = logging.getLogger(__name__)
-
-_RETRY_MS: Final = 1_000
-_READ_BYTES: Final = 2**16
-_END_S: Final = 5.0
-"""How long the process may take to end by itself."""
-_PROGRAM: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from coordinator.requests.grammar_process import main; main()"
-)
-_Key = tuple[str, bytes]
-"""A tenant, and the digest of a constraint."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    error: OutriderError | None
-    """None = it can be compiled."""
-    until_s: float = math.inf
-    """When to ask again: what took too long may have been slow by chance."""
+    def _give(self, tenant: str) -> None:
+        self._num_free -= 1
+        self._held[tenant] += 1
 
 
 class ConstraintChecks:
     """Checks the constraints of one coordinator's requests. Tenants take turns, and share no
     verdicts, so that none learns by times or refusals what others ask."""
 
-    def __init__(
-        self,
-        load: Callable[[], tuple[str, tuple[int, ...]]],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
         """`load`, which may block, gives the tokenizer, as the JSON of Hugging Face's tokenizers,
         and the tokens that end a text; it is called with the first constraint. Where it raises
-        `ConfigError` every constraint is refused. `now` counts seconds."""
+        `ConfigError` every constraint is refused."""
         self._compiler = _Compiler(load)
-        self._now = now
-        self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
-        self._asking: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
-        """The same constraint of one tenant is compiled once for all that wait for it."""
+        self._errors: OrderedDict[_Key, OutriderError | None] = OrderedDict()
+        """Of constraints that were compiled; None = it can be."""
+        self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue(
             COMPILE_THREADS, COMPILATIONS_MAX, COMPILATIONS_PER_TENANT_MAX, "constraints"
         )
@@ -153,199 +117,114 @@ class ConstraintChecks:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
         or takes more than `COMPILE_S_MAX`, and `Overloaded` where too many wait."""
         key = tenant, constraint.digest()
-        verdict = self._find(key)
-        if verdict is None:
+        if key not in self._errors:
             try:
                 async with asyncio.timeout(COMPILE_WAIT_S_MAX):
-                    verdict = await self._ask(key, constraint, tenant)
+                    await self._running.share(
+                        key, lambda: asyncio.create_task(self._compile(key, constraint))
+                    )
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
-        if verdict.error is not None:
-            raise verdict.error
+        self._errors.move_to_end(key)
+        if error := self._errors[key]:
+            raise error
 
     async def close(self) -> None:
         """Ends the process, and what it compiles. Raises nothing."""
         await self._compiler.close()
 
-    async def _ask(self, key: _Key, constraint: Constraint, tenant: str) -> _Verdict:
-        lock = self._asking.get(key)
-        if lock is None:
-            lock = self._asking[key] = asyncio.Lock()
-        async with lock:
-            verdict = self._find(key)
-            if verdict is None:
-                async with self._turns.place(tenant):
-                    verdict = self._judge(constraint, await self._compiler.compile(constraint))
-                self._verdicts[key] = verdict
-                if len(self._verdicts) > CHECKED_CONSTRAINTS_MAX:
-                    self._verdicts.popitem(last=False)
-            return verdict
-
-    def _find(self, key: _Key) -> _Verdict | None:
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            return None
-        if verdict.until_s <= self._now():
-            del self._verdicts[key]
-            return None
-        self._verdicts.move_to_end(key)
-        return verdict
-
-    def _judge(self, constraint: Constraint, answer: dict[str, Any]) -> _Verdict:
-        field, later = constraint.kind, self._now() + TOO_SLOW_S
-        match answer.get("outcome"):
-            case "compiled":
-                return _Verdict(None)
-            case "refused":
-                return _Verdict(BadRequest(field, answer["reason"]))
-            case "too_slow":
-                reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
-                return _Verdict(BadRequest(field, reason), later)
-            case "too_large":
-                reason = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
-                return _Verdict(BadRequest(field, reason), later)
-            case _:
+    async def _compile(self, key: _Key, constraint: Constraint) -> None:
+        tenant, field = key[0], constraint.kind
+        await self._turns.take(tenant)
+        # It holds its place until it ends, which nobody may wait for any more.
+        compiling = asyncio.create_task(self._compiler.compile(constraint))
+        compiling.add_done_callback(lambda _: self._turns.give_back(tenant))
+        error: OutriderError | None = None
+        answer = await asyncio.shield(compiling)
+        match answer:
+            case {"outcome": "crashed"}:
                 error = InvariantError(f"{field}: could not be compiled, by a fault of ours")
-                return _Verdict(error, later)
+            case {"outcome": "refused" | "too_slow", "reason": reason}:
+                error = BadRequest(field, reason)
+        self._errors[key] = error
+        if len(self._errors) > CHECKED_CONSTRAINTS_MAX:
+            self._errors.popitem(last=False)
+        if answer["outcome"] in ("too_slow", "crashed"):  # Perhaps by chance.
+            asyncio.get_running_loop().call_later(TOO_SLOW_S, self._errors.pop, key, None)
 
 
 class _Compiler:
     """`coordinator.requests.grammar_process`, started with the first constraint, and again where it
     has ended."""
 
+    _stdin: Any
+
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
         self._load = load
-        self._refused: ConfigError | None = None
-        self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: set[asyncio.Task[None]] = set()
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._num_asked = 0
-        self._closed = False
+        self.process: asyncio.subprocess.Process | None = None
+        self._refused: _Answer | None = None
+        self._started: asyncio.Future[_Answer] | None = None
+        """What the tokenizer was answered."""
+        self._running: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Future[_Answer]] = {}
+        self._numbers = itertools.count(1)
 
-    async def compile(self, constraint: Constraint) -> dict[str, Any]:
-        """The process' answer. Where nobody waits for it any more, it ends the compilation. Raises
-        `Overloaded` where the process ends meanwhile."""
-        try:
-            process = await self._started()
-        except ConfigError as error:
-            return {"outcome": "refused", "reason": error.message}
-        self._num_asked += 1
-        request_id = self._num_asked
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[request_id] = answer
-        try:
-            _send(process, {"id": request_id, "kind": constraint.kind, "text": constraint.text})
-            return await answer
-        except asyncio.CancelledError:
-            _send(process, {"cancel": request_id})
-            raise
-        finally:
-            del self._answers[request_id]
+    async def compile(self, constraint: Constraint) -> _Answer:
+        """The process' answer. Raises `Overloaded` where the process ends meanwhile."""
+        if self._refused is not None:
+            return self._refused
+        loop = asyncio.get_running_loop()
+        if self._started is None:
+            self._started = loop.create_future()
+            self._running = asyncio.create_task(self._run(self._started))
+        first: _Answer = await asyncio.shield(self._started)
+        if first["outcome"] != "done":
+            return first
+        number = next(self._numbers)
+        answer: asyncio.Future[_Answer] = loop.create_future()
+        self._answers[number] = answer
+        self._send({"id": number, "kind": constraint.kind, "text": constraint.text})
+        return await answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._stdin.write(json.dumps(message).encode() + b"\n")
 
     async def close(self) -> None:
-        """Ends the process, which ends what it compiles. Raises nothing."""
-        self._closed = True
-        if self._process is not None:
-            _end_input(self._process)
-        await asyncio.gather(*self._reading, return_exceptions=True)
+        """Ends the process, and what it compiles. Raises nothing."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        async with self._starting:
-            if self._refused is not None:
-                raise self._refused
-            if self._process is None:
-                try:
-                    self._process = await self._start()
-                except ConfigError as error:
-                    self._refused = error
-                    raise
-            return self._process
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _PROGRAM, json.dumps(sys.path),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+    async def _run(self, started: asyncio.Future[_Answer]) -> None:
+        """Hands out the answers of a process until it ends, or writes what is no answer; then the
+        next constraint starts another one."""
+        process = None
         try:
-            _send(process, {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
-            first = await _read(process)
-            if first is None or "error" not in first or self._closed:
-                raise _ended()
-            if first["error"] is not None:
-                raise ConfigError(first["error"])
-        except BaseException:
-            await _end(process)
-            raise
-        reading = asyncio.create_task(self._read_all(process))
-        self._reading.add(reading)
-        reading.add_done_callback(self._reading.discard)
-        return process
-
-    async def _read_all(self, process: asyncio.subprocess.Process) -> None:
-        """Hands out the answers of a process until it ends, or writes a line that is no message;
-        then the next check starts another one."""
-        try:
-            while (answer := await _read(process)) is not None:
-                waiting = self._answers.get(answer.get("id", 0))
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+            tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
+            process = self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            self._stdin, stdout = process.stdin, cast(asyncio.StreamReader, process.stdout)
+            self._answers[0] = started
+            self._send({"id": 0, "tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
+            while line := await stdout.readline():
+                answer = json.loads(line)
+                self._answers.pop(answer["id"]).set_result(answer)
+            _log.warning("the process that compiles constraints has ended")
+        except ConfigError as error:
+            self._refused = {"outcome": "refused", "reason": error.message}
+            started.set_result(self._refused)
+        except Exception:  # noqa: BLE001 (whatever it is, another one is started)
+            _log.exception("the process that compiles constraints wrote no message")
         finally:
-            self._process = None
-            for waiting in self._answers.values():
+            self._started = None
+            for waiting in {started, *self._answers.values()}:
                 if not waiting.done():
-                    waiting.set_exception(_ended())
-            if not self._closed:
-                _log.warning("the process that compiles constraints has ended; it is started again")
-            await _end(process)
-
-
-def _ended() -> Overloaded:
-    return Overloaded("constraints cannot be compiled now; try later", retry_after_ms=_RETRY_MS)
-
-
-def _end_input(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """The process ends, and ends its forks, when its input does; else it is killed. The only reader
-    of its output calls this."""
-    _end_input(process)
-    try:
-        async with asyncio.timeout(_END_S):
-            await _ends(process)
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await _ends(process)
-
-
-async def _ends(process: asyncio.subprocess.Process) -> None:
-    """`Process.wait` alone may wait for ever, for a full pipe is not seen to be closed."""
-    while process.stdout is not None and await process.stdout.read(_READ_BYTES):
-        pass
-    await process.wait()
-
-
-def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
-    if process.stdin is not None and not process.stdin.is_closing():
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-
-
-async def _read(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
-    """Its next message; None where it has ended, or has written a line that is no message."""
-    line = b""
-    try:
-        line = b"" if process.stdout is None else await process.stdout.readline()
-        found = json.loads(line) if line else None
-    except ValueError as error:  # No JSON, no UTF-8, or a line beyond the reader's limit.
-        found = error
-    if found is None or isinstance(found, dict):
-        return found
-    _log.error("the process that compiles constraints wrote no message: %.200r", line or found)
-    return None
+                    waiting.set_exception(Overloaded(_ENDED, retry_after_ms=_RETRY_MS))
+            self._answers.clear()
+            if process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await cast(Any, process.stdout).read()  # Or `wait` may not see that it is closed.
+                await process.wait()

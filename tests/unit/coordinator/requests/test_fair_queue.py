@@ -22,9 +22,10 @@ class Work:
         """The tenant is the first letter."""
 
         async def work() -> None:
-            async with self._turns.place(name[0]):
-                self.begun.append(name)
-                await self.ends[name].wait()
+            await self._turns.take(name[0])
+            self.begun.append(name)
+            await self.ends[name].wait()
+            self._turns.give_back(name[0])
 
         self.ends[name] = asyncio.Event()
         return asyncio.create_task(work())
