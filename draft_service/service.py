@@ -14,7 +14,6 @@ from outrider.engine.interface import Engine, ModelInfo
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.constraint import Constraint
-from outrider.grammar.matcher import Matchers
 from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.replica.scheduler import StepExecutor
@@ -40,7 +39,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         self._proposer = proposer
         self._stated_seconds = stated_seconds
         super().__init__(proposer, executor, description, observer, grammars=grammars)
-        proposer.watch(lambda: self._scheduler.has_news)
+        proposer.has_news = lambda: self._scheduler.has_news
 
     def take(self, item: DraftItem, sender: AnswerSender) -> None:
         """The time that an item leaves for its draws runs from here."""
@@ -99,7 +98,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter = ModelDrafter(engine, entries_max)
         limits = (max_num_seqs, look_ahead_bytes_max)
-        proposer = Proposer(drafter, engine, budget, limits, _matchers(grammars))
+        proposer = Proposer(drafter, engine, budget, limits, grammars)
         description = describe_model(engine.info, max_num_seqs, costs)
         return cls(
             proposer, executor, description, observer, grammars, lambda: engine.stated_seconds
@@ -119,10 +118,6 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         """Drafts from what the target's head reads, with a head that is told by `info`; by
         `grammars` what a session's constraint allows."""
         description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
-        proposer = Proposer(eagle, matchers=_matchers(grammars))
+        proposer = Proposer(eagle, grammars=grammars)
         eagle.on_dropped = proposer.forget_tokens
         return cls(proposer, executor, description, observer, grammars)
-
-
-def _matchers(grammars: Grammars | None) -> Matchers | None:
-    return None if grammars is None else Matchers(grammars)

@@ -11,7 +11,6 @@ from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.grammar.compiler import Grammars
-from outrider.grammar.matcher import Matchers
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
@@ -53,15 +52,14 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
             shows_features=shown_by(engine) is not None,
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        matchers = None if grammars is None else Matchers(grammars)
-        scorer = Verifier(engine, budget, self_drafter, clock, matchers)
+        verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         batching_delay = None
         if delays_batches and costs is not None:
             batching_delay = BatchingDelay(
                 costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX
             )
         super().__init__(
-            scorer, executor, description, observer, budget.note_seconds, batching_delay, grammars
+            verifier, executor, description, observer, budget.note_seconds, batching_delay, grammars
         )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

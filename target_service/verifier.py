@@ -18,23 +18,15 @@ import torch
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.threads import on_threads
-from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError, OutriderError
-from outrider.grammar.matcher import Matchers
+from outrider.errors import BadRequest, InvariantError, OutriderError
+from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
-from outrider.kv_cache.session_table import Aligned, SessionTable
-from outrider.messages import (
-    PositionLogprobs,
-    Refused,
-    Resync,
-    RoundHead,
-    VerdictReply,
-    VerifyAnswer,
-    VerifyItem,
-)
-from outrider.replica.admission import Admission, Admissions, Admitted, SlotDemand
-from outrider.replica.step_request import StepFigures, Unfinished, refusal
+from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.replica.admission import Admitted, SlotDemand
+from outrider.replica.step_request import Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget
+from outrider.replica.worker import StepWorker, Work, draft_request
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
@@ -44,7 +36,6 @@ from outrider.speculation.logits_processing import (
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
@@ -62,37 +53,36 @@ tokens takes 0.40 ms alone and 0.13 among eight, one on five rows 0.76 and 0.45.
 and take memory."""
 
 
-class _Round:
+class _Round(Work):
     """An item that this model can answer, on its way through a step."""
 
-    __slots__ = ("allowed", "history", "item", "logits", "proposal", "question", "sampling", "step",
-                 "untold")  # fmt: skip
+    __slots__ = ("allowed", "history", "logits", "proposal", "question", "sampling", "shown",
+                 "step", "untold")  # fmt: skip
 
+    item: VerifyItem
+    sampling: SamplingParams
+    proposal: Proposal
     step: SequenceStep
     """Its share of the forward pass; without logits it runs a part of the prefix."""
     question: Question
     """What its verdict is made from: the logits under the constraint."""
+    logits: torch.Tensor
+    """[K+1, V], as the model gave them."""
+    shown: torch.Tensor
+    """[K+1, D]: what these were made of, of an engine that shows it."""
 
-    def __init__(self, item: VerifyItem, sampling: SamplingParams) -> None:
-        self.item = item
-        self.sampling = sampling
-        self.proposal = item.proposal.open()
+    def __init__(self, item: VerifyItem) -> None:
+        super().__init__(item)
         self.history = TokenHistory()
         """What penalties count."""
         self.allowed: Allowed | None = None
         """What may follow the committed tokens; None = anything."""
-        self.logits = torch.empty(0)
-        """[K+1, V], as the model gave them."""
         self.untold: frozenset[int] = frozenset()
         """See `RowMasks.untold`."""
 
     @property
-    def head(self) -> RoundHead:
-        return self.item.head
-
-    @property
     def demand(self) -> SlotDemand:
-        num_drafted = len(self.proposal.token_ids)
+        num_drafted = len(self.proposal)
         return SlotDemand(self.head, num_drafted, num_drafted + 1)
 
     def ask(self, logits: torch.Tensor) -> None:
@@ -121,8 +111,10 @@ class _Round:
         return ending_at(verdict, last, self.proposal.token_ids, self.proposal.parents)
 
 
-class Verifier:
-    """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
+class Verifier(StepWorker[_Round]):
+    """The target's worker."""
+
+    _engine: Engine
 
     def __init__(
         self,
@@ -130,81 +122,70 @@ class Verifier:
         budget: TokenBudget,
         self_drafter: SelfDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        matchers: Matchers | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own, and
-        takes the time of this clock, in seconds. Without `matchers` sessions with a constraint are
-        refused."""
-        self._engine = engine
+        """A `self_drafter` reads what the engine shows of its own, and takes the time of this
+        clock, in seconds. Without `grammars` sessions with a constraint are refused."""
+        super().__init__(engine, budget, grammars)
         self._clock = clock
         self._shown = shown_by(engine)
         self._self_drafter = self_drafter
         if self_drafter is not None and self_drafter.reads_features and self._shown is None:
             raise InvariantError("a target whose heads draft shows its hidden states")
-        self._table = SessionTable(engine)
-        self._admissions = Admissions(engine, self._table, budget)
-        self._figures = self._admissions.figures
-        self._matchers = matchers
-
-    @property
-    def figures(self) -> StepFigures:
-        return self._figures
 
     def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
-        answers: dict[int, VerifyAnswer | Unfinished] = {}
-        rounds: dict[int, _Round] = {}
-        for index, item in enumerate(items):
+        rounds = [_Round(item) for item in items]
+        for one in rounds:
             try:
-                rounds[index] = _Round(item, self._validate(item))
+                self._validate(one)
             except OutriderError as error:
-                answers[index] = refusal(item.head.key, error)
-        admissions = self._admissions.admit([one.demand for one in rounds.values()])
-        passes: dict[int, _Round] = {}
-        for (index, one), admission in zip(rounds.items(), admissions, strict=True):
-            stopped = self._prepare(one, admission)
-            if stopped is None:
-                passes[index] = one
-            else:
-                answers[index] = stopped
+                one.answer = refusal(one.head.key, error)
+        valid = [one for one in rounds if one.answer is None]
+        for one, admitted in self._admit(valid, [one.demand for one in valid]):
+            self._prepare(one, admitted)
         with torch.inference_mode():
-            answers |= zip(passes, self._run([*passes.values()]), strict=True)
-        self._figures = self._admissions.figures
-        return [answers[index] for index in range(len(items))]
+            self._run([one for one in valid if one.answer is None])
+        self._note_figures()
+        return [one.answer for one in rounds]
 
-    def park(self, session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            self._table.park(session_id)
-        self._figures = self._admissions.figures
+    def _validate(self, one: _Round) -> None:
+        """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
+        info, item, head = self._engine.info, one.item, one.head
+        one.sampling, size = head.params(), info.vocab_size
+        if head.append and max(head.append) >= size:
+            raise _outside("head.append", max(head.append), size)
+        if head.committed_length + len(item.proposal) > info.max_model_len:
+            raise BadRequest(
+                "head.append" if head.committed_length > info.max_model_len else "proposal",
+                f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
+                f"than max_model_len {info.max_model_len}",
+            )
+        if head.rule is Rule.BLOCK or one.sampling.penalised or item.audit:
+            trees = {"proposal.parents": item.proposal.parents, "next_siblings": item.next_siblings}
+            for key in (key for key, tree in trees.items() if tree):
+                reason = "are of a tree; block verification, penalties and audits have chains alone"
+                raise BadRequest(key, reason)
+        if one.sampling.top_k > size:
+            reason = f"{one.sampling.top_k} is over {size}, the vocabulary"
+            raise BadRequest("sampling.top_k", reason)
+        for token_id, _ in one.sampling.logit_bias[-1:]:
+            if token_id >= size:
+                raise _outside("sampling.logit_bias", token_id, size)
+        require_q(item.proposal, head.rule)
+        one.proposal = item.proposal.open()
 
-    def release(self, session_id: str) -> None:
-        self._table.release(session_id)
-        if self._matchers is not None:
-            self._matchers.release(session_id)
-
-    def recover(self, items: Sequence[VerifyItem]) -> None:
-        for item in items:
-            self.release(item.head.session_id)
-
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless tokens and slots agree for every session."""
-        self._table.check_integrity()
-
-    def _prepare(self, one: _Round, admission: Admission) -> Resync | Refused | Unfinished | None:
-        """Gives a round its share of the pass; or says why it has none."""
-        head, proposal = one.head, one.proposal
-        if isinstance(admission, OutriderError):
-            return refusal(head.key, admission)
-        if not isinstance(admission, Admitted):
-            return admission
-        aligned, new_tokens = admission.aligned, admission.aligned.new_tokens
-        if not admission.is_whole:
-            part = new_tokens[: admission.num_granted]
-            one.step = SequenceStep(head.session_id, part, num_logits=0)
-            return None
+    def _prepare(self, one: _Round, admitted: Admitted) -> None:
+        """Gives a round its share of the pass, if its constraint can be held to."""
+        head, proposal, aligned = one.head, one.proposal, admitted.aligned
+        new_tokens = aligned.new_tokens
+        if not admitted.is_whole:
+            one.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
+            return
         try:
             one.allowed = self._allowed(head, aligned)
         except OutriderError as error:
-            return self._fail(one, error)
+            self._fail(one, error)
+            return
         vocab_size, num_new = self._engine.info.vocab_size, len(new_tokens)
         drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
         parents: tuple[int, ...] = ()
@@ -216,60 +197,11 @@ class Verifier:
         if one.sampling.penalised:  # Else nothing counts them, and the copy costs O(length).
             committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
-        return None
 
-    def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
-        """What may follow the committed tokens. Raises `Incompatible` for a constraint that cannot
-        be held to here."""
-        if head.constraint is None:
-            return None
-        if self._matchers is None or head.compiled is None:
-            raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
-        completion = aligned.committed[head.prompt_length :]
-        return self._matchers.follow(head.session_id, head.compiled, completion)
+    def _pass(self, rounds: Sequence[_Round]) -> list[torch.Tensor]:
+        return self._engine.forward([one.step for one in rounds])
 
-    def _validate(self, item: VerifyItem) -> SamplingParams:
-        """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
-        info, head = self._engine.info, item.head
-        sampling, size = head.params(), info.vocab_size
-        key, reason = "", ""
-        if head.append and max(head.append) >= size:
-            key = "head.append"
-            reason = f"token {max(head.append)} is outside the vocabulary of {size}"
-        elif head.committed_length + len(item.proposal) > info.max_model_len:
-            key = "head.append" if head.committed_length > info.max_model_len else "proposal"
-            reason = (
-                f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
-                f"than max_model_len {info.max_model_len}"
-            )
-        elif head.rule is Rule.BLOCK or sampling.penalised or item.audit:
-            reason = "are of a tree; block verification, penalties and audits have chains alone"
-            key = "next_siblings" if item.next_siblings else ""
-            key = "proposal.parents" if item.proposal.parents else key
-        if sampling.top_k > size:
-            key, reason = "sampling.top_k", f"{sampling.top_k} is over {size}, the vocabulary"
-        for token_id, _ in sampling.logit_bias[-1:]:
-            if token_id >= size:
-                key = "sampling.logit_bias"
-                reason = f"token {token_id} is outside the vocabulary of {size}"
-        if key:
-            raise BadRequest(key, reason)
-        require_q(item.proposal, head.rule)
-        return sampling
-
-    def _run(self, rounds: Sequence[_Round]) -> list[VerifyAnswer | Unfinished]:
-        """One forward pass for all. An error of the engine that has a name is some item's own: each
-        then runs alone, so that it hurts nobody else. Raises `EngineLost`."""
-        if not rounds:
-            return []
-        try:
-            logits = self._engine.forward([one.step for one in rounds])
-        except EngineLost:
-            raise
-        except OutriderError as error:
-            if len(rounds) > 1:
-                return [self._run([one])[0] for one in rounds]
-            return [self._fail(rounds[0], error)]
+    def _finish(self, rounds: Sequence[_Round], logits: Sequence[torch.Tensor]) -> None:
         # Before any verdict: whatever happens there, tokens and slots agree. A tree is noted
         # with its verdict; where none comes, the session's next step gives its slots up.
         for one in rounds:
@@ -277,33 +209,31 @@ class Verifier:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
         # Operators on a few rows gain little by threads, and wait for cores that others use.
         with on_threads(1):
-            answers = self._judge(rounds, logits)
+            self._judge(rounds, logits)
         if self._shown is not None:
-            self._add_features(rounds, answers, self._shown)
+            for one, rows in zip(rounds, self._shown.features(), strict=True):
+                one.shown = rows
+            self._add_features(rounds)
         if self._self_drafter is not None:
-            self._add_proposals(rounds, answers, self._self_drafter)
-        return answers
+            self._add_proposals(rounds, self._self_drafter)
 
-    def _judge(
-        self, rounds: Sequence[_Round], logits: Sequence[torch.Tensor]
-    ) -> list[VerifyAnswer | Unfinished]:
-        """The answers to rounds from their logits [K+1, V] each."""
-        answers: list[VerifyAnswer | Unfinished] = [Unfinished.CONTINUES] * len(rounds)
-        judged: dict[int, _Round] = {}
-        for index, (one, rows) in enumerate(zip(rounds, logits, strict=True)):
-            if one.step.num_logits > 0:
-                try:
-                    one.ask(rows)
-                    judged[index] = one
-                except OutriderError as error:
-                    answers[index] = self._fail(one, error)
-        verdicts = _verdicts([one.question for one in judged.values()])
-        for (index, one), verdict in zip(judged.items(), verdicts, strict=True):
+    def _judge(self, rounds: Sequence[_Round], logits: Sequence[torch.Tensor]) -> None:
+        """Answers rounds from their logits [K+1, V] each."""
+        for one, rows in zip(rounds, logits, strict=True):
+            if one.step.num_logits == 0:
+                one.answer = Unfinished.CONTINUES
+                continue
             try:
-                answers[index] = self._reply(one, verdict)
+                one.ask(rows)
             except OutriderError as error:
-                answers[index] = self._fail(one, error)
-        return answers
+                self._fail(one, error)
+        judged = [one for one in rounds if one.answer is None]
+        verdicts = _verdicts([one.question for one in judged])
+        for one, verdict in zip(judged, verdicts, strict=True):
+            try:
+                one.answer = self._reply(one, verdict)
+            except OutriderError as error:
+                self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
         """What is told of a verdict. Raises the error that came in its place."""
@@ -332,49 +262,37 @@ class Verifier:
         self._engine.keep(name, length, [length + index for index in path])
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
-    def _fail(self, one: _Round, error: OutriderError) -> Refused:
-        """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
-        self.release(one.head.session_id)
-        return refusal(one.head.key, error)
-
-    def _add_features(
-        self, rounds: Sequence[_Round], answers: list[VerifyAnswer | Unfinished],
-        shown: FeatureEngine,
-    ) -> None:  # fmt: skip
+    def _add_features(self, rounds: Sequence[_Round]) -> None:
         """To verdicts that want it, what the head read at the tokens that they commit."""
-        rows: dict[int, torch.Tensor] = {}
-        for index, (one, answer) in enumerate(zip(rounds, answers, strict=True)):
-            if isinstance(answer, VerdictReply) and one.item.wants_features:
-                path = one.outcome(answer.verdict).path
-                rows[index] = shown.features()[index][[0, *(place + 1 for place in path)]]
-        firsts = [rounds[index].head.committed_length - 1 for index in rows]
-        sealed = sealed_features([*rows.values()], firsts)
-        for index, features in zip(rows, sealed, strict=True):
-            answer = answers[index]
-            if isinstance(answer, VerdictReply):
-                answers[index] = replace(answer, features=features)
+        wanting = [one for one in _answered(rounds) if one.item.wants_features]
+        rows = [
+            one.shown[[0, *(place + 1 for place in one.outcome(one.answer.verdict).path)]]
+            for one in wanting
+        ]
+        firsts = [one.head.committed_length - 1 for one in wanting]
+        for one, features in zip(wanting, sealed_features(rows, firsts), strict=True):
+            one.answer = replace(one.answer, features=features)
 
-    def _add_proposals(
-        self, rounds: Sequence[_Round], answers: list[VerifyAnswer | Unfinished],
-        drafter: SelfDrafter,
-    ) -> None:  # fmt: skip
+    def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
         """To verdicts that want it, what is drafted behind them. A proposal that fails costs speed
         alone."""
-        replies: dict[int, VerdictReply] = {}
+        wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[torch.Tensor] = []
         try:
-            shown = self._shown.features() if self._shown and drafter.reads_features else ()
-            for index, (one, answer) in enumerate(zip(rounds, answers, strict=True)):
-                if not isinstance(answer, VerdictReply) or not one.item.num_next_draft_tokens:
+            for one in _answered(rounds):
+                outcome = (
+                    one.outcome(one.answer.verdict) if one.item.num_next_draft_tokens else None
+                )
+                request = None if outcome is None else self._next_request(one, outcome)
+                if outcome is None or request is None:
                     continue
-                outcome = one.outcome(answer.verdict)
-                request = self._next_request(one, outcome)
-                if request is not None:
-                    held = self._table.keep(request.session_id, request.noise.committed_length - 1)
-                    answers[index] = replies[index] = replace(answer, cached_length=held)
-                    requests.append(request)
-                    features += [rows[outcome.last] for rows in shown[index : index + 1]]
+                held = self._table.keep(request.session_id, request.noise.committed_length - 1)
+                one.answer = replace(one.answer, cached_length=held)
+                wanting.append(one)
+                requests.append(request)
+                if drafter.reads_features:
+                    features.append(one.shown[outcome.last])
             if not requests:
                 return
             began = self._clock()
@@ -383,9 +301,9 @@ class Verifier:
         except Exception:
             logger.exception("nothing is proposed behind %d verdicts", len(requests))
             return
-        for index, request, proposal in zip(replies, requests, proposals, strict=True):
-            answers[index] = replace(
-                replies[index],
+        for one, request, proposal in zip(wanting, requests, proposals, strict=True):
+            one.answer = replace(
+                one.answer,
                 next_proposal=SealedProposal.of(proposal),
                 next_base_length=request.noise.committed_length,
                 next_draft_ms=draft_ms,
@@ -395,50 +313,42 @@ class Verifier:
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
         """Asks for the proposal behind an outcome; None where nothing more fits."""
-        head, item, history = one.head, one.item, one.history
-        length = head.committed_length + len(outcome.token_ids)
+        item, history = one.item, one.history
+        length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
         if room <= 0:
             return None
         token_ids = outcome.token_ids[-1:]
         if one.sampling.penalised:
             token_ids = (*history.prompt_ids, *history.output_ids, *outcome.token_ids)
-        return DraftRequest(
-            session_id=head.session_id,
-            tenant=head.tenant,
-            token_ids=token_ids,
-            prompt_length=len(history.prompt_ids),
+        return draft_request(
+            one.head, one.sampling, token_ids, length,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
-            sampling=one.sampling,
-            rule=head.rule,
-            noise=RoundNoise(head.seed, head.rule, length),
             siblings=item.next_siblings,
             allowed=None if one.allowed is None else one.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
-        )
+        )  # fmt: skip
+
+
+def _answered(rounds: Sequence[_Round]) -> list[_Round]:
+    """Those with a verdict."""
+    return [one for one in rounds if isinstance(one.answer, VerdictReply)]
+
+
+def _outside(key: str, token_id: int, size: int) -> BadRequest:
+    return BadRequest(key, f"token {token_id} is outside the vocabulary of {size}")
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
     """The verdict on each, or what is wrong with it; several are made at once."""
-    found: list[Verdict | OutriderError] = []
-    while len(found) < len(questions):
-        end, num_rows = len(found), 0
-        while end < len(questions):
-            num_rows += len(questions[end].logits)
-            if num_rows > _ROWS_AT_ONCE and end > len(found):
-                break
-            end += 1
-        found += _verdicts_at_once(questions[len(found) : end])
-    return found
-
-
-def _verdicts_at_once(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    try:
-        return [*verdicts_from_logits(questions)]
-    except OutriderError as error:
-        if len(questions) == 1:
-            return [error]
-        return [_verdicts_at_once([question])[0] for question in questions]
+    num, num_rows = len(questions), sum(len(question.logits) for question in questions)
+    if num_rows <= _ROWS_AT_ONCE or num == 1:
+        try:
+            return [*verdicts_from_logits(questions)]
+        except OutriderError as error:
+            if num == 1:
+                return [error]
+    return [*_verdicts(questions[: num // 2]), *_verdicts(questions[num // 2 :])]
 
 
 def _logprobs(

@@ -19,7 +19,6 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
-from outrider.grammar.matcher import Matchers
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
@@ -83,7 +82,7 @@ def draft_without_model(
 ) -> DraftService:
     """A draft service over a drafter without a model; by `grammars`, its proposals end where a
     session's constraint ends them."""
-    proposer = Proposer(drafter, matchers=None if grammars is None else Matchers(grammars))
+    proposer = Proposer(drafter, grammars=grammars)
     description = describe_model(_WITHOUT_MODEL, max_num_seqs, None)
     return DraftService(proposer, executor, description, observer, grammars)
 

@@ -32,11 +32,11 @@ from outrider.replica.step_request import (
     StepFigures,
     StepObserver,
     StepRequest,
-    StepWorker,
     Unfinished,
     refusal,
     undrawn,
 )
+from outrider.replica.worker import StepWorker
 from outrider.telemetry.logs import about
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class StepScheduler:
     def __init__(
         self,
         executor: StepExecutor,
-        worker: StepWorker,
+        worker: StepWorker[Any],
         *,
         max_batch: int,
         queue_max: int,

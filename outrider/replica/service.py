@@ -30,9 +30,9 @@ from outrider.replica.step_request import (
     AnswerSender,
     StepObserver,
     StepRequest,
-    StepWorker,
     refusal,
 )
+from outrider.replica.worker import StepWorker
 from outrider.transport.link import Connection
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class SteppedService(Generic[Item, Answer]):
 
     def __init__(
         self,
-        worker: StepWorker,
+        worker: StepWorker[Any],
         executor: StepExecutor,
         description: ReplicaDescription,
         observer: StepObserver | None = None,

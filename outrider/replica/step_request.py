@@ -61,39 +61,6 @@ class StepFigures:
     """Items that found no pages, once for each step in which they found none."""
 
 
-class StepWorker(Protocol):
-    """Does the work of a step, on the executor's side."""
-
-    @property
-    def figures(self) -> StepFigures:
-        """After the last step; may be read on any thread."""
-        ...
-
-    def step(self, items: Any) -> Sequence[Any]:
-        """One answer for each item, or several, in order; the items' sessions are distinct, and
-        come in the order in which they arrived. What is wrong with one item is answered `Refused`
-        for it and leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises
-        `EngineLost` where no step can follow."""
-        ...
-
-    def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions any more: their pages may be taken, but are kept
-        as long as they are not needed."""
-        ...
-
-    def release(self, session_id: str) -> None:
-        """Forgets a session."""
-        ...
-
-    def recover(self, items: Any) -> None:
-        """After `step` raised: brings the items' sessions into a sane state by forgetting them."""
-        ...
-
-    def check_integrity(self) -> None:
-        """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
-        ...
-
-
 class AnswerSender:
     """Where the answers of one connection go."""
 

@@ -220,7 +220,7 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
         await setting.service.close()
 
 
-@pytest.mark.parametrize("bad", [None, 3])
+@pytest.mark.parametrize("bad", [None, 4])
 async def test_verdicts_of_a_step_are_made_at_once(
     setting: Replica, monkeypatch: pytest.MonkeyPatch, bad: int | None
 ) -> None:
@@ -244,5 +244,5 @@ async def test_verdicts_of_a_step_are_made_at_once(
         answers = await setting.listener.wait(6)
     refused = [one.key.session_id for one in answers if isinstance(one, Refused)]
     assert refused == ([] if bad is None else [session_name(bad)])
-    assert made == ([2, 2, 2] if bad is None else [2, 2, 1, 1, 2])
+    assert made == ([1, 2, 1, 2] if bad is None else [1, 2, 1, 2, 1, 1])
     assert threads == {1}
