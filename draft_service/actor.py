@@ -11,7 +11,6 @@ from outrider.replica.process_setup import build_eagle, build_grammars, build_lo
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
-    from outrider.replica.step_request import StepObserver
 
     from .service import DraftService
 
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 class DraftActor(ReplicaHost):
     """A draft in a process of its own."""
 
-    def build(
-        self, engine: Engine | None, config: DraftConfig, observer: StepObserver | None
-    ) -> DraftService:
+    def build(self, engine: Engine | None, config: DraftConfig) -> DraftService:
         from outrider.drafters.lookup import NgramConfig, NgramDrafter
         from outrider.engine.threads import start_workers
         from outrider.replica.scheduler import ThreadExecutor
@@ -39,7 +36,6 @@ class DraftActor(ReplicaHost):
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 entries_max=config.support_entries,
                 costs=executor.call(lambda: step_costs(engine, config, "draft")),
-                observer=observer,
                 grammars=grammars,
             )
         lookup = build_lookup(config)
@@ -56,6 +52,5 @@ class DraftActor(ReplicaHost):
             info,
             ThreadExecutor("draft-step", lambda: 0.0, start_workers),
             max_num_seqs=config.step_sessions,
-            observer=observer,
             grammars=grammars,
         )

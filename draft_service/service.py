@@ -13,16 +13,15 @@ from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
-from outrider.grammar.constraint import Constraint
 from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
-from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
+from outrider.messages import DraftItem, ReplicaDescription
 from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest, undrawn
+from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
 
 
-class DraftService(SteppedService[DraftItem, DraftAnswer]):
+class DraftService(SteppedService):
     """Serves any number of streams with one drafter."""
 
     def __init__(
@@ -30,52 +29,25 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         proposer: Proposer,
         executor: StepExecutor,
         description: ReplicaDescription,
-        observer: StepObserver | None = None,
-        grammars: Grammars | None = None,
         stated_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """See `SteppedService`. A step that runs is `stated_seconds` ahead of the clock, where its
         engine states its time."""
+        super().__init__(proposer, executor, description)
         self._proposer = proposer
         self._stated_seconds = stated_seconds
-        super().__init__(proposer, executor, description, observer, grammars=grammars)
-        proposer.has_news = lambda: self._scheduler.has_news
-
-    def take(self, item: DraftItem, sender: AnswerSender) -> None:
-        """The time that an item leaves for its draws runs from here."""
-        time, stated = asyncio.get_running_loop().time, self._stated_seconds
-        deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
-        super().take(replace(item, deadline=deadline), sender)
+        proposer.has_news = lambda: self.has_news
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
-        only the steps decide whether there is time for more."""
-        work = super()._work(item, sender)
-        if not self._proposer.looks_ahead(item) and item.deadline is not NO_DEADLINE:
-            work.deadline = item.deadline
+        """The time that an item leaves for its draws runs from here. Where a session looks ahead,
+        tokens of a round may be drawn before it is asked for, so only the steps decide whether
+        there is time for more."""
+        time, stated = asyncio.get_running_loop().time, self._stated_seconds
+        deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
+        work = super()._work(replace(item, deadline=deadline), sender)
+        if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
+            work.deadline = deadline
         return work
-
-    async def _compile(
-        self,
-        grammars: Grammars,
-        constraint: Constraint,
-        item: DraftItem,
-        sender: AnswerSender,
-    ) -> None:
-        """See `SteppedService._compile`. Those who wait are told when its time is over."""
-
-        def tell_undrawn() -> None:
-            if item.deadline.close_undrawn():
-                sender.send([undrawn(item.head.key)])
-
-        timer = None
-        if item.deadline is not NO_DEADLINE:
-            timer = asyncio.get_running_loop().call_at(item.deadline.ends_at, tell_undrawn)
-        try:
-            await super()._compile(grammars, constraint, item, sender)
-        finally:
-            if timer is not None:
-                timer.cancel()
 
     @classmethod
     def with_model(
@@ -88,7 +60,6 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         costs: StepCosts | None = None,
-        observer: StepObserver | None = None,
         grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
@@ -100,9 +71,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         limits = (max_num_seqs, look_ahead_bytes_max)
         proposer = Proposer(drafter, engine, budget, limits, grammars)
         description = describe_model(engine.info, max_num_seqs, costs)
-        return cls(
-            proposer, executor, description, observer, grammars, lambda: engine.stated_seconds
-        )
+        return cls(proposer, executor, description, lambda: engine.stated_seconds)
 
     @classmethod
     def with_eagle(
@@ -112,7 +81,6 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         executor: StepExecutor,
         *,
         max_num_seqs: int,
-        observer: StepObserver | None = None,
         grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts from what the target's head reads, with a head that is told by `info`; by
@@ -120,4 +88,4 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
         proposer = Proposer(eagle, grammars=grammars)
         eagle.on_dropped = proposer.forget_tokens
-        return cls(proposer, executor, description, observer, grammars)
+        return cls(proposer, executor, description)

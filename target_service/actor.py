@@ -10,7 +10,6 @@ from outrider.replica.process_setup import build_grammars, step_costs
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
-    from outrider.replica.step_request import StepObserver
 
     from .self_drafting import SelfDrafter
     from .service import TargetService
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 class TargetActor(ReplicaHost):
     """A target in a process of its own."""
 
-    def build(
-        self, engine: Any, config: TargetConfig, observer: StepObserver | None
-    ) -> TargetService:
+    def build(self, engine: Any, config: TargetConfig) -> TargetService:
         from outrider.engine.threads import start_workers
         from outrider.replica.scheduler import ThreadExecutor
 
@@ -34,7 +31,6 @@ class TargetActor(ReplicaHost):
             max_num_seqs=config.step_sessions,
             max_num_batched_tokens=config.max_num_batched_tokens,
             costs=executor.call(lambda: step_costs(engine, config, "target")),
-            observer=observer,
             delays_batches=config.gather_sessions,
             self_drafter=self_drafter_of(engine, config.heads_support_entries),
             grammars=build_grammars(config, engine.info.eos_token_ids),

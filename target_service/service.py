@@ -16,14 +16,14 @@ from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import AnswerSender, StepObserver, StepRequest
+from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.tokens import extend_digest
 from target_service.self_drafting import SelfDrafter
 from target_service.verifier import Verifier, shown_by
 
 
-class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
+class TargetService(SteppedService):
     """Serves any number of streams with one engine."""
 
     def __init__(
@@ -34,7 +34,6 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         costs: StepCosts | None = None,
-        observer: StepObserver | None = None,
         self_drafter: SelfDrafter | None = None,
         delays_batches: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -58,13 +57,12 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
             batching_delay = BatchingDelay(
                 costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX
             )
-        super().__init__(
-            verifier, executor, description, observer, budget.note_seconds, batching_delay, grammars
-        )
+        super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    def _accept(self, item: VerifyItem, sender: AnswerSender) -> None:
-        """Extends the rounds that run ahead of `item`, begins such rounds, or queues it."""
+    def _accept(self, work: StepRequest) -> None:
+        """Extends the rounds that run ahead of an item, begins such rounds, or queues it."""
+        item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
@@ -79,7 +77,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
                 self._stop_running_ahead(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
-            super()._accept(item, sender)
+            super()._accept(work)
 
     def _on_release(self, session_id: str) -> None:
         self._stop_running_ahead(session_id)
@@ -95,8 +93,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         work.may_wait = ahead.is_ahead
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
-        if not self._submit(work):
-            self._forget(session_id, ahead)
+        super()._accept(work)
 
     def _on_round_done(
         self,
@@ -114,16 +111,12 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
                 ahead.sender.flush(session_id)  # The session probably ends.
             self._run_next(session_id, ahead)
         else:
-            self._forget(session_id, ahead)
+            del self._ahead[session_id]
 
     def _stop_running_ahead(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and ahead.running is not None:
             ahead.running.cancelled = True
-
-    def _forget(self, session_id: str, ahead: RunAhead) -> None:
-        if self._ahead.get(session_id) is ahead:
-            del self._ahead[session_id]
 
 
 class RunAhead:

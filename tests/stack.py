@@ -22,11 +22,11 @@ from outrider.grammar.compiler import Grammars
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.scheduler import StepExecutor, ThreadExecutor
 from outrider.replica.service import describe_model
-from outrider.replica.step_request import StepObserver
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import DEFAULT_LIFETIMES, Lifetimes
 from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.telemetry.step_spans import ObservedSteps
 from outrider.tokenizer import TokenizerText
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
@@ -77,19 +77,17 @@ def draft_without_model(
     executor: StepExecutor,
     *,
     max_num_seqs: int,
-    observer: StepObserver | None = None,
     grammars: Grammars | None = None,
 ) -> DraftService:
     """A draft service over a drafter without a model; by `grammars`, its proposals end where a
     session's constraint ends them."""
     proposer = Proposer(drafter, grammars=grammars)
     description = describe_model(_WITHOUT_MODEL, max_num_seqs, None)
-    return DraftService(proposer, executor, description, observer, grammars)
+    return DraftService(proposer, executor, description)
 
 
 def _target_service(
     engine: Engine,
-    observer: StepObserver | None,
     self_drafter: SelfDrafter | None,
     grammars: Callable[[], Grammars] | None,
 ) -> TargetService:
@@ -97,7 +95,6 @@ def _target_service(
         engine,
         ThreadExecutor("target", engine.take_step_seconds),
         max_num_seqs=NUM_SEQUENCES,
-        observer=observer,
         self_drafter=self_drafter,
         grammars=None if grammars is None else grammars(),
     )
@@ -105,14 +102,12 @@ def _target_service(
 
 def _draft_service(
     engine: Engine | EagleDrafter | None,
-    observer: StepObserver | None,
     grammars: Grammars | None,
 ) -> DraftService:
     if engine is None:
         executor = ThreadExecutor("draft", lambda: 0.0)
         return draft_without_model(
-            NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, observer=observer,
-            grammars=grammars,
+            NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, grammars=grammars,
         )  # fmt: skip
     if isinstance(engine, EagleDrafter):
         info = ModelInfo("eagle", 0, 0, "", (), "", "")
@@ -122,13 +117,10 @@ def _draft_service(
             info,
             executor,
             max_num_seqs=NUM_SEQUENCES,
-            observer=observer,
             grammars=grammars,
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
-    return DraftService.with_model(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, observer=observer, grammars=grammars
-    )
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES, grammars=grammars)
 
 
 def _started_redis(directory: Path, stack: AsyncExitStack) -> EmbeddedRedis:
@@ -167,8 +159,8 @@ async def running_stack(
     look_ahead: int = 8,
     draft_siblings: int = 0,
     observation: Observation = UNOBSERVED,
-    target_observer: StepObserver | None = None,
-    draft_observer: StepObserver | None = None,
+    target_observer: ObservedSteps | None = None,
+    draft_observer: ObservedSteps | None = None,
     self_drafter: SelfDrafter | None = None,
     eagle: EagleDrafter | None = None,
     lifetimes: Lifetimes = DEFAULT_LIFETIMES,
@@ -184,14 +176,18 @@ async def running_stack(
     `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = _started_redis(directory, stack)
-        target = _target_service(target_engine, target_observer, self_drafter, grammars)
+        target = _target_service(target_engine, self_drafter, grammars)
+        if target_observer is not None:
+            target.observe(target_observer)
         masks = grammars() if grammars is not None and draft_masks else None
         looks_up = not (draft_engine or eagle or self_drafter)
         if looks_up:
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
-        draft = _draft_service(draft_engine or eagle, draft_observer, masks)
+        draft = _draft_service(draft_engine or eagle, masks)
+        if draft_observer is not None:
+            draft.observe(draft_observer)
         target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
         draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
         coordinator = CoordinatorService(

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.redis_registry import Lease
     from outrider.replica.service import SteppedService
-    from outrider.replica.step_request import StepObserver
     from outrider.telemetry.setup import Exports
     from outrider.transport.codec import Codec
     from outrider.transport.server import RpcServer
@@ -49,7 +48,7 @@ class ReplicaHost:
     `build` its own."""
 
     def __init__(self) -> None:
-        self._service: SteppedService[Any, Any] | None = None
+        self._service: SteppedService | None = None
         self._servicer: ReplicaServicer[Any, Any] | None = None
         self._server: RpcServer | None = None
         self._healthy: bool | None = None
@@ -78,38 +77,29 @@ class ReplicaHost:
         use_threads(num_threads)
         log_to(log_directory, config.log_name(role))
         log_at(config.log_level)
-        observer = self._observe(config)
+        if config.telemetry:
+            from outrider.telemetry.setup import start_exports
+
+            self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         engine = None
         if not (isinstance(config, DraftConfig) and config.drafter.reads_target):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, role, num_threads, self.leadership
             )
         # On another thread: the helpers of that one would slow down the steps that are measured.
-        service = await on_passing_thread(self.build, engine, config, observer)
+        service = await on_passing_thread(self.build, engine, config)
+        if self._exports is not None:
+            from outrider.telemetry.step_spans import ObservedSteps
+
+            service.observe(ObservedSteps(self._exports.tracer, self._exports.meter, role))
         from outrider.transport.codec import DRAFT, VERIFY
 
         codec: Any = VERIFY if role == "target" else DRAFT
         return await self.serve(service, codec, config)
 
-    def build(
-        self, engine: Engine | None, config: Any, observer: StepObserver | None
-    ) -> SteppedService[Any, Any]:
+    def build(self, engine: Engine | None, config: Any) -> SteppedService:
         """The service of a configuration; blocks. `engine` is None for one without a model."""
         raise NotImplementedError
-
-    def _observe(self, config: TargetConfig | DraftConfig) -> StepObserver | None:
-        """Starts the telemetry that a configuration asks for; None where it is off. Raises
-        `ConfigError`."""
-        if not config.telemetry:
-            return None
-        from outrider.telemetry.setup import start_exports
-        from outrider.telemetry.step_spans import ObservedSteps
-
-        role = _role(config)
-        self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
-        if self._exports is None:
-            return None
-        return ObservedSteps(self._exports.tracer, self._exports.meter, role)
 
     async def ping(self) -> Place:
         """Where it runs."""
@@ -158,7 +148,7 @@ class ReplicaHost:
 
     async def serve(
         self,
-        service: SteppedService[Any, Any],
+        service: SteppedService,
         codec: Codec[Any, Any],
         config: TargetConfig | DraftConfig,
     ) -> str:
@@ -225,7 +215,7 @@ class ReplicaHost:
         self._healthy = healthy
         self._health_changed.set()
 
-    async def _follow_health(self, service: SteppedService[Any, Any], server: RpcServer) -> None:
+    async def _follow_health(self, service: SteppedService, server: RpcServer) -> None:
         while service.lost is None:
             await self._health_changed.wait()
             self._health_changed.clear()

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from outrider.decayed_average import DecayedSums
-from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
+from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, Unavailable, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
@@ -30,7 +30,6 @@ from outrider.replica.step_request import (
     AnswerSender,
     RequestQueue,
     StepFigures,
-    StepObserver,
     StepRequest,
     Unfinished,
     refusal,
@@ -39,13 +38,15 @@ from outrider.replica.step_request import (
 from outrider.replica.worker import StepWorker
 from outrider.telemetry.logs import about
 
+if TYPE_CHECKING:
+    from outrider.telemetry.step_spans import ObservedSteps
+
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S: Final = 0.1
 """After a step in which nothing found pages, the next one follows when something has changed, but
 no later than this: a deadline may have passed, or a session fallen silent. While only some items
-of the steps find none, `on_starved` is called as often."""
-_INTERNAL_CODE = 13
+of the steps find none, `_starved` is called as often."""
 
 
 class StepScheduler:
@@ -59,7 +60,6 @@ class StepScheduler:
         *,
         max_batch: int,
         queue_max: int,
-        observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
@@ -67,12 +67,10 @@ class StepScheduler:
         `batching_delay` a step may wait for sessions that will soon want it too."""
         self._executor = executor
         self._worker = worker
-        self._observer = observer
+        self._observer: ObservedSteps | None = None
         self._note_seconds = note_seconds
         self._batching_delay = batching_delay
         self._queue = RequestQueue(max_batch, queue_max)
-        if observer is not None:
-            observer.watch(lambda: len(self._queue), lambda: worker.figures)
         self._max_batch = max_batch
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
@@ -89,7 +87,6 @@ class StepScheduler:
         self._crashes = 0
         self._reported = True
         self._on_health: Callable[[bool], None] | None = None
-        self._on_starved: Callable[[Collection[str]], None] | None = None
         self._num_starved = 0
         """As the worker's figures were when that was last told ..."""
         self._told_starved_at = -math.inf
@@ -110,18 +107,23 @@ class StepScheduler:
 
     @property
     def figures(self) -> Figures:
+        """Of the last `WINDOW_S`."""
         if self._load is None:
             return NO_FIGURES
         return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
+
+    def observe(self, observer: ObservedSteps) -> None:
+        """Tells it what the steps do from now on."""
+        self._observer = observer
+        observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Registers a callback, on the loop's thread, for changes of `healthy`."""
         self._on_health = on_health
 
-    def watch_pages(self, on_starved: Callable[[Collection[str]], None]) -> None:
-        """Registers a callback for items that find no pages, which gets the waiting sessions and
-        may `park` others. While that lasts it is called again after `STARVED_REST_S`."""
-        self._on_starved = on_starved
+    def _starved(self, waiting: Collection[str]) -> None:
+        """Items find no pages: may `park` other sessions than those that are `waiting`. While that
+        lasts it is called again after `STARVED_REST_S`."""
 
     def submit(self, work: StepRequest) -> None:
         """Queues work; see `RequestQueue.add`. Raises `Overloaded` when the queue is full,
@@ -130,11 +132,11 @@ class StepScheduler:
             raise EngineLost(self.lost.message)
         if self._closing:
             raise Unavailable("this replica is stopping")
-        loop = asyncio.get_running_loop()
-        if self._queue.add(work) and work.deadline is not None:
-            work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
+        if not self._queue.add(work) and work.timer is not None:
+            work.timer.cancel()
         if self._batching_delay is not None:
-            self._batching_delay.arrived(work.item.head.session_id, loop.time())
+            now = asyncio.get_running_loop().time()
+            self._batching_delay.arrived(work.item.head.session_id, now)
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -160,6 +162,7 @@ class StepScheduler:
             self._start()
 
     async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs: before a stop that loses no answer."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -227,8 +230,7 @@ class StepScheduler:
         for work in taken.unwanted:
             self._done(work, None)
         for work in taken.late:
-            late = DeadlineExceeded("the deadline passed before a step was free")
-            self._refuse(work, refusal(work.item.head.key, late))
+            self._refuse(work, DeadlineExceeded("the deadline passed before a step was free"))
             self._parked[work.item.head.session_id] = None
         return taken.batch
 
@@ -269,8 +271,7 @@ class StepScheduler:
         if num_starved == self._num_starved or now < self._told_starved_at + STARVED_REST_S:
             return
         self._num_starved, self._told_starved_at = num_starved, now
-        if self._on_starved is not None:
-            self._on_starved(self._queue.sessions)
+        self._starved(self._queue.sessions)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
         """Refuses the batch, and all that waits."""
@@ -282,7 +283,7 @@ class StepScheduler:
         waiting = list(batch)
         while waiting:
             for work in waiting:
-                self._refuse(work, refusal(work.item.head.key, lost))
+                self._refuse(work, lost)
             waiting = self._take()
 
     def _crashed(self, batch: Sequence[StepRequest]) -> None:
@@ -291,8 +292,9 @@ class StepScheduler:
             self._observer.crashed()
         self._report()
         for work in batch:
-            message = "the step crashed; the replica's log has the traceback"
-            self._refuse(work, Refused(work.item.head.key, _INTERNAL_CODE, message))
+            self._refuse(
+                work, OutriderError("the step crashed; the replica's log has the traceback")
+            )
 
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Any]
@@ -385,14 +387,11 @@ class StepScheduler:
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
-        for sender in work.senders:
-            sender.send([undrawn(work.item.head.key)])
+        work.tell(undrawn(work.item.head.key))
 
     def _cancel(self, work: StepRequest) -> None:
         work.cancelled = True
-        over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
-        for sender in work.senders:
-            sender.send([over])
+        work.tell(Refused(work.item.head.key, CANCELLED_CODE, "the session was released"))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -405,9 +404,9 @@ class StepScheduler:
             if self._on_health is not None:
                 self._on_health(self._reported)
 
-    def _refuse(self, work: StepRequest, answer: Refused) -> None:
-        for sender in work.senders:
-            sender.send([answer])
+    def _refuse(self, work: StepRequest, error: OutriderError) -> None:
+        answer = refusal(work.item.head.key, error)
+        work.tell(answer)
         self._done(work, answer)
 
     def _done(self, work: StepRequest, answer: Any) -> None:

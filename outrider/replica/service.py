@@ -7,12 +7,11 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from outrider.engine.interface import ModelInfo
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import EngineLost, OutriderError, Overloaded, StaleEpoch
+from outrider.errors import OutriderError, Overloaded, StaleEpoch
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
@@ -22,13 +21,11 @@ from outrider.limits import (
     STREAM_QUEUE_ITEMS_MAX,
 )
 from outrider.messages import Refused, ReplicaDescription, RoundHead, RoundItem
-from outrider.registry.registry import Figures
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.scheduler import StepExecutor, StepScheduler
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
-    StepObserver,
     StepRequest,
     refusal,
 )
@@ -40,7 +37,7 @@ Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer")
 
 
-class SteppedService(Generic[Item, Answer]):
+class SteppedService(StepScheduler):
     """Serves any number of streams with one worker. Every method is for the event loop's thread;
     the worker is touched on the executor alone.
 
@@ -52,52 +49,25 @@ class SteppedService(Generic[Item, Answer]):
         worker: StepWorker[Any],
         executor: StepExecutor,
         description: ReplicaDescription,
-        observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
-        """`description.max_num_seqs` sessions share a step at most. `note_seconds` gets, between
-        steps, how long the last one took; by `batching_delay` steps wait for sessions. An item
-        whose constraint is new waits until it is among the `grammars`; it then has the grammar
-        with it, so that no step compiles one."""
-        self._worker = worker
+        """`description.max_num_seqs` sessions share a step at most. An item whose constraint is new
+        waits until it is among the worker's grammars; it then has the grammar with it, so that no
+        step compiles one."""
+        super().__init__(
+            executor, worker, max_batch=description.max_num_seqs, queue_max=STREAM_QUEUE_ITEMS_MAX,
+            note_seconds=note_seconds, batching_delay=batching_delay,
+        )  # fmt: skip
         self._description = description
-        self._scheduler = StepScheduler(
-            executor,
-            worker,
-            max_batch=description.max_num_seqs,
-            queue_max=STREAM_QUEUE_ITEMS_MAX,
-            observer=observer,
-            note_seconds=note_seconds,
-            batching_delay=batching_delay,
-        )
-        self._scheduler.watch_pages(self._park_the_silent)
         self.num_items = 0
         """That its streams have received."""
-        self._observer = observer
         self._filter = StaleRoundFilter()
         self._tracker = SessionTracker()
-        self._grammars = grammars
+        self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
 
-    @property
-    def healthy(self) -> bool:
-        return self._scheduler.healthy
-
-    @property
-    def lost(self) -> EngineLost | None:
-        return self._scheduler.lost
-
-    @property
-    def figures(self) -> Figures:
-        return self._scheduler.figures
-
-    def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Registers a callback, on the loop's thread, for changes of `healthy`."""
-        self._scheduler.watch(on_health)
-
-    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
+    def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection[Any]:
 
         def note_and_send(answers: Sequence[Any]) -> None:
             now = asyncio.get_running_loop().time()
@@ -114,110 +84,105 @@ class SteppedService(Generic[Item, Answer]):
         if self._filter.release(session_id, epoch):
             self._on_release(session_id)
             self._tracker.forget(session_id)
-            self._scheduler.release(session_id, epoch)
+            super().release(session_id, epoch)
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs: before a stop that loses no answer."""
         while self._compiling:
             await asyncio.wait(self._compiling)
-        await self._scheduler.drain()
+        await super().drain()
 
     async def close(self) -> None:
-        """Waits for the running step; whatever waits is dropped. The executor is closed."""
         for task in self._compiling:
             task.cancel()
         if self._grammars is not None:
             self._grammars.close()
-        await self._scheduler.close()
+        await super().close()
 
     def check_integrity(self) -> None:
         self._worker.check_integrity()
 
-    def take(self, item: Item, sender: AnswerSender) -> None:
+    def take(self, item: Any, sender: AnswerSender) -> None:
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         self.num_items += 1
-        if self._is_stale(item, sender):
+        work = self._work(item, sender)
+        if self._is_stale(work):
             return
-        self._tracker.hear(item.head.session_id, sender, asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        self._tracker.hear(item.head.session_id, sender, loop.time())
+        if work.deadline is not None:
+            work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
         constraint = item.head.constraint
         if constraint is None or self._grammars is None:
-            self._accept(item, sender)
+            self._accept(work)
             return
         compiled = self._grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
-            self._accept(_with_compiled(item, compiled), sender)
+            self._accept(work.compiled(compiled))
             return
-        task = asyncio.create_task(self._compile(self._grammars, constraint, item, sender))
+        task = asyncio.create_task(self._compile(self._grammars, constraint, work))
         self._compiling.add(task)
         task.add_done_callback(self._compiling.discard)
 
-    def _is_stale(self, item: Item, sender: AnswerSender) -> bool:
-        """Whether an item's round is over, which is then told; else it is noted."""
-        stale = self._filter.admit(item.head)
+    def _is_stale(self, work: StepRequest) -> bool:
+        """Whether a round is over, which is then told; else it is noted."""
+        stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
                 self._observer.stale()
-            sender.send([stale])
+            work.tell(stale)
+            self._done(work, stale)
         return stale is not None
 
-    async def _compile(
-        self, grammars: Grammars, constraint: Constraint, item: Item, sender: AnswerSender
-    ) -> None:
-        """Works on an item once its constraint is compiled, or known not to be possible, unless its
+    async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
+        """Accepts work once its constraint is compiled, or known not to be possible, unless its
         round is over by then."""
         compiled: Grammar | OutriderError
         try:
-            compiled = await grammars.prepare(constraint, item.head.tenant)
+            compiled = await grammars.prepare(constraint, work.item.head.tenant)
         except Overloaded as error:
-            sender.send([refusal(item.head.key, error)])
+            self._refuse(work, error)
             return
         except OutriderError as error:
             logger.info("a constraint is of no use here: %s", error)
             compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")
-            sender.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
+            self._refuse(work, OutriderError("its constraint broke down here"))
             return
-        if not self._is_stale(item, sender) and not sender.closed:
-            self._accept(_with_compiled(item, compiled), sender)
+        if not self._is_stale(work) and work.wanted:
+            self._accept(work.compiled(compiled))
 
     def leave(self, sender: AnswerSender) -> None:
-        self._scheduler.park(self._tracker.leave(sender))
+        self.park(self._tracker.leave(sender))
 
-    def _park_the_silent(self, waiting: Collection[str]) -> None:
-        """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing
-        although it was answered: it may have gone, and its release been lost."""
+    def _starved(self, waiting: Collection[str]) -> None:
+        """Parks sessions whose coordinator has long said nothing although it was answered: it may
+        have gone, and its release been lost."""
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
-        self._scheduler.park(self._tracker.fall_silent(since, waiting))
+        self.park(self._tracker.fall_silent(since, waiting))
 
-    def _accept(self, item: Item, sender: AnswerSender) -> None:
-        self._submit(self._work(item, sender))
+    def _accept(self, work: StepRequest) -> None:
+        """Queues work, or refuses it."""
+        try:
+            self.submit(work)
+        except OutriderError as error:
+            self._refuse(work, error)
 
     def _on_release(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
         is kept."""
 
-    def _work(self, item: Item, sender: AnswerSender) -> StepRequest:
+    def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
         return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
 
-    def _submit(self, work: StepRequest) -> bool:
-        """Queues work; or refuses it to those who wait for it, and returns False."""
-        try:
-            self._scheduler.submit(work)
-        except OutriderError as error:
-            for sender in work.senders:
-                sender.send([refusal(work.item.head.key, error)])
-            return False
-        return True
 
-
-class _Connection(Generic[Item, Answer]):
-    def __init__(self, service: SteppedService[Item, Answer], sender: AnswerSender) -> None:
+class _Connection:
+    def __init__(self, service: SteppedService, sender: AnswerSender) -> None:
         self._service = service
         self._sender = sender
 
-    def receive(self, items: Sequence[Item]) -> None:
+    def receive(self, items: Sequence[Any]) -> None:
         for item in items:
             self._service.take(item, self._sender)
 
@@ -226,10 +191,6 @@ class _Connection(Generic[Item, Answer]):
         there for others until they come back on another stream."""
         self._sender.closed = True
         self._service.leave(self._sender)
-
-
-def _with_compiled(item: Item, compiled: Grammar | OutriderError) -> Item:
-    return replace(item, head=replace(item.head, compiled=compiled))
 
 
 def describe_model(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, check
 from outrider.limits import ANSWERS_HELD_MS
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from outrider.drafters.drafter import DraftDeadline
     from outrider.engine.interface import PageCounts
+    from outrider.grammar.compiler import Grammar
 
 
 CANCELLED_CODE = 1
@@ -144,38 +145,22 @@ class StepRequest:
     def wanted(self) -> bool:
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
+    def tell(self, answer: Any) -> None:
+        """Sends an answer to those who wait."""
+        for sender in self.senders:
+            sender.send([answer])
+
+    def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
+        """The same, whose item has what came of its constraint."""
+        self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
+        return self
+
     def asks_like(self, other: StepRequest) -> bool:
         """Whether both ask for the same thing, whatever time is left to either."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
         return bool(replace(self.item, head=head) == other.item)
-
-
-class StepObserver(Protocol):
-    """Hears what a replica does, on the loop's thread."""
-
-    def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
-        """Gives two functions, for any thread: how many items wait for a step, and the figures."""
-        ...
-
-    def stale(self) -> None:
-        """An item came for a round that is over."""
-        ...
-
-    def crashed(self) -> None:
-        """A step crashed."""
-        ...
-
-    def stepped(
-        self,
-        works: Sequence[StepRequest],
-        answers: Sequence[Any],
-        start: float,
-        end: float,
-    ) -> None:
-        """A step has run, from `start` to `end` (loop time); its answers are sent."""
-        ...
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:

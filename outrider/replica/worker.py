@@ -52,6 +52,7 @@ class StepWorker(Generic[W]):
         self._admissions: Admissions | None = None
         if engine is not None and budget is not None:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
+        self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
         self.figures = StepFigures()
         """After the last step; may be read on any thread."""

@@ -38,7 +38,7 @@ _PAGES: Final[dict[str, tuple[str, str]]] = {
 
 
 class ObservedSteps:
-    """See `outrider.replica.step_request.StepObserver`."""
+    """Hears what a replica does, on the loop's thread."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
         """`role` is `draft` or `target`."""

@@ -129,8 +129,8 @@ async def test_two_passes_share_a_step_while_nothing_comes(draft: Draft) -> None
         num_steps += 1
         return run(step)
 
-    run = draft.service._scheduler._executor.run
-    draft.service._scheduler._executor.run = counted  # type: ignore[method-assign]
+    run = draft.service._executor.run
+    draft.service._executor.run = counted  # type: ignore[method-assign]
     await draft.send(item(PROMPT, held=(), count=8))
     assert len(draft.engine.batches) == 9
     assert num_steps == 5

@@ -384,7 +384,7 @@ def test_who_knows_of_silent_sessions_is_asked_while_others_go_on() -> None:
             if len(asked) == 4:
                 desk.scheduler.park([session_name(5)])
 
-        desk.scheduler.watch_pages(starved)
+        desk.scheduler._starved = starved  # type: ignore[method-assign]
         start = asyncio.get_running_loop().time()
         desk.submit(1)
         desk.submit(2)

@@ -49,8 +49,8 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
         InlineExecutor(lambda: 0.0),
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        observer=meters.observer,
     )
+    service.observe(meters.observer)
     link: MemoryLink[VerifyItem, object] = MemoryLink(service)
     listener = Listener(link)
     prompt = [(3 * i) % 8 for i in range(152)]
@@ -79,8 +79,7 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
 
 async def test_a_drafter_without_pages_tells_of_none() -> None:
     meters = Meters("draft")
-    service = draft_without_model(
-        NgramDrafter(), InlineExecutor(lambda: 0.0), max_num_seqs=8, observer=meters.observer
-    )
+    service = draft_without_model(NgramDrafter(), InlineExecutor(lambda: 0.0), max_num_seqs=8)
+    service.observe(meters.observer)
     assert not any(name.startswith(("kv_cache", "prefix_cache")) for name in meters.values())
     await service.close()
