@@ -1,188 +1,179 @@
-"""`outrider bench acceptance`: how much of what a target writes a draft would have proposed.
+"""How much of what a target writes a draft would have proposed, for `outrider bench acceptance` and
+`outrider plan`.
 
-The target writes every prompt's completion twice, at temperature 0 and at temperature 1, and the
-draft then reads each of them once. No round is played and nothing is timed, so the numbers belong
-to the pair of models alone: not to K, not to the rule, not to the machine.
-
-With `--hits` rounds of K tokens are played besides, by rule and temperature, and what came of each
-is looked up among what look-ahead would have guessed before.
+The target writes an answer to every prompt, and the draft then reads each of them once. No round is
+played and nothing is timed, so the figures belong to the pair of models alone: not to K, not to the
+machine.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from draft_service.model_drafter import ModelDrafter, Unended
+from outrider.config import DeploymentConfig
 from outrider.drafters.drafter import Drafter, DraftRequest
-from outrider.engine.interface import Engine, FeatureEngine, SequenceStep, ShallowEngine
-from outrider.errors import InvariantError, OutriderError, SettingError, check
-from outrider.limits import (
-    DRAFT_SUPPORT_ENTRIES,
-    LOOK_AHEAD_MAX,
-    SEED_MAX,
-)
-from outrider.models.eagle import LoadedEagle
-from outrider.models.early_exit import LoadedExit
-from outrider.models.medusa import LoadedHeads
-from outrider.speculation.accept_reject import decide
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.errors import SettingError
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_MAX
+from outrider.models.drafter_checkpoint import LoadedHead
+from outrider.replica.process_setup import available_cores, build_eagle, build_engine, build_lookup
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
-from outrider.speculation.outcome_prediction import RANKS_MAX, OutcomeModel, guess_outcomes
-from outrider.speculation.proposal import (
-    COUNT_TOTAL,
-    EMPTY_PROPOSAL,
-    DraftDistribution,
-    Proposal,
-)
+from outrider.speculation.outcome_prediction import RANKS_MAX
+from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS, acceptance_of_windows
-from outrider.speculation.verification import verdict_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.tokenizer import TokenizerText
 
 from .measurement import Progress
 from .options import AcceptanceOptions
 from .prompts import BenchPrompt
+from .references import encoder
 from .report import Report, table
 
-GREEDY: Final = SamplingParams(temperature=0.0)
 SAMPLED: Final = SamplingParams(temperature=1.0)
+SAMPLED_RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES: Final = (4, 8, 12, 16, 24)
-"""Of a whole round, the likeliest first."""
-WAYS: Final = (
-    (Rule.GREEDY, 0.0),
-    *((rule, t) for t in (0.7, 1.0) for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)),
-)
-"""Rules and temperatures of the rounds."""
-_SEQUENCE: Final = "bench"
-_AT_ONCE: Final = 8
+"""Of a round, the likeliest first."""
+AT_ONCE: Final = 8
 """Prompts that are answered side by side; p of all their tokens is kept until they are read."""
+_SEQUENCE: Final = "bench"
 
+Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]
 """A prompt's token ids, under the chat template or without."""
+Depths = Sequence[Sequence[DraftDistribution | None]]
+"""q as it goes on the wire, of each place of a text; None = nothing would be proposed. [n] of draft
+token 1 of the chains that begin at each place; [n - 1] of draft token 2 of these, were token 1 the
+text's; and so on, as far as there are drafts. [n] alone where q depends on nothing but the tokens
+before it, wherever the chain begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class PromptAcceptance:
-    """What one prompt showed."""
+class Answer:
+    """One answer of the target, and what a draft makes of it."""
 
     category: str
-    hits: tuple[bool, ...]
-    """Of each token written at temperature 0: whether the draft's likeliest is the same."""
-    overlaps: tuple[float, ...]
-    """Of each place of the text at temperature 1: sum over v of min(p(v), q(v))."""
-    ratios: tuple[tuple[float, ...], ...]
-    """Of the tokens x that the target wrote there min(1, q(x) / p(x)): as draft token 1 of a chain
-    that begins at the first place, the second, ..; as draft token 2 of it; and so on. One tuple
-    where the chain's beginning makes no difference."""
+    seed: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    """That are allowed."""
+    token_ids: tuple[int, ...] = ()
+    """With the EOS, if there is one."""
+    ratios: tuple[tuple[float, ...], ...] = ()
+    """q(x) / p(x) of each token, for `Depths`; at temperature 0 whether x is the draft's likeliest,
+    as 1 or 0."""
+    overlaps: tuple[float, ...] = ()
+    """sum over v of min(p(v), q(v))."""
+    matches: tuple[float, ...] = ()
+    """P(the draft draws x, given that the target does) where both draw by the same noise."""
+
+    def steps(self, rule: Rule) -> tuple[float, ...]:
+        """What decides about each token under a rule."""
+        return self.matches if rule is Rule.COUPLED else self.ratios[0]
 
 
-def summarise(
-    options: AcceptanceOptions,
-    found: Sequence[PromptAcceptance],
-    model: str,
-    draft_model: str,
-    hits: Sequence[Mapping[str, Any]] | None = None,
-) -> Report:
-    """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
-    temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
-    temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
-    accepted given that those before it were, or None where no window came so far."""
-    check(bool(found), "nothing was measured")
-    by_category: dict[str, list[PromptAcceptance]] = {}
-    for entry in found:
-        by_category.setdefault(entry.category, []).append(entry)
-    windows = []
-    for entry in found:
-        depths = [np.asarray(depth, dtype=np.float64) for depth in entry.ratios]
-        if len(depths) == 1:
-            depths = [depths[0][depth:] for depth in range(NUM_DEPTHS)]
-        windows.append(depths)
-    values: dict[str, Any] = {
-        "model": model,
-        "draft_model": draft_model,
-        "num_prompts": len(found),
-        "max_tokens": options.max_tokens,
-        **_rates(found),
-        "by_position": acceptance_of_windows(windows, NUM_DEPTHS),
-        "num_positions": sum(len(entry.overlaps) for entry in found),
-        "num_positions_greedy": sum(len(entry.hits) for entry in found),
-        "by_category": {name: _rates(entries) for name, entries in by_category.items()},
-        "hits": hits,
-    }
-    shown = table(
-        f"{draft_model} reads {model}: {values['num_positions']} places",
-        ("prompts", "greedy", "sampled"),
-        [
-            (name, f"{rates['greedy']:.3f}", f"{rates['sampled']:.3f}")
-            for name, rates in [*values["by_category"].items(), ("all", values)]
-        ],
-    )
-    chances = ["-" if chance is None else f"{chance:.3f}" for chance in values["by_position"]]
-    line = "sampled, by place in the proposal: " + " ".join(chances)
-    return Report(values, [shown, line, *([] if hits is None else [_hits_table(hits)])])
+class Guessing:
+    """How well corrections are guessed under one rule: weights by which guess was right, after a
+    refusal and where all draft tokens were accepted. The last one is of none."""
+
+    def __init__(self) -> None:
+        self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
+
+    def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
+        """The chance that an outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest ones, for
+        rounds whose draft tokens have these chances [K], each given those before it. What a draft
+        tells of a single round from its own q (`OutcomeModel`) is left out."""
+        recovery, bonus = (
+            counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
+        )
+        reached = np.cumprod([1.0, *accepted])
+        refused = reached[:-1] * (1 - np.asarray(accepted))
+        chances = np.concatenate([np.outer(refused, recovery).ravel(), reached[-1] * bonus])
+        return tuple(np.cumsum(np.sort(chances)[::-1][:LOOK_AHEAD_MAX]).tolist())
 
 
-def _rates(found: Sequence[PromptAcceptance]) -> dict[str, float]:
-    hits = [hit for entry in found for hit in entry.hits]
-    overlaps = [overlap for entry in found for overlap in entry.overlaps]
-    return {"greedy": sum(hits) / len(hits), "sampled": sum(overlaps) / len(overlaps)}
+def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
+    """A correction that was guess number `rank`, None = none of them."""
+    counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A completion that is wanted."""
+class Sample:
+    """All answers at one temperature."""
 
-    prompt_ids: tuple[int, ...]
-    seed: int
-    max_tokens: int
+    temperature: float
+    texts: tuple[Answer, ...]
+    guessing: Mapping[Rule, Guessing]
+
+    def by_position(self, rule: Rule) -> tuple[float | None, ...]:
+        """The chance that draft token 1, 2, ... is accepted given that those before it were, in
+        chains that begin at any place; None where no chain came so far. Not under block."""
+        windows = []
+        for text in self.texts:
+            depths = text.ratios if rule is Rule.TOKEN else (text.steps(rule),)
+            found = [np.minimum(depth, 1.0) for depth in depths]
+            windows.append(
+                found if len(found) > 1 else [found[0][depth:] for depth in range(NUM_DEPTHS)]
+            )
+        return acceptance_of_windows(windows, NUM_DEPTHS)
 
 
-class Reader(Protocol):
-    """A draft that reads what the target wrote: `token_ids[first:]`, n tokens."""
+def rules_at(temperature: float) -> tuple[Rule, ...]:
+    """The rules of a temperature."""
+    is_greedy = SamplingParams(temperature=temperature).greedy
+    return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
-    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """[n]: what it would propose in place of each, first of all, at temperature 0; None =
-        nothing."""
-        ...
 
+class Reader(ABC):
+    """A draft that reads what the target wrote."""
+
+    max_model_len: int
+
+    @abstractmethod
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> Sequence[Sequence[DraftDistribution | None]]:
-        """q as it goes on the wire; None = it would propose nothing. [n] of draft token 1 of the
-        chains that begin at each place; [n - 1] of draft token 2 of these, were token 1 the
-        text's; and so on, as far as it drafts. [n] alone where q depends on nothing but the tokens
-        before it, wherever the chain begins."""
-        ...
+    ) -> Depths:
+        """Of `token_ids[first:]`. At temperature 0 the order of the tokens alone counts."""
 
 
-class LogitsReader(ABC):
-    """A `Reader` by logits."""
+class LogitsReader(Reader):
+    """A `Reader` by logits: one pass reads everything."""
 
-    def __init__(self, token_ids: Sequence[int], entries_max: int) -> None:
-        """`token_ids` are those of the logits; empty = all."""
+    def __init__(
+        self,
+        engine: Any,
+        head: LoadedHead[Any] | None = None,
+        entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    ) -> None:
+        """`engine` is the draft's own; or the target's, for a `LoadedHead`."""
+        self._engine = engine
+        self._head: Any = head and head.module
+        token_ids = head.token_ids if head else engine.info.logit_token_ids
         self._vocabulary = DraftVocabulary.of(token_ids)
         self._entries_max = entries_max
+        self.max_model_len = engine.info.max_model_len
 
     @abstractmethod
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """[n, N], [n - 1, N], ..: what `distributions` draws from."""
-
-    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """See `Reader.likeliest`."""
-        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
-        known = self._vocabulary
-        return list((columns if known is None else known.token_ids[columns]).tolist())
+        """[n, N], [n - 1, N], ..: of the places of `Depths`."""
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> list[list[DraftDistribution]]:
+    ) -> Depths:
         """See `Reader.distributions`."""
+        params = SAMPLED if params.greedy else params
         return [
             [
                 quantise(row, self._entries_max, self._vocabulary)
@@ -191,382 +182,397 @@ class LogitsReader(ABC):
             for logits in self._logits(token_ids, first)
         ]
 
+    def _run(self, run: Any, token_ids: Sequence[int], num_logits: int) -> torch.Tensor:
+        """What an engine's call gives of the last so many places."""
+        try:
+            steps = [SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits)]
+            found: torch.Tensor = run(steps)[0]
+            return found
+        finally:
+            self._engine.release(_SEQUENCE)
+
+    def _features(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        """[n + 1, D] of the places from that before the newest token of the prompt on, as when an
+        answer begins."""
+        if first < 2:
+            raise SettingError("prompts", "one has a single token; heads go on from two or more")
+
+        def run(steps: Sequence[SequenceStep]) -> Any:
+            self._engine.forward(steps)
+            return self._engine.features()
+
+        return self._run(run, token_ids, len(token_ids) - first + 1)
+
 
 class ModelReader(LogitsReader):
-    """A draft model: one prefill reads everything."""
-
-    def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
-        super().__init__(engine.info.logit_token_ids, entries_max)
-        self._engine = engine
-
-    def ranks(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """[n]: how many tokens the draft finds likelier than each of `token_ids[first:]`; None for
-        one that it has no logit of."""
-        logits = next(self._logits(token_ids, first))
-        known = range(logits.shape[1]) if self._vocabulary is None else self._vocabulary.token_ids
-        columns = {int(token_id): column for column, token_id in enumerate(known)}
-        places = [columns.get(token_id) for token_id in token_ids[first:]]
-        return [
-            None if place is None else int((row > row[place]).sum())
-            for row, place in zip(logits, places, strict=True)
-        ]
+    """A draft model."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        yield _read(self._engine, token_ids, len(token_ids) - first)
-
-
-def _read(engine: Engine, token_ids: Sequence[int], num_logits: int) -> torch.Tensor:
-    """[num_logits, N] before the last so many tokens."""
-    try:
-        [found] = engine.forward([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits)])
-    finally:
-        engine.release(_SEQUENCE)
-    return found
+        yield self._run(self._engine.forward, token_ids, len(token_ids) - first)
 
 
 class ExitReader(LogitsReader):
-    """The target's first layers, and a head behind them: one shallow pass reads everything."""
-
-    def __init__(
-        self, target: ShallowEngine, exit_head: LoadedExit, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
-        super().__init__(exit_head.token_ids, entries_max)
-        self._target = target
-        self._head = exit_head.module
+    """The target's first layers, and a head behind them."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)
-        try:
-            [hidden] = self._target.forward_shallow([step])
-        finally:
-            self._target.release(_SEQUENCE)
+        hidden = self._run(self._engine.forward_shallow, token_ids, len(token_ids) - first)
         yield self._head.logits(hidden)
 
 
 class HeadsReader(LogitsReader):
-    """Heads on the target, whose features of the text they read: a chain begins with those of the
-    token before the newest one."""
-
-    def __init__(
-        self, target: FeatureEngine, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
-        super().__init__(heads.token_ids, entries_max)
-        self._target = target
-        self._heads = heads.module
+    """Heads on the target, whose features of the text they read."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         num = len(token_ids) - first
-        features = _features(self._target, token_ids, first)
+        features = self._features(token_ids, first)
         text = torch.tensor(token_ids[first - 1 :], device=features.device)
-        for depth in range(min(num, len(self._heads.heads))):
+        for depth in range(min(num, len(self._head.heads))):
             windows = num - depth
             newest = text[depth : depth + windows]
-            features = self._heads.advance(depth, features[:windows], newest)
-            yield self._heads.logits(features)
+            features = self._head.advance(depth, features[:windows], newest)
+            yield self._head.logits(features)
 
 
 class EagleReader(LogitsReader):
-    """A head that reads the target's features of the text: those from the place before the newest
-    token of the prompt on, as when an answer begins. Chains have `NUM_DEPTHS` tokens at most."""
-
-    def __init__(
-        self, target: FeatureEngine, eagle: LoadedEagle, entries_max: int = DRAFT_SUPPORT_ENTRIES
-    ) -> None:
-        super().__init__(eagle.token_ids, entries_max)
-        self._target = target
-        self._head = eagle.module
+    """A head that reads the target's features of the text. Chains have `NUM_DEPTHS` tokens at
+    most."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         num = len(token_ids) - first
-        features = _features(self._target, token_ids, first).to(self._head.embeddings)
+        features = self._features(token_ids, first).to(self._head.embeddings)
         behind = torch.tensor(token_ids[first - 1 :], device=features.device)
         padded = torch.nn.functional.pad(behind, (0, NUM_DEPTHS))[: num + NUM_DEPTHS - 1]
-        for depth, guessed in enumerate(
-            self._head.unroll(features[None, :num], padded[None], min(num, NUM_DEPTHS))
-        ):
+        chains = self._head.unroll(features[None, :num], padded[None], min(num, NUM_DEPTHS))
+        for depth, guessed in enumerate(chains):
             yield self._head.logits(guessed[0, : num - depth])
 
 
-def _features(target: FeatureEngine, token_ids: Sequence[int], first: int) -> torch.Tensor:
-    """[n + 1, D] of the places from that before the newest token of the prompt on."""
-    if first < 2:
-        raise SettingError("prompts", "one has a single token; heads go on from two or more")
-    step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first + 1)
-    try:
-        target.forward([step])
-        [features] = target.features()
-    finally:
-        target.release(_SEQUENCE)
-    return features
-
-
-class LookupReader:
+class LookupReader(Reader):
     """A drafter without distributions, such as prompt lookup: asked anew for one token at every
     place. What it proposes is a one-hot q."""
+
+    max_model_len = 2**31
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._num_read = 0
 
-    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """See `Reader.likeliest`."""
-        return list(self._proposed(token_ids, first, GREEDY, Rule.GREEDY))
-
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> list[list[DraftDistribution | None]]:
+    ) -> Depths:
         """See `Reader.distributions`."""
-        proposed = self._proposed(token_ids, first, params, Rule.TOKEN)
-        return [
-            [None if t is None else DraftDistribution((t,), (COUNT_TOTAL,)) for t in proposed]
-        ]  # fmt: skip
-
-    def _proposed(
-        self, token_ids: Sequence[int], first: int, sampling: SamplingParams, rule: Rule
-    ) -> Iterator[int | None]:
-        # As in a deployment every text is a session of its own, with its own seed.
-        seed = self._num_read
+        # As in a deployment every text is a session of its own, with its own seed. What is written
+        # at one temperature is no history of another one.
         self._num_read += 1
-        session_id = f"{_SEQUENCE}-{seed}"
-        try:
-            for length in range(first, len(token_ids)):
-                request = DraftRequest(
-                    session_id=session_id,
-                    tenant=rule.value,  # So that what one pass wrote is no history of the other.
-                    token_ids=token_ids[:length],
-                    prompt_length=first,
-                    num_draft_tokens=1,
-                    sampling=sampling,
-                    rule=rule,
-                    noise=RoundNoise(seed, rule, length),
-                )
-                [proposal] = self._drafter.propose([request])
-                yield proposal.token_ids[0] if proposal else None
-        finally:
-            self._drafter.release(session_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What drafts for the target."""
-
-    reader: Reader
-    name: str
-    model: Engine | None = None
-    """The model behind it, if it is one."""
-
-
-def measure(
-    options: AcceptanceOptions, target: Engine, draft: Drafting, encode: Encode, progress: Progress
-) -> Report:
-    """Lets `target` write and the draft read; with `--hits` plays rounds with its model. Raises
-    `SettingError` for prompts that are wrong or too long."""
-    max_model_len = target.info.max_model_len
-    if draft.model is not None:
-        max_model_len = min(max_model_len, draft.model.info.max_model_len)
-    prompts = options.load_prompts()
-    asked = []
-    for index, prompt in enumerate(prompts):
-        ids = tuple(encode(prompt.text))
-        room = max_model_len - len(ids) - (options.num_draft_tokens if options.hits else 0)
-        if not ids or room < 1:
-            raise SettingError(
-                "prompts",
-                f"number {index + 1} has {len(ids)} tokens; 1 to {max_model_len - 1} leave room "
-                "for a completion",
+        name = f"{_SEQUENCE}-{self._num_read}"
+        rule = resolve_rule(params, Rule.TOKEN, seeded=True)
+        found: list[DraftDistribution | None] = []
+        for length in range(first, len(token_ids)):
+            noise = RoundNoise(self._num_read, rule, length)
+            request = DraftRequest(
+                name, f"{params.temperature}", token_ids[:length], first, 1, params, rule, noise
             )
-        seed = (options.seed + index) & SEED_MAX
-        asked.append(Asked(ids, seed, min(options.max_tokens, room)))
-    found: list[PromptAcceptance] = []
-    for start in range(0, len(asked), _AT_ONCE):
-        group = asked[start : start + _AT_ONCE]
-        last = start + len(group)
-        kinds = dict.fromkeys(prompt.category for prompt in prompts[start:last])
-        progress(f"prompts {start + 1} to {last} of {len(prompts)}: {', '.join(kinds)}")
-        found += _read_group(target, draft.reader, prompts[start:last], group)
-    played = None
-    if options.hits:
-        if draft.model is None:
-            raise SettingError(
-                "draft_model", f"{draft.name} does not guess outcomes; name a model for --hits"
-            )
-        played = play_rounds(target, draft.model, asked, options.num_draft_tokens, progress)
-    return summarise(options, found, target.info.name, draft.name, played)
+            [proposal] = self._drafter.propose([request])
+            drafted = proposal.token_ids
+            found.append(DraftDistribution(drafted, (COUNT_TOTAL,)) if drafted else None)
+        self._drafter.release(name)
+        return [found]
 
 
-def _read_group(
-    target: Engine, reader: Reader, prompts: Sequence[BenchPrompt], group: Sequence[Asked]
-) -> Iterator[PromptAcceptance]:
-    with torch.inference_mode():
-        likely = [tokens for tokens, _ in write(target, group, GREEDY, Rule.GREEDY)]
-        drawn = write(target, group, SAMPLED, Rule.TOKEN)
-    for prompt, asked, written, (tokens, rows) in zip(prompts, group, likely, drawn, strict=True):
-        first = len(asked.prompt_ids)
-        with torch.inference_mode():
-            likeliest = reader.likeliest((*asked.prompt_ids, *written), first)
-            depths = reader.distributions((*asked.prompt_ids, *tokens), first)
-        compared = [
-            [_compare(*at) for at in zip(rows[depth:], tokens[depth:], supports, strict=True)]
-            for depth, supports in enumerate(depths)
-        ]
-        yield PromptAcceptance(
-            prompt.category,
-            tuple(ours == theirs for ours, theirs in zip(likeliest, written, strict=True)),
-            tuple(overlap for overlap, _ in compared[0]),
-            tuple(tuple(ratio for _, ratio in pairs) for pairs in compared),
-        )
-
-
-def write(
-    engine: Engine, group: Sequence[Asked], params: SamplingParams, rule: Rule
-) -> list[tuple[list[int], list[torch.Tensor]]]:
-    """The engine's own completions, decoded side by side, and p [V] of each of their tokens."""
-    names = [f"{_SEQUENCE}-{i}" for i in range(len(group))]
-    eos = frozenset(engine.info.eos_token_ids)
-    written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in group]
-
-    def step(places: Sequence[int]) -> None:
-        steps = [
-            SequenceStep(names[i], tuple(written[i][0][-1:]) or group[i].prompt_ids, num_logits=1)
-            for i in places
-        ]
-        for i, logits in zip(places, engine.forward(steps), strict=True):
-            tokens, rows = written[i]
-            probabilities = target_probabilities(logits, params)
-            noise = RoundNoise(group[i].seed, rule, len(group[i].prompt_ids) + len(tokens))
-            verdict = verdict_from_logits(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
-            tokens.append(verdict.correction[0])
-            rows.append(probabilities[0])
-
+def decode(
+    engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Plain decoding as a target's replica does it, side by side and without the replica: of each
+    token which of `asked` it is of, the token, and its logits [1, V]."""
+    names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
+    new = [each.prompt_ids for each in asked]
+    lengths = [len(each.prompt_ids) for each in asked]
+    going = list(range(len(asked)))
+    batches = [[i] for i in going]  # One by one: prompts may be long.
     try:
-        for place in range(len(group)):  # One by one: prompts may be long.
-            step([place])
-        while going := [
-            i
-            for i, (tokens, _) in enumerate(written)
-            if len(tokens) < group[i].max_tokens and tokens[-1] not in eos
-        ]:
-            step(going)
+        while batches:
+            for places in batches:
+                steps = [SequenceStep(names[i], new[i], num_logits=1) for i in places]
+                questions = [
+                    Question(
+                        logits, params, NO_HISTORY, EMPTY_PROPOSAL,
+                        RoundNoise(asked[i].seed, rule, lengths[i]),
+                    )
+                    for i, logits in zip(places, engine.forward(steps), strict=True)
+                ]  # fmt: skip
+                verdicts = verdicts_from_logits(questions)
+                for i, question, verdict in zip(places, questions, verdicts, strict=True):
+                    new[i] = (verdict.correction[0],)
+                    lengths[i] += 1
+                    num_written = lengths[i] - len(asked[i].prompt_ids)
+                    if new[i][0] in eos or num_written == asked[i].max_tokens:
+                        going.remove(i)
+                    yield i, new[i][0], question.logits
+            batches = [going[:]] if going else []
     finally:
         for name in names:
             engine.release(name)
+
+
+def write(
+    engine: Any, asked: Sequence[Answer], params: SamplingParams
+) -> list[tuple[list[int], list[torch.Tensor]]]:
+    """The engine's own answers, and p [V] of each of their tokens."""
+    rule = resolve_rule(params, Rule.COUPLED, seeded=True)
+    written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
+    for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
+        written[i][0].append(token_id)
+        written[i][1].append(target_probabilities(logits, params)[0])
     return written
 
 
-def _compare(p: torch.Tensor, token_id: int, q: DraftDistribution | None) -> tuple[float, float]:
-    """sum min(p, q) and min(1, q(x) / p(x)) at one place; p [V]. A token that only one of the two
-    vocabularies has adds nothing."""
-    if q is None:
-        return 0.0, 0.0
-    inside = [i for i, v in enumerate(q.token_ids) if v < len(p)]
-    mass = np.array([q.counts[i] for i in inside], dtype=np.float64) / COUNT_TOTAL
-    shared = p[[q.token_ids[i] for i in inside]].cpu().numpy()
-    overlap = float(np.minimum(shared, mass).sum())
-    drafted = dict(zip(q.token_ids, q.counts, strict=True)).get(token_id, 0) / COUNT_TOTAL
-    return overlap, min(1.0, drafted / float(p[token_id]))
+def load_reading(
+    config: DeploymentConfig,
+    prompts: Sequence[BenchPrompt],
+    max_tokens: int,
+    raw: bool,
+    progress: Progress,
+) -> Reading:
+    """Loads the target, and what drafts for it. Raises `ConfigError`."""
+    num_threads = config.target.num_threads or available_cores()
+    progress("loading the target")
+    target: Any = build_engine(config.target, "target", num_threads)
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+    draft, lookup, kind = config.draft, build_lookup(config.draft), config.target.heads_kind
+    name = f"{kind}:{config.target.heads}" if kind else draft.model
+    reader: Reader
+    if draft.drafter.model is None and lookup is not None and not kind:
+        reader = LookupReader(lookup)
+    elif kind == "medusa":
+        reader = HeadsReader(target, target.draft_heads, draft.support_entries)
+    elif kind:
+        reader = ExitReader(target, target.exit_head, draft.support_entries)
+    elif config.target.shows_features:
+        reader = EagleReader(target, build_eagle(draft)[0], draft.support_entries)
+    else:
+        progress("loading the draft")
+        engine = build_engine(draft, "draft", draft.num_threads or num_threads)
+        reader = ModelReader(engine, None, draft.support_entries)
+    if lookup is not None and not isinstance(reader, LookupReader) and not kind:
+        name = f"the model of {name}"
+    return Reading(target, reader, name, prompts, encoder(text, raw), max_tokens)
 
 
-def play_rounds(
-    target: Engine, draft: Engine, asked: Sequence[Asked], num_draft_tokens: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """Decodes every prompt in every way; the share of rounds that came to one of so many outcomes
-    which the draft would have worked out before."""
-    figures = []
-    for rule, temperature in WAYS:
-        fan_out = OutcomeModel()
-        rounds: list[tuple[int, int | None]] = []
-        for index, prompt in enumerate(asked):
-            progress(f"{rule.value} at {temperature:g}, prompt {index + 1} of {len(asked)}")
-            sampling = SamplingParams(temperature=temperature)
-            with torch.inference_mode():
-                rounds += _rounds(
-                    target, draft, prompt, (sampling, rule), fan_out, num_draft_tokens
+class Reading:
+    """Lets a target write, and a draft read."""
+
+    def __init__(
+        self,
+        target: Engine,
+        reader: Reader,
+        name: str,
+        prompts: Sequence[BenchPrompt],
+        encode: Encode,
+        max_tokens: int,
+    ) -> None:
+        """`name` is the draft's; `max_tokens` bounds an answer. Raises `SettingError` for prompts
+        that are too long."""
+        self.target, self.reader, self.name = target, reader, name
+        self._generator = np.random.default_rng(0)
+        self._asked: list[Answer] = []
+        most = min(target.info.max_model_len, reader.max_model_len)
+        for index, prompt in enumerate(prompts):
+            ids = tuple(encode(prompt.text))
+            if not 0 < len(ids) < most:
+                raise SettingError(
+                    "prompts",
+                    f"number {index + 1} has {len(ids)} tokens; 1 to {most - 1} leave room for a "
+                    "completion",
                 )
-        figures.append(way_figures(rule, temperature, rounds))
-    return figures
+            room = min(max_tokens, most - len(ids))
+            self._asked.append(Answer(prompt.category, index, ids, room))
+
+    @torch.inference_mode()
+    def sample(self, temperature: float, progress: Progress) -> Sample:
+        """The answers to all prompts."""
+        params = SamplingParams(temperature=temperature)
+        guessing = {rule: Guessing() for rule in rules_at(temperature)}
+        texts = []
+        for start in range(0, len(self._asked), AT_ONCE):
+            group = self._asked[start : start + AT_ONCE]
+            number = f"prompts {start + 1} to {start + len(group)} of {len(self._asked)}"
+            progress(f"temperature {temperature:g}, {number}")
+            written = write(self.target, group, params)
+            for asked, (token_ids, rows) in zip(group, written, strict=True):
+                text = replace(asked, token_ids=tuple(token_ids))
+                texts.append(self._read(text, rows, params, guessing))
+        return Sample(temperature, tuple(texts), guessing)
+
+    def _read(
+        self,
+        text: Answer,
+        rows: Sequence[torch.Tensor],
+        params: SamplingParams,
+        guessing: Mapping[Rule, Guessing],
+    ) -> Answer:
+        """The text with what the draft makes of it; `rows` are p [V] of each token."""
+        ids, first = (*text.prompt_ids, *text.token_ids), len(text.prompt_ids)
+        ratios, places = [], []
+        for depth, drafted in enumerate(self.reader.distributions(ids, first, params)):
+            found = []
+            for row, token_id, q in zip(rows[depth:], text.token_ids[depth:], drafted, strict=True):
+                ranked, counts = (q.token_ids, q.counts) if q is not None else ((), ())
+                rank = ranked.index(token_id) if token_id in ranked else None
+                if params.greedy:
+                    ranked, counts = ranked[:1], counts and (COUNT_TOTAL,)
+                ours, theirs, own = _both(row, token_id, ranked, counts)
+                found.append(float(theirs[own] / ours[own]))
+                if depth == 0:
+                    overlap = float(np.minimum(ours, theirs).sum())
+                    places.append((overlap, matched(ours, theirs, own)))
+                    if not params.greedy:
+                        rank = race_rank(ours, theirs, own, self._generator)
+                    self._guess(guessing, rank, ours, theirs, own)
+            ratios.append(tuple(found))
+        overlaps, matches = zip(*places, strict=True)
+        return replace(text, ratios=tuple(ratios), overlaps=overlaps, matches=matches)
+
+    def _guess(
+        self, guessing: Mapping[Rule, Guessing], rank: int | None, ours: Array, theirs: Array,
+        own: int,
+    ) -> None:  # fmt: skip
+        """Which guess of a token was right as a bonus, and which would have been after a refusal:
+        of the draft's own token where both draw alike, else of another one that is drawn here."""
+        lost = np.maximum(theirs - ours, 0.0)
+        residual = np.maximum(ours - theirs, 0.0)
+        for rule, counts in guessing.items():
+            note_guess(counts.bonus, rank)
+            if rule in (Rule.GREEDY, Rule.COUPLED):
+                if rank != 0:
+                    note_guess(counts.recovery, rank and rank - 1)
+            elif lost.sum() > 0.0 and residual[own] > 0.0:
+                refused = int(self._generator.choice(len(lost), p=lost / lost.sum()))
+                # What is not accepted, 1 - sum min(p, q), is the residual's whole mass.
+                left = residual / (1.0 - float(np.minimum(ours, theirs).sum()))
+                after = race_rank(left, theirs, own, self._generator, refused)
+                note_guess(counts.recovery, after, 1.0 - float(theirs[own] / ours[own]))
 
 
-def way_figures(
-    rule: Rule, temperature: float, rounds: Sequence[tuple[int, int | None]]
-) -> dict[str, Any]:
-    """Of rounds: how many draft tokens were accepted, and the outcome's place among those that the
-    draft plans for, the likeliest first; None = nowhere."""
-    check(bool(rounds), "nothing was decoded")
-    places = [place for _, place in rounds if place is not None]
-    return {
-        "rule": rule.value,
-        "temperature": temperature,
-        "num_rounds": len(rounds),
-        "tokens_per_round": sum(accepted + 1 for accepted, _ in rounds) / len(rounds),
-        "planned": {n: sum(place < n for place in places) / len(rounds) for n in OUTCOMES},
+def _both(
+    row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
+) -> tuple[Array, Array, int]:
+    """p and q of what is drafted and of the token that was written, and the place of that one;
+    `row` is p [V]. A token that only one of the two vocabularies has, the other never draws."""
+    ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
+    ours, theirs = np.zeros((2, len(ids)))
+    known = ids < len(row)
+    ours[known] = row[torch.from_numpy(ids[known])].double().cpu().numpy()
+    theirs[np.searchsorted(ids, drafted)] = np.array(counts) / COUNT_TOTAL
+    return ours, theirs, int(np.searchsorted(ids, token_id))
+
+
+def matched(p: Array, q: Array, own: int) -> float:
+    """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g, of the token at place
+    `own`: the chance of both is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
+    2408.07978), and that of the second is p_x. Of tokens that are not drafted, whose q is 0, those
+    other than x may be missing: with them p sums to 1."""
+    if q[own] <= 0:
+        return 0.0
+    both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
+    return min(1.0, 1.0 / float(both))
+
+
+def race_rank(
+    p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
+) -> int | None:
+    """Which guess of the winner of a race over `p` is right, from 0: its place in the race over `q`
+    with the same noise, `refused` left out. Both [N] are over the same tokens, of which those that
+    are not drafted may be missing: with them p sums to 1. None where it is not drafted."""
+    if q[winner] <= 0:
+        return None
+    first = generator.exponential()
+    noise = p * first + generator.exponential(size=len(p))
+    noise[winner] = p[winner] * first
+    with np.errstate(divide="ignore"):
+        arrival = np.where(q > 0, noise / q, np.inf)
+    earlier = arrival < arrival[winner]
+    if refused is not None:
+        earlier[refused] = False
+    return int(earlier.sum())
+
+
+def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
+    """`bench acceptance`. Raises `ConfigError`, also for prompts that are wrong or too long."""
+    prompts = options.load_prompts()
+    return measure(
+        options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
+    )
+
+
+def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
+    """At temperature 0 and 1."""
+    if options.hits and not isinstance(reading.reader, ModelReader):
+        raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
+    samples = [reading.sample(temperature, progress) for temperature in (0.0, 1.0)]
+    return summarise(options, samples, reading.target.info.name, reading.name)
+
+
+def summarise(
+    options: AcceptanceOptions, samples: Sequence[Sample], model: str, draft_model: str
+) -> Report:
+    """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
+    temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
+    temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
+    accepted given that those before it were. `hits` has the chance that a round of K draft tokens
+    comes to one of the first outcomes that the draft plans for."""
+    greedy, sampled = samples
+
+    def rates(category: str | None = None) -> dict[str, float]:
+        return {
+            name: mean(
+                one
+                for text in sample.texts
+                if category in (None, text.category)
+                for one in text.overlaps
+            )
+            for name, sample in (("greedy", greedy), ("sampled", sampled))
+        }
+
+    categories = dict.fromkeys(text.category for text in sampled.texts)
+    values: dict[str, Any] = {
+        "model": model,
+        "draft_model": draft_model,
+        "num_prompts": len(sampled.texts),
+        "max_tokens": options.max_tokens,
+        **rates(),
+        "by_position": sampled.by_position(Rule.TOKEN),
+        "num_positions": sum(len(text.overlaps) for text in sampled.texts),
+        "num_positions_greedy": sum(len(text.overlaps) for text in greedy.texts),
+        "by_category": {name: rates(name) for name in categories},
+        "hits": None,
     }
-
-
-def _hits_table(ways: Sequence[Mapping[str, Any]]) -> Any:
-    return table(
-        "rounds whose outcome is among the first that the draft plans for",
-        ("rule", "temperature", "rounds", "tokens a round", *map(str, OUTCOMES)),
+    shown = table(
+        f"{draft_model} reads {model}: {values['num_positions']} places",
+        ("prompts", "greedy", "sampled"),
         [
-            (
-                way["rule"], f"{way['temperature']:g}", str(way["num_rounds"]),
-                f"{way['tokens_per_round']:.2f}", *(f"{s:.2f}" for s in way["planned"].values()),
-            )
-            for way in ways
+            (name, *(f"{rate:.3f}" for rate in found.values()))
+            for name, found in [*values["by_category"].items(), ("all", rates())]
         ],
-    )  # fmt: skip
-
-
-def _rounds(
-    target: Engine,
-    draft: Engine,
-    asked: Asked,
-    way: tuple[SamplingParams, Rule],
-    fan_out: OutcomeModel,
-    num_draft_tokens: int,
-) -> Iterator[tuple[int, int | None]]:
-    """Decodes one prompt to the end; each round is guessed by what `fan_out` has learned so far,
-    and then teaches it."""
-    sampling, rule = way
-    drafter, vocabulary = ModelDrafter(draft), DraftVocabulary.of(draft.info.logit_token_ids)
-    eos = frozenset(target.info.eos_token_ids)
-    committed = asked.prompt_ids
-
-    def forward(engine: Engine, proposal: Proposal) -> torch.Tensor:
-        """Logits after the committed tokens and after each draft token: [K + 1, N]."""
-        engine.keep(_SEQUENCE, min(engine.length(_SEQUENCE), len(committed) - 1))
-        tokens = (*committed[engine.length(_SEQUENCE) :], *proposal.token_ids)
-        [logits] = engine.forward([SequenceStep(_SEQUENCE, tokens, len(proposal) + 1)])
-        return logits
-
-    try:
-        while len(committed) < len(asked.prompt_ids) + asked.max_tokens:
-            noise = RoundNoise(asked.seed, rule, len(committed))
-            draft.keep(_SEQUENCE, min(draft.length(_SEQUENCE), len(committed) - 1))
-            [proposal] = drafter.propose([
-                DraftRequest(
-                    session_id=_SEQUENCE, tenant="", token_ids=committed,
-                    prompt_length=len(asked.prompt_ids), num_draft_tokens=num_draft_tokens,
-                    sampling=sampling, rule=rule, noise=noise,
-                )
-            ])  # fmt: skip
-            if isinstance(proposal, OutriderError):
-                raise proposal
-            if isinstance(proposal, Unended):
-                raise InvariantError("a proposal without a deadline ends in its call")
-            guesses = guess_outcomes(
-                forward(draft, proposal), sampling, noise, proposal.token_ids, RANKS_MAX, vocabulary
+    )
+    chances = ["-" if chance is None else f"{chance:.3f}" for chance in values["by_position"]]
+    parts: list[Any] = [shown, "sampled, by place in the proposal: " + " ".join(chances)]
+    if options.hits:
+        values["hits"] = {
+            rule.value: _hits(sample, rule, options.num_draft_tokens)
+            for sample, rule in (
+                (greedy, Rule.GREEDY), (sampled, Rule.TOKEN), (sampled, Rule.COUPLED),
             )
-            logits = forward(target, proposal)
-            verdict = verdict_from_logits(logits, sampling, NO_HISTORY, proposal, noise)
-            uniforms = noise.accept_uniforms(len(proposal))
-            outcome = decide(verdict, proposal.token_ids, rule, uniforms)
-            place = outcome.num_accepted, guesses.rank(outcome.num_accepted, outcome.token_ids[-1])
-            plan = [(o.num_accepted, o.rank) for o in fan_out.plan(guesses, LOOK_AHEAD_MAX)]
-            fan_out.note(guesses, *place)
-            yield outcome.num_accepted, plan.index(place) if place in plan else None
-            committed = (*committed, *outcome.token_ids)
-            if eos.intersection(outcome.token_ids):
-                return
-    finally:
-        for engine in (target, draft):
-            engine.release(_SEQUENCE)
+        }  # fmt: skip
+        rows = [
+            (rule, *(f"{share:.2f}" for share in found.values()))
+            for rule, found in values["hits"].items()
+        ]
+        title = f"rounds of {options.num_draft_tokens} whose outcome is among the first planned"
+        parts.append(table(title, ("rule", *map(str, OUTCOMES)), rows))
+    return Report(values, parts)
+
+
+def _hits(sample: Sample, rule: Rule, num_draft_tokens: int) -> dict[int, float]:
+    accepted = [chance or 0.0 for chance in sample.by_position(rule)[:num_draft_tokens]]
+    found = sample.guessing[rule].hit_rates(accepted)
+    return {number: found[number - 1] for number in OUTCOMES}

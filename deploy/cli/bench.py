@@ -13,28 +13,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
-from outrider.config import (
-    CoordinatorConfig,
-    DeploymentConfig,
-    DraftConfig,
-    TargetConfig,
-    deployment_settings,
-)
+from outrider.config import CoordinatorConfig, DeploymentConfig, deployment_settings
 from outrider.drafters.names import LookupKind, parse_drafter
 from outrider.errors import SettingError
-from outrider.replica.process_setup import (
-    available_cores,
-    build_eagle,
-    build_engine,
-    build_lookup,
-    use_threads,
-)
+from outrider.replica.process_setup import available_cores, use_threads
 
 from .command import Arguments, Command, Group, Option, json_option, option
 from .connection import Connection, connected, connection_options
@@ -42,13 +30,11 @@ from .options import REQUEST_KEYS, deployment_config, setting_options, with_sett
 from .output import note, progress, show
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance import Drafting
     from benchmarks.references import ReferenceModel
     from benchmarks.serve import Load, ServeOptions
     from benchmarks.serve_clients import HttpServer, ServingClient
     from benchmarks.speedup import Subject
     from outrider.client import Client
-    from outrider.engine.interface import Engine
     from outrider.tokenizer import TokenizerText
 
 ASKED_NAME: Final = "measured-prompts.json"
@@ -160,41 +146,11 @@ def _run_engine(options: Any, arguments: Arguments) -> int:
 
 
 def _run_acceptance(options: Any, arguments: Arguments) -> int:
-    options.load_prompts()
+    options.load_prompts()  # What is wrong with them shows before anything is loaded.
     config = _model_config(arguments)
-    from benchmarks.acceptance import measure
-    from benchmarks.references import encoder
+    from benchmarks import acceptance
 
-    target = _engine(config.target, "target")
-    subject = _reader(config, target)
-    encode = encoder(_text(config), options.raw)
-    return _tell(measure(options, target, subject, encode, progress), arguments)
-
-
-def _reader(config: DeploymentConfig, target: Engine) -> Drafting:
-    """What reads the target's texts."""
-    from benchmarks import acceptance as readers
-    from outrider.engine.paged_engine import PagedEngine
-
-    lookup, name = build_lookup(config.draft), config.draft.model
-    entries = config.draft.support_entries
-    if isinstance(target, PagedEngine):
-        heads_name = f"{config.target.heads_kind}:{config.target.heads}"
-        if target.draft_heads is not None:
-            reader = readers.HeadsReader(target, target.draft_heads, entries)
-            return readers.Drafting(reader, heads_name)
-        if target.exit_head is not None:
-            return readers.Drafting(
-                readers.ExitReader(target, target.exit_head, entries), heads_name
-            )
-        if target.shows_features:
-            eagle = readers.EagleReader(target, build_eagle(config.draft)[0], entries)
-            return readers.Drafting(eagle, name if lookup is None else f"the head of {name}")
-    if config.draft.drafter.model is None and lookup is not None:
-        return readers.Drafting(readers.LookupReader(lookup), name)
-    draft = _engine(config.draft, "draft")
-    name = name if lookup is None else f"the model of {name}"
-    return readers.Drafting(readers.ModelReader(draft, entries), name, draft)
+    return _tell(acceptance.run(options, config, progress), arguments)
 
 
 def _model_config(arguments: Arguments) -> DeploymentConfig:
@@ -205,12 +161,6 @@ def _model_config(arguments: Arguments) -> DeploymentConfig:
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")
     return resolve_models(config)
-
-
-def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]) -> Engine:
-    """Loads a model. Raises `ConfigError`."""
-    progress(f"loading the {role}")
-    return build_engine(config, role, config.num_threads or available_cores())
 
 
 def _text(config: DeploymentConfig) -> TokenizerText:

@@ -36,7 +36,7 @@ from outrider.limits import (
     SESSIONS_PER_COORDINATOR_MAX,
     TEMPERATURE_MAX,
 )
-from outrider.replica.process_setup import available_cores, build_engine, use_threads
+from outrider.replica.process_setup import available_cores, use_threads
 
 from .command import Arguments, Option, command, grouped, json_option, option
 from .connection import connected, connection_options
@@ -46,8 +46,8 @@ from .output import progress, show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from benchmarks.acceptance import Sample
     from benchmarks.prompts import BenchPrompt
-    from deploy.planner.acceptance import Sample
     from deploy.planner.choosing import TemperaturePlan
     from deploy.planner.fleets import SimulatedFleet
     from deploy.planner.rehearsal import Validation
@@ -184,7 +184,11 @@ def plan(arguments: Arguments) -> int:
     progress("finding the models")
     config = resolve_models(config)
 
-    samples = _read(arguments, config, prompts)
+    from benchmarks.acceptance import load_reading
+
+    reading = load_reading(config, prompts, arguments.max_tokens, arguments.raw, progress)
+    samples = [reading.sample(temperature, progress) for temperature in arguments.temperature]
+    del reading
     gc.collect()  # The engines' memory is the services' from here on.
     report, validation = asyncio.run(_plan(arguments, config, samples))
     if arguments.plot is not None:
@@ -395,36 +399,6 @@ def _check_running(arguments: Arguments) -> None:
             ) from None
 
 
-def _read(
-    arguments: Arguments, config: DeploymentConfig, prompts: Sequence[BenchPrompt]
-) -> list[Sample]:
-    """The target's answers, read by the draft's model; both are gone afterwards."""
-    from benchmarks.acceptance import ModelReader
-    from deploy.planner.acceptance import Reading
-    from outrider.tokenizer import TokenizerText
-
-    progress("loading the target")
-    num_threads = config.target.num_threads or available_cores()
-    target = build_engine(config.target, "target", num_threads)
-    max_model_len, reader = target.info.max_model_len, None
-    if config.draft.drafter.model is not None:
-        progress("loading the draft")
-        draft = build_engine(config.draft, "draft", config.draft.num_threads or num_threads)
-        reader = ModelReader(draft, config.draft.support_entries)
-        max_model_len = min(max_model_len, draft.info.max_model_len)
-    reading = Reading(target, reader, max_model_len, arguments.max_tokens)
-    text = TokenizerText.load(Path(config.target.directory), config.target.model)
-
-    def encode(prompt: str) -> Sequence[int]:
-        chat = [{"role": "user", "content": prompt}]
-        return text.encode(prompt) if arguments.raw else text.encode_chat(chat)
-
-    return [
-        reading.sample(prompts, encode, temperature, 0, progress)
-        for temperature in arguments.temperature
-    ]
-
-
 async def _plan(
     arguments: Arguments, config: DeploymentConfig, samples: Sequence[Sample]
 ) -> tuple[PlanReport, Validation | None]:
@@ -464,11 +438,12 @@ async def _validate(
     times: ServiceTimes,
 ) -> Validation:
     """What is predicted are rounds of that very K, whose drafts are waited for."""
+    from benchmarks.acceptance import rules_at
     from deploy.planner.choosing import SWEEP, Replays
     from deploy.planner.rehearsal import compared, play_validation
 
     chosen, counts = found.chosen, (0, *SWEEP)
-    rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
+    rule = chosen.rule if chosen.num_draft_tokens else rules_at(sample.temperature)[-1]
     async with connected(arguments) as connection, connection.client() as client:
         played = await play_validation(client, sample, rule, counts, progress)
     replays = Replays(replace(config.draft, suffix_tokens_per_tenant=0), sample)

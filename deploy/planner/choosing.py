@@ -8,13 +8,14 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.acceptance import Sample, rules_at
 from outrider.config import DraftConfig
 from outrider.errors import check
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .acceptance import Rounds, Sample, scripted, total
 from .round_times import Load, ServiceTimes
+from .rounds import Rounds, scripted, total
 
 GAIN_MIN: Final = 0.005
 """What is larger or does more is chosen where it is faster by this share."""
@@ -234,7 +235,7 @@ class Replays:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """Those that differ: a look-up's tokens are accepted alike under all."""
-        rules = self.sample.rules
+        rules = rules_at(self.sample.temperature)
         return rules if self._draft.drafter.model is not None else rules[:1]
 
     def options(self, chooser: Chooser) -> Iterator[Option]:
@@ -264,8 +265,9 @@ def choose(load: Load, replays: Replays, times: ServiceTimes) -> TemperaturePlan
     """The plan for one temperature."""
     sample = replays.sample
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
-    plain = replays.of(sample.rules[0], 0)
-    chooser = Chooser(times, load, prompt_tokens, total(plain), sample.rules[0])
+    rule = rules_at(sample.temperature)[0]
+    plain = replays.of(rule, 0)
+    chooser = Chooser(times, load, prompt_tokens, total(plain), rule)
     options = (chooser.plain, *replays.options(chooser))
     parts = [plain, *(replays.of(*option.way) for option in options[1:])]
     found = {k: v for k, v in asdict(times).items() if k not in ("target", "draft")}

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from rich.console import RenderableType
 
+from benchmarks.acceptance import Answer, Sample, rules_at
 from benchmarks.measurement import Progress
 from benchmarks.processes import Replicas, running_pair
 from benchmarks.report import table
@@ -26,8 +27,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
-from .acceptance import Answer, Rounds, Sample, Script, rules_at, total
 from .round_times import Load, MeasuredStep, ServiceTimes, fitted, rebased
+from .rounds import Rounds, Script, total
 
 REHEARSED_K: Final = (0, 1, 8, 2, 4, 16)
 """The first prompt begins with the first of them, the second with the second, ..."""

@@ -13,7 +13,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.limits import ENGINE_SEQUENCES_MAX
 
-from .acceptance import Rounds
+from .rounds import Rounds
 
 NOISE: Final = 0.15
 """Standard deviation of a time, as a share of it ..."""

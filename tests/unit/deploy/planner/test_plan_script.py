@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 from toy_engine import ToyEngine
 
-from benchmarks.acceptance import ModelReader
+from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from benchmarks.prompts import BenchPrompt
-from deploy.planner.acceptance import Answer, Reading, Sample, scripted, total
 from deploy.planner.choosing import SWEEP, Replays, TemperaturePlan, choose
 from deploy.planner.rehearsal import (
     PlayedRound,
@@ -25,6 +24,7 @@ from deploy.planner.rehearsal import (
 )
 from deploy.planner.report import PlanReport, as_json
 from deploy.planner.round_times import Load, ServiceTimes
+from deploy.planner.rounds import scripted, total
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import DraftConfig, load_config
 from outrider.drafters.drafter import DraftRequest
@@ -57,10 +57,11 @@ def _encode(text: str) -> tuple[int, ...]:
 
 
 def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num: int = 4) -> Sample:
-    reader = ModelReader(_engine(draft_salt)) if draft.drafter.model else None
-    reading = Reading(_engine(), reader, 96, MAX_TOKENS)
+    lookup, model = build_lookup(draft), ModelReader(_engine(draft_salt))
+    reader = model if lookup is None or draft.drafter.model else LookupReader(lookup)
     prompts = [BenchPrompt(str(index), "ab"[index % 2]) for index in range(num)]
-    return reading.sample(prompts, _encode, temperature, 3, lambda line: None)
+    reading = Reading(_engine(), reader, "d", prompts, _encode, MAX_TOKENS)
+    return reading.sample(temperature, lambda line: None)
 
 
 def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.planner.acceptance import Attempt, Rounds, replay
 from deploy.planner.choosing import GAIN_MIN, Chooser, Option, best
 from deploy.planner.round_times import (
     Line,
@@ -17,6 +16,7 @@ from deploy.planner.round_times import (
     fitted,
     rebased,
 )
+from deploy.planner.rounds import Attempt, Rounds, replay
 from deploy.planner.simulation import Demand, FleetSize, Pair, Scenario, simulate
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule

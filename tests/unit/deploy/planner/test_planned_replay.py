@@ -5,16 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploy.planner.acceptance import (
-    Attempt,
-    Guessing,
-    matched,
-    note_guess,
-    race_rank,
-    replay,
-    survival,
-    total,
-)
+from benchmarks.acceptance import Guessing, matched, note_guess, race_rank
+from deploy.planner.rounds import Attempt, replay, survival, total
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.sampling_params import Rule
 

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from deploy.planner.acceptance import Attempt, Rounds, replay, total
 from deploy.planner.choosing import LEVEL, Chooser, Option, Spread, best, spread
 from deploy.planner.round_times import Load, ServiceTimes
+from deploy.planner.rounds import Attempt, Rounds, replay, total
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
