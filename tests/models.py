@@ -26,12 +26,18 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind, save_head
-from outrider.models.eagle import LoadedEagle, make_eagle
-from outrider.models.early_exit import LoadedExit, make_exit, save_exit
+from outrider.models.drafter_checkpoint import (
+    FORMAT,
+    TrainedDescription,
+    TrainedKind,
+    head_of,
+    save_head,
+)
+from outrider.models.eagle import EagleHead, LoadedEagle
+from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import PackedLinear, WidenedLinear, can_pack
-from outrider.models.medusa import LoadedHeads, make_heads
+from outrider.models.medusa import DraftHeads, LoadedHeads
 from outrider.models.student import save_drafter
 
 MAX_MODEL_LEN = 128
@@ -200,23 +206,24 @@ def _filled(module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int) 
     return module.eval()
 
 
+def _shared(target: Any, token_ids: Sequence[int]) -> tuple[Any, torch.nn.Parameter]:
+    head = target.get_output_embeddings().weight
+    return target.get_input_embeddings().weight, head_of(head, torch.tensor(token_ids))
+
+
 def tiny_heads(
     target: Any, token_ids: Sequence[int], num_heads: int = 2, seed: int = 1
 ) -> LoadedHeads:
     """Random draft heads on a target's module, with logits of `token_ids`."""
-    heads = make_heads(target, num_heads, 2 * target.config.hidden_size, torch.tensor(token_ids))
+    inner = 2 * target.config.hidden_size
+    heads = DraftHeads(*_shared(target, token_ids), inner, num_heads)
     linears = [linear for part in heads.heads for linear in (part.gate_up, part.down)]
     return LoadedHeads(_filled(heads, linears, target.dtype, seed), tuple(token_ids))
 
 
 def tiny_eagle(target: Any, token_ids: Sequence[int], seed: int = 1) -> LoadedEagle:
     """A random head that reads features, with weights of the target and logits of `token_ids`."""
-    module = make_eagle(
-        target.get_input_embeddings().weight,
-        target.get_output_embeddings().weight,
-        2 * target.config.hidden_size,
-        torch.tensor(token_ids),
-    )
+    module = EagleHead(*_shared(target, token_ids), 2 * target.config.hidden_size)
     layers = module.layer.children()
     return LoadedEagle(_filled(module, layers, target.dtype, seed), tuple(token_ids))
 
@@ -226,7 +233,7 @@ def tiny_exit(
 ) -> LoadedExit:
     """A random exit head behind a layer of a target's module, with logits of `token_ids`."""
     width = target.config.hidden_size
-    module = make_exit(target, 2 * width, torch.tensor(token_ids))
+    module = ExitHead(_shared(target, token_ids)[1], 2 * width)
     module.scale = torch.nn.Parameter(torch.ones(width, dtype=target.dtype), requires_grad=False)
     linears = (module.mix, module.gate_up, module.down)
     filled = _filled(module, linears, target.dtype, seed)
@@ -261,10 +268,7 @@ def _save_head(directory: Path, kind: TrainedKind, target: Path, module: Any, ma
     description = _description(kind, target, module, made.token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     token_ids = torch.tensor(made.token_ids)
-    if kind == TrainedKind.EARLY_EXIT:
-        save_exit(directory, made.module, made.num_layers, token_ids, description)
-    else:
-        save_head(directory, made.module, token_ids, description)
+    save_head(directory, made.module, token_ids, description, made.num_layers)
     return directory
 
 

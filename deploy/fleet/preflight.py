@@ -213,7 +213,10 @@ def _resolve_draft(
             directory = resolve_model(name, trust_remote_code=trust, heads=reads)
             if reads or is_trained_drafter(directory):
                 kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
-                check_target(directory, name, kind, target, config.target.model)
+                check_target(
+                    directory, kind, name=name,
+                    target_directory=target, target_name=config.target.model,
+                )  # fmt: skip
                 draft = replace(draft, target=config.target.model, target_directory=str(target))
             else:
                 check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
@@ -235,7 +238,10 @@ def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetCo
     with blaming("draft_model"):
         directory = resolve_model(name, trust_remote_code=target.trust_remote_code, heads=True)
         kind = TrainedKind.MEDUSA if draft.drafter.heads is not None else TrainedKind.EARLY_EXIT
-        check_target(directory, name, kind, Path(target.directory), target.model)
+        check_target(
+            directory, kind, name=name,
+            target_directory=Path(target.directory), target_name=target.model,
+        )  # fmt: skip
     return replace(
         target, heads=name, heads_kind=kind, heads_directory=str(directory),
         heads_support_entries=draft.support_entries,

@@ -29,22 +29,22 @@ from outrider.errors import SettingError
 from outrider.models.drafter_checkpoint import (
     TrainedDescription,
     TrainedKind,
+    head_of,
     own_names,
     save_head,
 )
-from outrider.models.eagle import load_eagle_on, make_eagle
+from outrider.models.eagle import EagleHead, load_eagle_on
 from outrider.models.early_exit import (
+    ExitHead,
     check_exit,
     last_norm,
     layers_of,
     load_exit,
-    make_exit,
     norm_weight,
-    save_exit,
 )
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
-from outrider.models.medusa import load_heads, make_heads
+from outrider.models.medusa import DraftHeads, load_heads
 from outrider.models.student import load_drafter, narrow_head, save_drafter
 from outrider.settings import blaming
 from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
@@ -178,6 +178,9 @@ class Learner:
     def _own_names(self) -> list[str]:
         return own_names(self.module)
 
+    def _rows(self, token_ids: torch.Tensor) -> nn.Parameter:
+        return head_of(self._target.get_output_embeddings().weight, token_ids)
+
     def _fill(self, module: nn.Module, quiet: Collection[str]) -> None:
         """Gives linear layers without values their first ones, in the form of the target's: next to
         nothing where their own name is in `quiet`, else as the library begins such a layer."""
@@ -225,7 +228,8 @@ class Medusa(Learner):
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         inner = _CHAIN_INNER_WIDTHS * self._width
-        module = make_heads(self._target, self._options.heads or HEADS, inner, token_ids)
+        num_heads = self._options.heads or HEADS
+        module = DraftHeads(self._embeddings, self._rows(token_ids), inner, num_heads)
         self._fill(module.heads, ("down",))
         return module
 
@@ -268,9 +272,8 @@ class Eagle(Learner):
         return loaded.module, loaded.token_ids
 
     def _make(self, token_ids: torch.Tensor) -> Any:
-        rows = self._target.get_output_embeddings().weight
         inner = _CHAIN_INNER_WIDTHS * self._width
-        module = make_eagle(self._embeddings, rows, inner, token_ids)
+        module = EagleHead(self._embeddings, self._rows(token_ids), inner)
         self._fill(module.layer, ("join", "out", "down"))
         return module
 
@@ -303,7 +306,7 @@ class EarlyExit(Learner):
 
     def save(self, directory: Path, description: TrainedDescription) -> None:
         token_ids = torch.from_numpy(self.token_ids)
-        save_exit(directory, self.module, self.num_layers, token_ids, description)
+        save_head(directory, self.module, token_ids, description, self.num_layers)
 
     def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
         loaded = load_exit(start, self._target, **names)
@@ -312,7 +315,7 @@ class EarlyExit(Learner):
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         """It does what the target's own norm and head would there, but less surely."""
-        module = make_exit(self._target, _EXIT_INNER_WIDTHS * self._width, token_ids)
+        module = ExitHead(self._rows(token_ids), _EXIT_INNER_WIDTHS * self._width)
         scale = _FIRST_SCALE * norm_weight(last_norm(self._target), self._width)
         module.scale = nn.Parameter(scale.to(self._embeddings))
         self._fill(module, ("mix", "down"))

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypedDict, TypeVar, Unpack
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -31,6 +32,9 @@ DESCRIPTION_FILE: Final = "drafter.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 FORMAT: Final = 3
 TOKEN_IDS: Final = "draft_token_ids"  # noqa: S105 (a tensor's name)
+_NUM_LAYERS: Final = "num_layers"
+_DOWN: Final = "down.weight"
+"""How the names of the weights [D, M] end that lead back from the inner width of a head."""
 _SCALE: Final = ".scale"
 _INT8_MAX: Final = 127
 _OF_TARGET: Final = frozenset({"embeddings", "head.weight"})
@@ -51,11 +55,6 @@ class TrainedKind(StrEnum):
     (`eagle.py`)."""
 
 
-def allowed_kinds() -> str:
-    """For messages."""
-    return ", ".join(f"`{kind}`" for kind in TrainedKind)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedDescription:
     """Whose drafter it is."""
@@ -73,6 +72,16 @@ class TrainedDescription:
     draft_vocab_size: int
     """Rows of the drafter's head."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+class Whose(TypedDict):
+    """What a drafter is called, and the target that it was made for."""
+
+    name: str
+    target_directory: Path
+    target_name: str
+
 
 def is_trained_drafter(directory: Path) -> bool:
     """Whether the directory holds a drafter that was made for one target, of whatever kind, and no
@@ -83,43 +92,42 @@ def is_trained_drafter(directory: Path) -> bool:
 def read_description(directory: Path, name: str) -> TrainedDescription:
     """What `drafter.json` says. Raises `ConfigError` where it says it otherwise than it must."""
     path = directory / DESCRIPTION_FILE
+    wrong = f"drafter {name}: {path}"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"drafter {name}: {path} cannot be read: {error}") from error
-    kinds = dict.fromkeys(("kind", "target", "target_fingerprint"), str)
-    expected = {field.name: kinds.get(field.name, int) for field in fields(TrainedDescription)}
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ConfigError(f"drafter {name}: {path} is not of format {FORMAT}, which is read here")
-    found = {key: type(value) for key, value in values.items()}
-    if found != expected:
-        wrong = sorted(key for key in found | expected if found.get(key) != expected.get(key))
-        raise ConfigError(f"drafter {name}: {path}: {wrong[0]} is missing, wrong or not known")
-    description = TrainedDescription(**values)
-    if description.kind not in list(TrainedKind):
+        text = path.read_text(encoding="utf-8")
+        description = TypeAdapter(TrainedDescription).validate_json(text, strict=True)
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(map(str, found["loc"]))
         raise ConfigError(
-            f"drafter {name}: {path}: kind is {description.kind!r}; {allowed_kinds()} are known"
-        )
+            f"{wrong}: {key} is missing, wrong or not known: {found['msg']}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{wrong} cannot be read: {error}") from error
+    if description.format != FORMAT:
+        raise ConfigError(f"{wrong} is not of format {FORMAT}, which is read here")
+    if description.kind not in list(TrainedKind):
+        allowed = ", ".join(f"`{kind}`" for kind in TrainedKind)
+        raise ConfigError(f"{wrong}: kind is {description.kind!r}; {allowed} are known")
     if not 0 < description.draft_vocab_size <= description.vocab_size:
         raise ConfigError(
-            f"drafter {name}: {path}: draft_vocab_size is {description.draft_vocab_size}; 1 to "
-            f"vocab_size, {description.vocab_size}, are allowed"
+            f"{wrong}: draft_vocab_size is {description.draft_vocab_size}; 1 to vocab_size, "
+            f"{description.vocab_size}, are allowed"
         )
     return description
 
 
-def check_target(
-    directory: Path, name: str, kind: TrainedKind, target_directory: Path, target: str
-) -> TrainedDescription:
+def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> TrainedDescription:
     """What the drafter in `directory` is. Raises `ConfigError` unless it is of this kind and was
     made for these weights."""
+    name, target = whose["name"], whose["target_name"]
     description = read_description(directory, name)
     if description.kind != kind:
         raise ConfigError(
             f"drafter {name} is of the kind `{description.kind}`, and is named as a `{kind}`; a "
             "student goes by its directory alone, every other kind by `KIND:DIR`"
         )
-    found = tensors_fingerprint(target_directory)
+    found = tensors_fingerprint(whose["target_directory"])
     if description.target_fingerprint != found:
         raise ConfigError(
             f"drafter {name} was made for the target {description.target} with weights "
@@ -145,15 +153,32 @@ def save_head(
     module: nn.Module,
     token_ids: torch.Tensor,
     description: TrainedDescription,
-    **others: torch.Tensor,
+    num_layers: int = 0,
 ) -> None:
-    """Writes the description, `others`, and what is not the target's of a head whose logits are of
-    `token_ids` [N]."""
-    tensors = {TOKEN_IDS: token_ids.to(torch.int32), **others}
+    """Writes the description and what is not the target's of a head, behind so many layers of the
+    target, whose logits are of `token_ids` [N]."""
+    tensors = {TOKEN_IDS: token_ids.to(torch.int32)}
+    if num_layers:
+        tensors[_NUM_LAYERS] = torch.tensor([num_layers], dtype=torch.int32)
     save_files(directory, tensors | stored_weights(module, own_names(module)), description)
 
 
-Head = TypeVar("Head", bound=nn.Module)
+class TargetHead(nn.Module):
+    """What drafts from a target's hidden states, with rows of the target's head [N, D]."""
+
+    def __init__(self, head: nn.Parameter) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.head = nn.Linear(head.shape[1], head.shape[0], bias=False)
+        self.head.weight = head
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[.., N], float32, of hidden states [.., D] that the head has made."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits.float()
+
+
+Head = TypeVar("Head", bound=TargetHead)
 
 
 @dataclass(frozen=True)
@@ -170,33 +195,32 @@ class LoadedHead(Generic[Head]):
 def load_head(
     directory: Path,
     kind: TrainedKind,
-    vocab_size: int,
-    down: str,
-    make: Callable[[dict[str, torch.Tensor], int, torch.Tensor], Head],
-    *,
-    name: str,
-    target_directory: Path,
-    target_name: str,
+    rows: torch.Tensor,
+    make: Callable[[nn.Parameter, int, int], Head],
+    **whose: Unpack[Whose],
 ) -> LoadedHead[Head]:
-    """The head in `directory` for the target in `target_directory` of so many tokens. `make` gives
-    one without values, of the stored tensors, its inner width, which is that of the weight `down`,
-    and the tokens [N] of its logits. Raises `ConfigError`, also for a target that it was not made
-    for."""
+    """The head in `directory` for a target whose own head is `rows` [V, D]. `make` gives one
+    without values, of its rows of these, its inner width and the number of its parts of such a
+    width. Raises `ConfigError`, also for a target that it was not made for."""
+    name = whose["name"]
     with refusing(f"drafter {name}:"):
-        description = check_target(directory, name, kind, target_directory, target_name)
-        if description.vocab_size != vocab_size:
+        description = check_target(directory, kind, **whose)
+        if description.vocab_size != len(rows):
             raise ConfigError(
                 f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-                f"target {vocab_size}"
+                f"target {len(rows)}"
             )
         tensors = read_weights(directory)
         token_ids = checked_token_ids(tensors, description)
-        if down not in tensors or tensors[down].dim() != 2:
-            raise ConfigError(f"drafter {name}: its files lack the weights {down}")
-        module = make(tensors, tensors[down].shape[1], token_ids)
-        head: Any = module.get_submodule("head")
-        put_weights(module, tensors, head.weight.device, name)
-    return LoadedHead(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+        num_layers = tensors.get(_NUM_LAYERS, torch.zeros(1, dtype=torch.int32))
+        if num_layers.numel() != 1 or num_layers.dtype != torch.int32:
+            raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is no whole number")
+        downs = [values for key, values in tensors.items() if key.endswith(_DOWN)]
+        module = make(head_of(rows, token_ids), downs[0].shape[-1] if downs else 1, len(downs))
+        put_weights(module, own_names(module), tensors, rows.device, name)
+    return LoadedHead(
+        module.requires_grad_(False).eval(), tuple(token_ids.tolist()), int(num_layers)
+    )
 
 
 def head_of(rows: torch.Tensor, token_ids: torch.Tensor) -> nn.Parameter:
@@ -242,14 +266,11 @@ def checked_token_ids(
 ) -> torch.Tensor:
     """The tokens [N] of the head's rows. Raises `ValueError` for such as cannot be."""
     token_ids = tensors[TOKEN_IDS]
-    shape, num, vocab_size = (
-        [*token_ids.shape], description.draft_vocab_size, description.vocab_size,
-    )  # fmt: skip
+    shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
     if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{TOKEN_IDS} are {token_ids.dtype} {shape}, not {num} whole numbers")
-    found = token_ids.tolist()
-    if found[0] < 0 or found[-1] >= vocab_size or any(a >= b for a, b in pairwise(found)):
-        raise ValueError(f"{TOKEN_IDS} do not ascend from 0 or more to below {vocab_size}")
+    if any(a >= b for a, b in pairwise([-1, *token_ids.tolist(), size])):
+        raise ValueError(f"{TOKEN_IDS} do not ascend from 0 or more to below {size}")
     return token_ids.long()
 
 
@@ -260,22 +281,20 @@ def own_names(module: nn.Module) -> list[str]:
 
 def put_weights(
     module: nn.Module,
+    names: Iterable[str],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device,
     drafter: str,
-    given: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Puts on the device what a drafter's file has of the module's own weights or, where they are
-    `given`, of all. Raises `ConfigError` for such as are missing, misfit, or not finite."""
-    names = own_names(module) if given is None else [name for name, _ in module.named_parameters()]
+    """Puts these weights of a module on the device, from a drafter's file. Raises `ConfigError` for
+    such as are missing, misfit, or not finite."""
+    names = list(names)
+    for name in names:
+        if name not in tensors:
+            raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
     for name in names:
         parameter = module.get_parameter(name)
-        if given is not None and name in given:
-            values = given[name]
-        elif name in tensors:
-            values = restored(name, tensors)
-        else:
-            raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
+        values = restored(name, tensors)
         if values.shape != parameter.shape or not values.isfinite().all():
             raise ConfigError(f"drafter {drafter}: {name} does not fit, or is not finite")
         owner, _, attribute = name.rpartition(".")

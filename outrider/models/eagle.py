@@ -29,7 +29,13 @@ from torch import nn
 from outrider.engine.interface import ModelInfo
 from outrider.errors import check
 from outrider.limits import FEATURES_MAX
-from outrider.models.drafter_checkpoint import LoadedHead, TrainedKind, head_of, load_head
+from outrider.models.drafter_checkpoint import (
+    LoadedHead,
+    TargetHead,
+    TrainedKind,
+    Whose,
+    load_head,
+)
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import (
     LoadOptions,
@@ -69,19 +75,16 @@ class EagleLayer(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
 
-class EagleHead(nn.Module):
+class EagleHead(TargetHead):
     """The layer, with embeddings [V, D] and a head [N, D] that are the target's."""
 
-    def __init__(self, inner: int, embeddings: nn.Parameter, head: nn.Parameter) -> None:
+    def __init__(self, embeddings: nn.Parameter, head: nn.Parameter, inner: int) -> None:
         """The weights of the layer are without values."""
-        super().__init__()
-        width = embeddings.shape[1]
-        with torch.device("meta"):
-            self.layer = EagleLayer(width, inner)
-            self.head = nn.Linear(width, head.shape[0], bias=False)
-        self.to(embeddings.dtype)
+        super().__init__(head)
         self.embeddings = embeddings
-        self.head.weight = head
+        width = head.shape[1]
+        with torch.device("meta"):
+            self.layer = EagleLayer(width, inner).to(head.dtype)
         self.head_width = max(
             size for size in range(1, _HEAD_WIDTH_MAX + 1) if width % size == 0 and size % 2 == 0
         )
@@ -89,18 +92,9 @@ class EagleHead(nn.Module):
 
     def pairs(self, features: torch.Tensor, token_ids: torch.Tensor, places: torch.Tensor) -> Pairs:
         """Of features [.., D] read at `places` [..], and the tokens [..] behind these."""
-        width = features.shape[-1:]
         embedded = nn.functional.embedding(token_ids, self.embeddings)
-        joined = self.layer.join(
-            torch.cat(
-                [
-                    nn.functional.rms_norm(features, width, eps=_EPS),
-                    nn.functional.rms_norm(embedded, width, eps=_EPS),
-                ],
-                -1,
-            )
-        )
-        seen = self.layer.attend(nn.functional.rms_norm(joined, width, eps=_EPS))
+        joined = self.layer.join(torch.cat([_normed(features), _normed(embedded)], -1))
+        seen = self.layer.attend(_normed(joined))
         queries, keys, values = seen.unflatten(-1, (3, -1, self.head_width)).unbind(-3)
         queries, keys = (_rotated(vectors, places) for vectors in (queries, keys))
         return Pairs(queries, keys, values, joined)
@@ -111,9 +105,7 @@ class EagleHead(nn.Module):
         """g [.., D] of features and x of pairs, and what attention made of their queries
         [.., heads, width of one]."""
         y = joined + self.layer.out(mixed.flatten(-2))
-        gate, up = self.layer.gate_up(nn.functional.rms_norm(y, y.shape[-1:], eps=_EPS)).chunk(
-            2, -1
-        )
+        gate, up = self.layer.gate_up(_normed(y)).chunk(2, -1)
         guessed: torch.Tensor = features + y + self.layer.down(nn.functional.silu(gate) * up)
         return guessed
 
@@ -137,11 +129,6 @@ class EagleHead(nn.Module):
             mixed = _attend_in_windows(pairs.queries, first, own)
             features = self.guess(features, pairs.joined, mixed)
             yield features
-
-    def logits(self, guessed: torch.Tensor) -> torch.Tensor:
-        """[.., N], float32, of g [.., D]."""
-        logits: torch.Tensor = self.head(guessed)
-        return logits.float()
 
 
 def _attend_in_windows(queries: torch.Tensor, first: Pairs, own: Sequence[Pairs]) -> torch.Tensor:
@@ -177,6 +164,10 @@ def _attend_in_windows(queries: torch.Tensor, first: Pairs, own: Sequence[Pairs]
     return mixed.transpose(2, 3).flatten(1, 2)[:, :num_pairs]
 
 
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(rows, rows.shape[-1:], eps=_EPS)
+
+
 def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[.., heads, E], each half a rotation of the other by its place [..]."""
     half = vectors.shape[-1] // 2
@@ -188,14 +179,6 @@ def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 LoadedEagle = LoadedHead[EagleHead]
-
-
-def make_eagle(
-    embeddings: nn.Parameter, rows: torch.Tensor, inner: int, token_ids: torch.Tensor
-) -> EagleHead:
-    """A head whose layer has no values, with the target's embeddings [V, D] and the rows of the
-    target's head [V, D] for `token_ids` [N]."""
-    return EagleHead(inner, embeddings, head_of(rows, token_ids))
 
 
 def load_eagle(
@@ -211,10 +194,11 @@ def load_eagle(
     info = describe(empty, target_directory, **options)
     with refusing(f"drafter {name}:"):
         embeddings, rows = (
-            values.to(empty.dtype) for values in target_weights(empty, target_directory, name)
+            values.to(where, empty.dtype)
+            for values in target_weights(empty, target_directory, name)
         )
         loaded = load_eagle_on(
-            path, embeddings.to(where), rows.to(where),
+            path, nn.Parameter(embeddings, requires_grad=False), rows,
             name=name, target_directory=target_directory, target_name=target,
         )  # fmt: skip
         fingerprint = tensors_fingerprint(path)
@@ -223,23 +207,12 @@ def load_eagle(
 
 
 def load_eagle_on(
-    path: Path,
-    embeddings: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    name: str,
-    target_directory: Path,
-    target_name: str,
+    path: Path, embeddings: nn.Parameter, rows: torch.Tensor, **whose: Unpack[Whose]
 ) -> LoadedEagle:
-    """The head in `path` with these embeddings and head rows [V, D] of the target in
-    `target_directory`, of their dtype and on their device. Raises `ConfigError`, also for a target
-    that it was not made for."""
-    fixed = nn.Parameter(embeddings, requires_grad=False)
+    """The head in `path` with these embeddings and head rows [V, D] of its target, of their dtype
+    and on their device. Raises `ConfigError`, also for a target that it was not made for."""
 
-    def make(_: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> EagleHead:
-        return make_eagle(fixed, rows, inner, token_ids)
+    def make(head: nn.Parameter, inner: int, _: int) -> EagleHead:
+        return EagleHead(embeddings, head, inner)
 
-    return load_head(
-        path, TrainedKind.EAGLE, len(rows), "layer.down.weight", make, name=name,
-        target_directory=target_directory, target_name=target_name,
-    )  # fmt: skip
+    return load_head(path, TrainedKind.EAGLE, rows, make, **whose)

@@ -17,9 +17,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
@@ -27,11 +26,10 @@ from torch import nn
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import (
     LoadedHead,
-    TrainedDescription,
+    TargetHead,
     TrainedKind,
-    head_of,
+    Whose,
     load_head,
-    save_head,
 )
 
 
@@ -131,21 +129,18 @@ _EPS: Final = 1e-6
 """Under the root of the mean square."""
 
 
-class ExitHead(nn.Module):
+class ExitHead(TargetHead):
     """Of width D and inner width M', with a head [N', D] that is the model's own."""
 
-    def __init__(self, inner: int, head: nn.Parameter) -> None:
+    def __init__(self, head: nn.Parameter, inner: int) -> None:
         """The weights, but for the head's, are without values."""
-        super().__init__()
-        rows, width = head.shape
+        super().__init__(head)
+        width, dtype = head.shape[1], head.dtype
         with torch.device("meta"):
-            self.scale = nn.Parameter(torch.empty(width))
-            self.mix = nn.Linear(width, width, bias=False)
-            self.gate_up = nn.Linear(width, 2 * inner, bias=False)
-            self.down = nn.Linear(inner, width, bias=False)
-            self.head = nn.Linear(width, rows, bias=False)
-        self.to(head.dtype)
-        self.head.weight = head
+            self.scale = nn.Parameter(torch.empty(width, dtype=dtype))
+            self.mix = nn.Linear(width, width, bias=False, dtype=dtype)
+            self.gate_up = nn.Linear(width, 2 * inner, bias=False, dtype=dtype)
+            self.down = nn.Linear(inner, width, bias=False, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """f [..., D] of h [..., D]."""
@@ -156,53 +151,25 @@ class ExitHead(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, N'], float32, of h [R, D]."""
-        logits: torch.Tensor = self.head(self(hidden))
-        return logits.float()
+        return super().logits(self(hidden))
 
 
-_NUM_LAYERS: Final = "num_layers"
 LoadedExit = LoadedHead[ExitHead]
 
 
-def make_exit(target: Any, inner: int, token_ids: torch.Tensor) -> ExitHead:
-    """An exit head without values, with the rows of the target's head for `token_ids` [N]."""
-    return ExitHead(inner, head_of(target.get_output_embeddings().weight, token_ids))
+def load_exit(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedExit:
+    """The exit head in `path` on a target's module, of its dtype and on its device. Raises
+    `ConfigError`, also for a target that it was not made for."""
 
+    def make(head: nn.Parameter, inner: int, _: int) -> ExitHead:
+        return ExitHead(head, inner)
 
-def load_exit(
-    path: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> LoadedExit:
-    """The exit head in `path` on the module of the target in `target_directory`, of its dtype and
-    on its device. Raises `ConfigError`, also for a target that it was not made for."""
-    num_layers = 0
-
-    def make(tensors: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> ExitHead:
-        nonlocal num_layers
-        layers = tensors.get(_NUM_LAYERS)
-        if layers is None or [*layers.shape] != [1] or layers.dtype != torch.int32:
-            raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is missing, or no whole number")
-        num_layers = int(layers)
-        try:
-            check_exit(target, num_layers)
-        except ConfigError as error:
-            raise ConfigError(f"drafter {name}: of the target {target_name}: {error}") from error
-        return make_exit(target, inner, token_ids)
-
-    loaded = load_head(
-        path, TrainedKind.EARLY_EXIT, len(target.get_output_embeddings().weight), "down.weight",
-        make, name=name, target_directory=target_directory, target_name=target_name,
-    )  # fmt: skip
-    return replace(loaded, num_layers=num_layers)
-
-
-def save_exit(
-    directory: Path,
-    module: ExitHead,
-    num_layers: int,
-    token_ids: torch.Tensor,
-    description: TrainedDescription,
-) -> None:
-    """Writes the description and what is not the target's of an exit head behind `num_layers`
-    layers, whose logits are of `token_ids` [N]."""
-    layers = {_NUM_LAYERS: torch.tensor([num_layers], dtype=torch.int32)}
-    save_head(directory, module, token_ids, description, **layers)
+    rows = target.get_output_embeddings().weight
+    loaded = load_head(path, TrainedKind.EARLY_EXIT, rows, make, **whose)
+    try:
+        check_exit(target, loaded.num_layers)
+    except ConfigError as error:
+        raise ConfigError(
+            f"drafter {whose['name']}: of the target {whose['target_name']}: {error}"
+        ) from error
+    return loaded

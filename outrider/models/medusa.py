@@ -14,12 +14,18 @@ know the first.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
 
-from outrider.models.drafter_checkpoint import LoadedHead, TrainedKind, head_of, load_head
+from outrider.models.drafter_checkpoint import (
+    LoadedHead,
+    TargetHead,
+    TrainedKind,
+    Whose,
+    load_head,
+)
 
 _EPS: Final = 1e-6
 """Under the root of the mean square."""
@@ -42,21 +48,18 @@ class DraftHead(nn.Module):
         return features + down
 
 
-class DraftHeads(nn.Module):
+class DraftHeads(TargetHead):
     """A head for each depth, with embeddings [V, D] and a head [N, D] that are the model's own."""
 
     def __init__(
-        self, num_heads: int, inner: int, embeddings: nn.Parameter, head: nn.Parameter
+        self, embeddings: nn.Parameter, head: nn.Parameter, inner: int, num_heads: int
     ) -> None:
         """The weights of the heads are without values."""
-        super().__init__()
-        width = embeddings.shape[1]
-        with torch.device("meta"):
-            self.heads = nn.ModuleList(DraftHead(width, inner) for _ in range(num_heads))
-            self.head = nn.Linear(width, head.shape[0], bias=False)
-        self.to(embeddings.dtype)
+        super().__init__(head)
         self.embeddings = embeddings
-        self.head.weight = head
+        with torch.device("meta"):
+            heads = [DraftHead(head.shape[1], inner) for _ in range(num_heads)]
+        self.heads = nn.ModuleList(heads).to(head.dtype)
 
     def advance(self, depth: int, features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """f_{depth+1} [R, D] from f_depth [R, D] and the tokens [R] behind it; `depth` from 0."""
@@ -64,34 +67,17 @@ class DraftHeads(nn.Module):
         advanced: torch.Tensor = self.heads[depth](features, embedded)
         return advanced
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """[R, N], float32, of f_i [R, D] with i >= 1."""
-        logits: torch.Tensor = self.head(features)
-        return logits.float()
-
 
 LoadedHeads = LoadedHead[DraftHeads]
 
 
-def make_heads(target: Any, num_heads: int, inner: int, token_ids: torch.Tensor) -> DraftHeads:
-    """Heads without values on a target's module, with its embeddings and its head's rows for
-    `token_ids` [N]."""
-    head = head_of(target.get_output_embeddings().weight, token_ids)
-    return DraftHeads(num_heads, inner, target.get_input_embeddings().weight, head)
+def load_heads(path: Path, target: Any, **whose: Unpack[Whose]) -> LoadedHeads:
+    """The heads in `path` on a target's module, of its dtype and on its device. Raises
+    `ConfigError`, also for a target that they were not made for."""
+    embeddings = target.get_input_embeddings().weight
 
+    def make(head: nn.Parameter, inner: int, num_heads: int) -> DraftHeads:
+        return DraftHeads(embeddings, head, inner, num_heads)
 
-def load_heads(
-    path: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> LoadedHeads:
-    """The heads in `path` on the module of the target in `target_directory`, of its dtype and on
-    its device. Raises `ConfigError`, also for a target that they were not made for."""
-
-    def make(tensors: dict[str, torch.Tensor], inner: int, token_ids: torch.Tensor) -> DraftHeads:
-        num_heads = sum(key.endswith(".down.weight") for key in tensors)
-        return make_heads(target, num_heads, inner, token_ids)
-
-    return load_head(
-        path, TrainedKind.MEDUSA, len(target.get_output_embeddings().weight),
-        "heads.0.down.weight", make, name=name, target_directory=target_directory,
-        target_name=target_name,
-    )  # fmt: skip
+    rows = target.get_output_embeddings().weight
+    return load_head(path, TrainedKind.MEDUSA, rows, make, **whose)

@@ -51,7 +51,10 @@ def load_drafter(
     as `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
     `ConfigError`, also for a target that it was not made for."""
     name = options.get("name", str(path))
-    description = check_target(path, name, TrainedKind.STUDENT, target_directory, target)
+    description = check_target(
+        path, TrainedKind.STUDENT,
+        name=name, target_directory=target_directory, target_name=target,
+    )  # fmt: skip
     where = use_device(**options)
     module = empty_model(path, **options)
     info = describe(module, path, **options)
@@ -65,9 +68,9 @@ def load_drafter(
         tensors = read_weights(path)
         token_ids = checked_token_ids(tensors, description)
         embeddings, rows = target_weights(module, target_directory, name)
-        values = (embeddings, rows[token_ids])
-        given = dict(zip(_shared_with_target(module), values, strict=True))
-        put_weights(module, tensors, where, name, given)
+        shared = _shared_with_target(module)
+        given = tensors | dict(zip(shared, (embeddings, rows[token_ids]), strict=True))
+        put_weights(module, dict(module.named_parameters()), given, where, name)
     tokenizer = load_tokenizer(
         target_directory, trust_remote_code=options.get("trust_remote_code", False)
     )

@@ -110,7 +110,7 @@ class CheckedEagle(EagleDrafter):
             return torch.nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
 
         width = 2
-        module = EagleHead(4, numbers(spec.vocab_size, width), numbers(spec.vocab_size - 1, width))
+        module = EagleHead(numbers(spec.vocab_size, width), numbers(spec.vocab_size - 1, width), 4)
         for linear in module.layer.children():
             linear.weight = numbers(*linear.weight.shape)
         loaded = LoadedEagle(module.eval(), tuple(range(spec.vocab_size - 1)))

@@ -107,7 +107,10 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
         ),
         ({"kind": "medusa"}, "of the kind `medusa`, and is named as a `student`"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
-        ({"vocab_size": "32"}, "vocab_size is missing"),
+        (
+            {"vocab_size": "32"},
+            "vocab_size is missing, wrong or not known: Input should be a valid",
+        ),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
         ({"draft_vocab_size": -3}, "draft_vocab_size is -3; 1 to vocab_size, 32, are allowed"),
         ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),

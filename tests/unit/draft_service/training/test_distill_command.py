@@ -71,7 +71,7 @@ def test_the_command_makes_one_that_serves(
     assert 0 < found["sampled"] < 1
     assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
     assert "training" not in captured.err
-    check_target(tmp_path / "out", "out", kind, model, "target")
+    check_target(tmp_path / "out", kind, name="out", target_directory=model, target_name="target")
     [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
     conversations = [json.loads(line) for line in written.read_text().splitlines()]
     assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
