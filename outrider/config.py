@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
@@ -539,23 +539,9 @@ LEAST: Final[dict[Role, int]] = {"coordinator": 1, "target": 1, "draft": 0}
 """Replicas without which a role cannot do."""
 
 
-_Count = Annotated[int, Field(ge=0, strict=True)]
-Bounds = tuple[_Count, _Count]
+Bounds = tuple[int, int]
 """The least and the largest number of replicas."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoscalePolicy:
-    """Which roles are scaled, between which bounds, and when."""
-
-    bounds: Mapping[Role, Bounds] = field(default_factory=dict)
-    """Roles that are not named are left alone."""
-    target_queue_steps: float = 1.5
-    draft_waits: float = 0.25
-    coordinator_sessions: int = 1024
-    calm: float = 0.6
-    cooldown_s: float = 15.0
-    calm_s: float = 120.0
+BOUND_SETTINGS: Final = tuple(f"autoscale_{role}s" for role in LEAST)
 
 
 def parse_bounds(text: str, role: Role) -> Bounds:
@@ -592,27 +578,19 @@ class AutoscaleConfig:
     """One fewer once that would have been enough for so long, s."""
 
     def __post_init__(self) -> None:
-        self.policy  # noqa: B018 (raises)
+        self.bounds  # noqa: B018 (raises)
 
     @property
-    def policy(self) -> AutoscalePolicy:
-        """What the settings come to. Raises `SettingError`."""
-        bounds = {}
-        for role in LEAST:
-            key = f"autoscale_{role}s"
+    def bounds(self) -> dict[Role, Bounds]:
+        """Of the roles whose number the load decides. Raises `SettingError`."""
+        found: dict[Role, Bounds] = {}
+        for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
             if text := getattr(self, key):
                 try:
-                    bounds[role] = parse_bounds(text, role)
+                    found[role] = parse_bounds(text, role)
                 except ValueError as error:
                     raise SettingError(key, f"{text!r} is wrong; {error}") from None
-        return AutoscalePolicy(
-            bounds=bounds,
-            target_queue_steps=self.autoscale_queue_steps,
-            draft_waits=self.autoscale_draft_waits,
-            coordinator_sessions=self.autoscale_sessions,
-            cooldown_s=self.autoscale_cooldown_s,
-            calm_s=self.autoscale_calm_s,
-        )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

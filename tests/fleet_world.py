@@ -149,7 +149,7 @@ class World:
         self.settings = settings
         self.spec = self._plan()
         self.fleet = self._fleet()
-        self.running: asyncio.Task[Role] | None = None
+        self.running: asyncio.Task[None] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
         config = load_config(SETTINGS | self.settings | changes, {})
@@ -167,9 +167,7 @@ class World:
 
     async def start(self) -> None:
         self.others = asyncio.all_tasks()
-        await self.fleet.place()
-        await self.fleet.begin("target", "draft")
-        await self.fleet.begin("coordinator")
+        await self.fleet.start()
         self.running = asyncio.create_task(self.fleet.run())
         await asyncio.sleep(1)
         self.machines.starts.clear()

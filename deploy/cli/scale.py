@@ -6,15 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deploy.fleet.preflight import listeners
 from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
-from deploy.fleet.rolling_update import FIXED, check_changes
+from deploy.fleet.rolling_update import FIXED
 from deploy.fleet.security_setup import whole_paths
-from outrider.config import WAIT_S_MAX, AutoscalePolicy, Bounds, configuration, parse_bounds
+from outrider.config import LEAST, WAIT_S_MAX, AutoscaleConfig, parse_bounds
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
@@ -78,16 +76,16 @@ def scale(arguments: Arguments) -> int:
         said = ", ".join(f"{role}={number}" for role, number in serving.items())
         return "" if serving == counts else f"serving now: {said}"
 
-    async def ask() -> tuple[AutoscalePolicy, Overview]:
+    async def ask() -> tuple[AutoscaleConfig, Overview]:
         progress("asking the deployment", at_once=False)
         async with connect_reconciler(where) as reconciler:
-            policy: AutoscalePolicy = await reconciler.call("want", counts)
+            scaling: AutoscaleConfig = await reconciler.call("want", counts)
             progress("starting and ending replicas", at_once=False)
-            return policy, await _overview(reconciler, arguments.wait, left)
+            return scaling, await _overview(reconciler, arguments.wait, left)
 
-    policy, overview = asyncio.run(ask())
-    for role in counts.keys() & policy.bounds.keys():
-        least, most = policy.bounds[role]
+    scaling, overview = asyncio.run(ask())
+    for role in counts.keys() & scaling.bounds.keys():
+        least, most = scaling.bounds[role]
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
         print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
@@ -103,9 +101,8 @@ def scale(arguments: Arguments) -> int:
 def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     """Of `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
-    for word in words:
-        role, text = _role_and_value(word, "N", counts)
-        least = 0 if role == "draft" else 1
+    for word, role, text in _by_role(words, "N"):
+        least = LEAST[role]
         is_count = text.isascii() and text.isdecimal()
         if not (is_count and least <= int(text) <= REPLICAS_MAX):
             raise ConfigError(f"{word}: {text!r} is wrong; it must be {least} to {REPLICAS_MAX}")
@@ -113,16 +110,19 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     return counts
 
 
-def _role_and_value(word: str, value: str, given: Container[Role]) -> tuple[Role, str]:
-    """Of `ROLE=...`, where `value` stands for what follows and other roles are `given` already."""
-    name, has_value, text = word.partition("=")
-    role = next((role for role in ROLES if role == name), None)
-    if role is None or not has_value:
-        allowed = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
-        raise ConfigError(f"{word}: is wrong; it must be ROLE={value}, and ROLE {allowed}")
-    if role in given:
-        raise ConfigError(f"{word}: {role} is given twice")
-    return role, text
+def _by_role(words: Sequence[str], value: str) -> Iterator[tuple[str, Role, str]]:
+    """The words, each with its parts: `ROLE=...`, where `value` stands for what follows."""
+    seen = set()
+    for word in words:
+        name, has_value, text = word.partition("=")
+        role = next((role for role in ROLES if role == name), None)
+        if role is None or not has_value:
+            allowed = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            raise ConfigError(f"{word}: is wrong; it must be ROLE={value}, and ROLE {allowed}")
+        if role in seen:
+            raise ConfigError(f"{word}: {role} is given twice")
+        seen.add(role)
+        yield word, role, text
 
 
 @command(
@@ -139,28 +139,27 @@ def autoscale(arguments: Arguments) -> int:
     changes = parsed_bounds(arguments.bounds)
     where = find_deployment(arguments)
 
-    async def ask() -> AutoscalePolicy:
+    async def ask() -> AutoscaleConfig:
         async with connect_reconciler(where) as reconciler:
-            policy: AutoscalePolicy = await reconciler.call("bound", changes)
-            return policy
+            return await reconciler.change(changes)
 
-    policy = asyncio.run(ask())
+    bounds = asyncio.run(ask()).bounds
     if arguments.json:
-        print(json.dumps(asdict(policy)))
+        print(json.dumps({"bounds": bounds}))
         return 0
     for role in ROLES:
-        least, most = policy.bounds.get(role, (None, None))
-        print(f"{role}: {OFF if least is None else f'{least} to {most}'}")
+        print(f"{role}: {'{} to {}'.format(*bounds[role]) if role in bounds else OFF}")
     return 0
 
 
-def parsed_bounds(words: Sequence[str]) -> dict[Role, Bounds | None]:
-    """Of `ROLE=LEAST:MOST` and `ROLE=off`. Raises `ConfigError`."""
-    found: dict[Role, Bounds | None] = {}
-    for word in words:
-        role, text = _role_and_value(word, "LEAST:MOST", found)
+def parsed_bounds(words: Sequence[str]) -> dict[str, Value]:
+    """The settings that `ROLE=LEAST:MOST` and `ROLE=off` stand for. Raises `ConfigError`."""
+    found: dict[str, Value] = {}
+    for word, role, text in _by_role(words, "LEAST:MOST"):
         try:
-            found[role] = None if text == OFF else parse_bounds(text, role)
+            found[f"autoscale_{role}s"] = "" if text == OFF else text
+            if text != OFF:
+                parse_bounds(text, role)
         except ValueError as error:
             raise ConfigError(f"{word}: {error}, or {OFF}") from None
     return found
@@ -216,15 +215,9 @@ async def _upgrade(
             and not (key == "address" and where.elsewhere)
             and not (key == "deployment_name" and value == where.deployment)
         }  # fmt: skip
-        check_changes(given, changes)
-        config = configuration({**given, **changes})  # What does not go together shows here.
-        if not given["address"]:
-            listeners(config)
-        runs = bool(changes)
+        runs = bool(changes) or (await reconciler.call("overview", "")).num_stale > 0
         if changes:
             await reconciler.change(changes)
-        else:
-            runs = (await reconciler.call("overview", "")).num_stale > 0
         progress("replacing replicas", at_once=False)
         return changes, runs, await _overview(
             reconciler, wait_s,

@@ -2,16 +2,16 @@
 
 | role | more, where |
 | --- | --- |
-| target | an item waits more than `target_queue_steps` steps for its own |
-| draft | a larger share of the rounds than `draft_waits` waits for its turn |
-| coordinator | it runs more than `coordinator_sessions` sessions |
+| target | an item waits more than `autoscale_queue_steps` steps for its own |
+| draft | a larger share of the rounds than `autoscale_draft_waits` waits for its turn |
+| coordinator | it runs more than `autoscale_sessions` sessions |
 
-One fewer where what that is about is below `calm` of its bound, and so would be the share of time
+One fewer where what that is about is below `CALM` of its bound, and so would be the share of time
 and places that one fewer would be busy with.
 
 Growing is quick: by as many as the excess asks for, at most to twice the number. Shrinking is slow:
-by one at a time, after it would have been right for `calm_s` on end. Between two changes of a role
-pass at least `cooldown_s`.
+by one at a time, after it would have been right for `autoscale_calm_s` on end. Between two changes
+of a role pass at least `autoscale_cooldown_s`.
 
 Where fewer are there than are wanted the number does not grow, for those that are missing may be
 enough. It shrinks by what those that are there are busy with, to as many as were there at most in
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.config import AutoscalePolicy
+from outrider.config import AutoscaleConfig
 from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
@@ -38,6 +38,7 @@ LOOK_PERIOD_S: Final = 1.0
 """Between two looks at what replicas say of their work."""
 GROWTH_MAX: Final = 2
 """Times as many at once."""
+CALM: Final = 0.6
 IDLE: Final = 0.01
 """A replica that is busy for a smaller share of the time is idle."""
 
@@ -57,9 +58,9 @@ class Change:
 class Autoscaler:
     """Decides; remembers what was changed, and how long it has been calm."""
 
-    def __init__(self, registry: RedisRegistry, policy: AutoscalePolicy) -> None:
-        """`policy` may be replaced by another one at any time."""
-        self.policy = policy
+    def __init__(self, registry: RedisRegistry, config: AutoscaleConfig) -> None:
+        """`config` may be replaced by another one at any time."""
+        self.config = config
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
@@ -78,7 +79,7 @@ class Autoscaler:
 
     async def look(self) -> None:
         """Once. Raises `StoreUnavailable`."""
-        if not self.policy.bounds:
+        if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
         records = {role: await self._registry.records(role) for role in ROLES}
@@ -89,14 +90,14 @@ class Autoscaler:
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
         """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
         changes = []
-        for role, (least, most) in self.policy.bounds.items():
+        for role, (least, most) in self.config.bounds.items():
             if (count := wanted.get(role)) is None:
                 continue
             change = None
             if not least <= count <= most:
                 bounded = min(max(count, least), most)
                 change = Change(role, bounded, f"it must be {least} to {most}")
-            elif now >= self._changed_at.get(role, -math.inf) + self.policy.cooldown_s:
+            elif now >= self._changed_at.get(role, -math.inf) + self.config.autoscale_cooldown_s:
                 change = self._change(now, role, count, records)
             if change is not None:
                 self._changed_at[role] = now
@@ -105,24 +106,24 @@ class Autoscaler:
         return changes
 
     def _change(self, now: float, role: Role, count: int, records: Records) -> Change | None:
-        least, most = self.policy.bounds[role]
+        least, most = self.config.bounds[role]
         num_there = _num_staying(records[role])
         is_short = 0 < num_there < count and num_there == len(records[role])
         if num_there != count and not is_short:
             return None
-        excess, load, reason = _LOADS[role](self.policy, records)
+        excess, load, reason = _LOADS[role](self.config, records)
         if excess > 1:
             self._calm.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
             return Change(role, grown, reason) if grown > count and num_there == count else None
         fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
-        if fewer_load >= self.policy.calm or count <= least:
+        if fewer_load >= CALM or count <= least:
             self._calm.pop(role, None)
             return None
         since, num_enough = self._calm.get(role, (now, num_there))
         num_enough = max(num_enough, num_there)
         self._calm[role] = since, num_enough
-        if now < since + self.policy.calm_s:
+        if now < since + self.config.autoscale_calm_s:
             return None
         return Change(role, max(least, min(num_enough, count - 1)), reason)
 
@@ -132,28 +133,28 @@ _Load = tuple[float, float, str]
 both in words."""
 
 
-def _target_load(policy: AutoscalePolicy, records: Records) -> _Load:
+def _target_load(config: AutoscaleConfig, records: Records) -> _Load:
     found = [one.figures for one in records["target"]]
     queue = _mean([one.queue_steps for one in found])
     used = _mean([(one.busy or 0.0) * (one.fill or 0.0) for one in found])
     reason = f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
-    return queue / policy.target_queue_steps, used, reason
+    return queue / config.autoscale_queue_steps, used, reason
 
 
-def _draft_load(policy: AutoscalePolicy, records: Records) -> _Load:
+def _draft_load(config: AutoscaleConfig, records: Records) -> _Load:
     if not _num_staying(records["draft"]):
         sessions = sum(one.load for one in records["coordinator"])
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
     waits = _mean([one.figures.draft_waits for one in records["coordinator"]])
     busy = _mean([one.figures.busy for one in records["draft"]])
     reason = f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
-    return waits / policy.draft_waits, busy, reason
+    return waits / config.autoscale_draft_waits, busy, reason
 
 
-def _coordinator_load(policy: AutoscalePolicy, records: Records) -> _Load:
+def _coordinator_load(config: AutoscaleConfig, records: Records) -> _Load:
     found = records["coordinator"]
     sessions = sum(one.load for one in found)
-    each = sessions / max(1, _num_staying(found)) / policy.coordinator_sessions
+    each = sessions / max(1, _num_staying(found)) / config.autoscale_sessions
     return each, each, f"{sessions} sessions run"
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from outrider.config import DeploymentConfig
+from outrider.config import BOUND_SETTINGS, DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.registry.registry import Role
 from outrider.replica.process_setup import STANDARD_ERROR
@@ -30,7 +30,7 @@ from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
 from .preflight import check_before_start, check_ports, resolve_models, warnings
-from .ray_cluster import Actor, Cluster, resources
+from .ray_cluster import Cluster, resources
 from .ray_connection import RayConnection, check_asks_for_token
 from .reconciler import ReconcilerClient, find_reconciler, namespace_of, start_reconciler
 from .replica import close_timeout_s, raise_first
@@ -45,8 +45,9 @@ FOLLOW_PERIOD_S: Final = 0.5
 """Until a reconciler that did not answer is asked again."""
 REDIS_LOOK_PERIOD_S: Final = 0.25
 """Between two looks at whether the embedded Redis runs."""
-CLOSE_ATTEMPTS: Final = 4
-"""That many times it is asked to end the replicas in order."""
+CLOSE_AWAY_S: Final = 2.0
+"""How long a reconciler that ends the replicas in order may be away: it may have died, and be about
+to return."""
 
 
 class Deployment:
@@ -71,9 +72,12 @@ class Deployment:
         self._on_change = on_change
         self._secret_files = SecretFiles(state / "secrets")
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
+        self.reconciler = ReconcilerClient(self.ray.namespace)
+        """What keeps its replicas, to be asked for other numbers or settings."""
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None where sessions are kept elsewhere."""
-        self._reconciler: Actor | None = None
+        self._is_own = False
+        """Whether it runs, and is this one's to end."""
         self._overview: Overview | None = None
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -98,11 +102,6 @@ class Deployment:
         `Unavailable` before it has started."""
         return ",".join(self.overview.addresses("coordinator"))
 
-    @property
-    def reconciler(self) -> ReconcilerClient:
-        """What keeps its replicas, to be asked for other numbers or settings."""
-        return ReconcilerClient(self.ray.namespace)
-
     async def start(self) -> None:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
         errors of `outrider.errors`, with everything stopped again."""
@@ -124,58 +123,52 @@ class Deployment:
             self._given, config, resources(), self.name,
             str(logs) if self.ray.local else STANDARD_ERROR, local=self.ray.local,
         )  # fmt: skip
-        running = None if self.ray.local else await find_reconciler(self.ray.namespace)
-        if running is not None:
-            if not await running.call("ends"):
-                await self._take_over(running)
+        if not self.ray.local and await find_reconciler(self.ray.namespace) is not None:
+            if not await self.reconciler.call("ends"):
+                await self._take_over()
                 return
             self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
-            await self._end(running)
-        reconciler = self._reconciler = start_reconciler(spec, self.ray.namespace)
-        self._report("waiting for a place for every actor")
-        await reconciler.call("place")
+            await self._end()
+        self._is_own = True
+        start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        await reconciler.call("begin", "target", "draft")
-        self._report("starting the coordinator")
-        await reconciler.call("begin", "coordinator")
-        await self._hear(reconciler)
-        await reconciler.call("keep")
-        self._go_on()
+        await self.reconciler.call("start", timeout_s=None)
+        await self._go_on()
 
-    def _go_on(self) -> None:
-        self._following = [asyncio.create_task(self._follow())]
-        if self.redis is not None:
-            self._following.append(asyncio.create_task(_keep_running(self.redis)))
-
-    async def _take_over(self, running: Actor) -> None:
+    async def _take_over(self) -> None:
         """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
         where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # It has not been told this one.
-        before: FleetSpec = await running.call("spec")
+        before: FleetSpec = await self.reconciler.call("spec")
         runs, asked = before.given.values(), self._given.values()
         changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
         for key in ("redis_url", "redis_key_prefix"):  # With others it is another deployment.
             if key in changes:
                 raise SettingError(key, f"a deployment {self.name} runs with another: {FIXED[key]}")
-        changes = {key: value for key, value in changes.items() if key not in FIXED}
-        await running.call("keep")  # Whoever started it may have died before that.
+        kept = (*FIXED, *BOUND_SETTINGS)
+        changes = {key: value for key, value in changes.items() if key not in kept}
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await self.reconciler.change(changes)
-        while self._overview is None:
-            await self._hear(running)
-            await asyncio.sleep(FOLLOW_PERIOD_S)
-        self._reconciler = running  # From now on it is this one's to end.
-        self._go_on()
+        await self._go_on()
+        self._is_own = True  # From now on it is this one's to end.
 
-    async def _hear(self, reconciler: Actor) -> bool:
-        """What it tells that is new, once it is; whether anything is."""
+    async def _go_on(self) -> None:
+        while self._overview is None:
+            await self._hear()
+        self._following = [asyncio.create_task(self._follow())]
+        if self.redis is not None:
+            self._following.append(asyncio.create_task(_keep_running(self.redis)))
+
+    async def _hear(self) -> bool:
+        """What the reconciler tells that is new, once it is; whether anything is."""
         seen = "" if self._overview is None else self._overview.version
-        found: Overview = await reconciler.call("overview", seen)
+        found: Overview = await self.reconciler.call("overview", seen)
         if found == self._overview or not found.adopted:
+            await asyncio.sleep(0 if found.adopted else FOLLOW_PERIOD_S)
             return False
-        spec: FleetSpec = await reconciler.call("spec")
+        spec: FleetSpec = await self.reconciler.call("spec")
         self.config, self._overview = spec.config, found
         return True
 
@@ -184,11 +177,7 @@ class Deployment:
         have been replaced by another one."""
         while True:
             try:
-                found = await find_reconciler(self.ray.namespace)
-                if found is None:
-                    raise Unavailable("there is none")
-                self._reconciler = found
-                is_new = await self._hear(found)
+                is_new = await self._hear()
             except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
@@ -275,11 +264,11 @@ class Deployment:
             ending.callback(self._secret_files.forget)
             # Ray's processes end with it, and with them every client of Redis.
             ending.push_async_callback(self.ray.disconnect)
-            reconciler, self._reconciler = self._reconciler, None
-            if reconciler is None:
+            if not self._is_own:
                 return
+            self._is_own = False
             try:
-                await self._end(reconciler)
+                await self._end()
             except Unavailable as error:
                 if not self.ray.local:
                     raise
@@ -290,18 +279,16 @@ class Deployment:
             await asyncio.to_thread(self.redis.stop)
             self.redis = None
 
-    async def _end(self, reconciler: Actor) -> None:
+    async def _end(self) -> None:
         """The replicas in order, and whatever is left of them without."""
-        for _ in range(CLOSE_ATTEMPTS):
-            try:
-                timeout_s = close_timeout_s(self.config.stop_timeout_s)
-                await reconciler.call("close", timeout_s=timeout_s)
-                break
-            except OutriderError as error:  # It may have died, and be about to return.
-                _log.warning("the replicas do not end in order: %s", error)
-                await asyncio.sleep(FOLLOW_PERIOD_S)
+        closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)
         try:
-            await reconciler.kill()
+            await closing.call("close", timeout_s=close_timeout_s(self.config.stop_timeout_s))
+        except OutriderError as error:
+            _log.warning("the replicas do not end in order: %s", error)
+        try:
+            if (reconciler := await find_reconciler(self.ray.namespace)) is not None:
+                await reconciler.kill()
         finally:
             await Cluster(self.ray.namespace, local=self.ray.local).clear()
 

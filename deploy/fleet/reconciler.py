@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from outrider.config import BOUND_SETTINGS
 from outrider.errors import SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.process_setup import Place, log_at, log_to
 from outrider.sessions.redis_address import with_password
 
 from .autoscaling import Autoscaler
-from .preflight import check_same_tokens, resolve_models
+from .preflight import check_same_tokens, listeners, resolve_models
 from .ray_cluster import (
     CALLS_PER_ACTOR_MAX,
     RECONCILER,
@@ -45,13 +46,13 @@ from .ray_cluster import (
     run_task,
 )
 from .ray_connection import RayConnection, forget_token, use_token
-from .replica_set import FIRST_REST_S, REST_S_MAX, Fleet
+from .replica_set import FIRST_REST_S, Fleet
 from .rolling_update import SHARING, Changes, changed
 from .spec import FleetSpec, plan_fleet
 from .status import Overview
 
 if TYPE_CHECKING:
-    from outrider.config import AutoscalePolicy, Bounds
+    from outrider.config import AutoscaleConfig
     from outrider.registry.registry import Role
     from outrider.settings import Value
 
@@ -86,99 +87,86 @@ class Reconciler:
         self._saved = SavedState(namespace)
         self._changes = Changes()
         """Those that hold, all together since the deployment began."""
-        self._changing, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry, self._tell)
-        self._autoscaler = Autoscaler(self._registry, spec.config.autoscale.policy)
-        self._scaling: asyncio.Task[None] | None = None
+        self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
         """Set once it keeps the fleet, and knows what held before."""
-        self._work: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._is_keeping = False
-        self._hopeless: Role | None = None
         self._version = uuid.uuid4().hex
         self._news = asyncio.Event()
-        self._adopted = True
-        self._upgrades = False
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
+        self._work: asyncio.Task[None] | None = None
+        if returns:
             _log.warning("the reconciler has died, and returns")
-            self._adopted, self._is_keeping, self._upgrades = False, True, True
-            self._work = asyncio.create_task(self._keep(None))
+            self._work = asyncio.create_task(self._keep(returns=True))
 
     async def ping(self) -> Place:
         return Place(os.getpid(), socket.gethostname())
 
-    async def place(self) -> None:
-        """See `Fleet.place`. Raises `SettingError` where its machine has no password of Redis."""
-        self._check_password()
-        # First, for one that Ray restarts from now on goes by what is saved.
-        await self._saved.save("")
-        await self._do(self._fleet.place())
+    async def start(self) -> None:
+        """Starts all replicas, and keeps them from then on. Raises as `Fleet.start`, and
+        `SettingError` where its machine has no password of Redis."""
+        if self._work is None:
+            self._check_password()
+            # First, for one that Ray restarts from now on goes by what is saved.
+            await self._saved.save("")
+            self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
+            await self._work
+            self._work = asyncio.create_task(self._keep(returns=False))
+        await self._keeps.wait()
 
-    async def begin(self, *roles: Role) -> None:
-        await self._do(self._fleet.begin(*roles))
-
-    async def keep(self) -> None:
-        """From now on keeps as many replicas as are wanted."""
-        if not self._is_keeping:
-            self._is_keeping = True
-            self._work = asyncio.create_task(self._keep(self._work))
-
-    async def want(self, counts: Mapping[Role, int]) -> AutoscalePolicy:
-        """So many replicas of these roles from now on; the policy that may change that. Raises
+    async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
+        """So many replicas of these roles from now on; by what the load may change that. Raises
         `ConfigError` for counts that cannot be, and `StoreUnavailable`."""
         await self._keeps.wait()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
         await self._registry.want(counts)
-        return self._autoscaler.policy
+        return self._autoscaler.config
 
-    async def bound(self, changes: Mapping[Role, Bounds | None]) -> AutoscalePolicy:
-        """Other bounds for some roles, None for a role whose number the load no longer decides;
-        the policy that holds then. Raises `ConfigError` for bounds that cannot be, and
-        `Unavailable`; then the one before still holds."""
+    async def change(self, values: Mapping[str, Value]) -> AutoscaleConfig:
+        """Adds settings to the changes that hold; how the load changes numbers then. Raises
+        `ConfigError` for settings that cannot be, and `Unavailable`; then what held still holds."""
         await self._keeps.wait()
-        for role, bounds in changes.items():
-            for count in bounds or ():
-                self._fleet.spec.check_count(role, count)
+        if not values:
+            return self._autoscaler.config
         async with self._changing:
-            every = {**self._autoscaler.policy.bounds, **changes}
-            kept = {role: bounds for role, bounds in every.items() if bounds is not None}
-            if changes:
-                await self._save(bounds=kept)
-                self._autoscaler.policy = replace(self._autoscaler.policy, bounds=kept)
-        return self._autoscaler.policy
-
-    async def change(self, values: Mapping[str, Value]) -> None:
-        """Adds settings to the changes that hold. Raises `ConfigError` for settings that cannot
-        be, and `Unavailable`; then what held still holds."""
-        await self._keeps.wait()
-        async with self._changing:
-            changes = replace(self._changes, values={**self._changes.values, **values})
+            before, fleet = self._changes, self._fleet
+            changes = replace(before, values={**before.values, **values})
             if not SHARING.isdisjoint(values):
                 changes = replace(changes, cluster_gpus=resources().get("GPU", 0.0))
-            spec = await self._plan(changes)
-            running = self._fleet.spec.config.target
-            await run_task(check_same_tokens, running, spec.config.target)
-            self._fleet.check(spec)
+            if values.keys() <= {*BOUND_SETTINGS}:
+                given = changed(self._original.given, changes.values)
+                config = replace(fleet.spec.config, autoscale=given.autoscale)
+                spec = replace(fleet.spec, given=given, config=config)
+            else:
+                spec = await self._plan(changes)
+                await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
+            for role, bounds in spec.config.autoscale.bounds.items():
+                for count in bounds if f"autoscale_{role}s" in values else ():
+                    spec.check_count(role, count)
+            fleet.settled(spec)
             if "draft_model" in values and "draft" in spec.demands:
                 wanted = await self._registry.wanted()
                 if not wanted.get("draft"):  # No replica drafted before.
                     await self._registry.want({"draft": spec.counts["draft"]})
-            before = self._changes
-            await self._save(values=changes.values, cluster_gpus=changes.cluster_gpus)
+            await self._save(changes)
             try:
                 self._use(spec)
             except BaseException:  # A replica has been placed since it was checked.
-                await self._save(values=before.values, cluster_gpus=before.cluster_gpus)
+                await self._save(before)
                 raise
             _log.info("other settings: %s", ", ".join(values))
+        return self._autoscaler.config
 
     async def _plan(self, changes: Changes) -> FleetSpec:
         """By all changes together. Raises `ConfigError` for what cannot work."""
         before, gpus = self._original, changes.cluster_gpus
         given = changed(before.given, changes.values)
+        if before.local:
+            listeners(given)
         # In a process of its own: the model library stays there.
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
@@ -188,26 +176,20 @@ class Reconciler:
             before.log_directory, local=before.local,
         )  # fmt: skip
 
-    async def _save(self, **others: Any) -> None:
-        async with self._saving:
-            changes = replace(self._changes, **others)
-            await self._saved.save(changes.to_json())
-            self._changes = changes
+    async def _save(self, changes: Changes) -> None:
+        await self._saved.save(changes.to_json())
+        self._changes = changes
 
     async def _restore(self) -> None:
         """Goes by the changes that an earlier reconciler of the deployment had saved."""
-        changes = Changes.from_json(await self._saved.load())
-        if changes.values:
-            self._use(await self._plan(changes))
-        if changes.bounds is not None:
-            self._autoscaler.policy = replace(self._autoscaler.policy, bounds=changes.bounds)
-        self._changes = changes
+        self._changes = Changes.from_json(await self._saved.load())
+        if self._changes.values:
+            self._use(await self._plan(self._changes))
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)
         self._fleet.use(spec)
-        bounds = self._autoscaler.policy.bounds
-        self._autoscaler.policy = replace(spec.config.autoscale.policy, bounds=bounds)
+        self._autoscaler.config = spec.config.autoscale
         self._upgrades = True
         self._tell()
 
@@ -226,8 +208,8 @@ class Reconciler:
     def _overview(self) -> Overview:
         fleet = self._fleet
         return Overview(
-            self._version, dict(fleet.wanted), fleet.views(), self._hopeless, self._adopted,
-            self._upgrades, tuple(fleet.last_failures.values()),
+            self._version, dict(fleet.wanted), fleet.views(), fleet.hopeless, self._keeps.is_set(),
+            self._upgrades, fleet.failures,
         )  # fmt: skip
 
     def _tell(self) -> None:
@@ -247,10 +229,9 @@ class Reconciler:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        tasks = [task for task in (self._scaling, self._work) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
         await self._fleet.close()
         try:
             await self._saved.save("")
@@ -258,30 +239,15 @@ class Reconciler:
             _log.warning("changes of this deployment are still saved: %s", error)
         await self._registry.close()
 
-    async def _do(self, work: Any) -> None:
-        self._work = asyncio.ensure_future(work)  # `close` may cancel it.
-        await self._work
-
-    async def _keep(self, after: asyncio.Task[Any] | None) -> None:
-        """Once what was begun is done; also where it is hopeless: a machine may come back."""
-        if after is not None:
-            await asyncio.wait([after])
+    async def _keep(self, returns: bool) -> None:
         try:
-            if not self._adopted:
+            if returns:
                 self._check_password()
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
-                self._adopted = True
-                self._tell()
-            self._scaling = asyncio.create_task(self._autoscaler.run())
             self._keeps.set()
-            while True:
-                self._hopeless = await self._fleet.run()
-                _log.error("there is no %s, and none can be started", self._hopeless)
-                self._tell()
-                await asyncio.sleep(REST_S_MAX)
-                self._hopeless = None
-                self._tell()
+            self._tell()
+            await asyncio.gather(self._fleet.run(), self._autoscaler.run())
         except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)
@@ -357,12 +323,14 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
 class ReconcilerClient:
     """Calls a reconciler, and again while it is away."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, away_s: float = AWAY_S) -> None:
+        """It may be away for so long."""
         self._namespace = namespace
+        self._away_s = away_s
 
-    async def call(self, method: str, *arguments: object, timeout_s: float = AWAY_S) -> Any:
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
         """What a method returns. It may be called twice. Raises what it raises, and `Unavailable`
-        where there is none, it does not answer in `timeout_s`, or is away for `AWAY_S`."""
+        where there is none, it does not answer in `timeout_s`, or is away for too long."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
@@ -371,14 +339,15 @@ class ReconcilerClient:
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
-                give_up_at = give_up_at or loop.time() + AWAY_S
+                give_up_at = give_up_at or loop.time() + self._away_s
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:
                     raise
             else:
                 raise Unavailable("no deployment of this name runs on the Ray cluster")
             await asyncio.sleep(RETRY_PERIOD_S)
 
-    async def change(self, values: Mapping[str, Value]) -> None:
-        """Adds settings to the changes that hold. Raises `ConfigError` where they are refused, and
-        as `call`."""
-        await self.call("change", dict(values), timeout_s=CHANGE_S)
+    async def change(self, values: Mapping[str, Value]) -> AutoscaleConfig:
+        """Adds settings to the changes that hold; how the load changes numbers then. Raises
+        `ConfigError` where they are refused, and as `call`."""
+        found: AutoscaleConfig = await self.call("change", dict(values), timeout_s=CHANGE_S)
+        return found

@@ -97,11 +97,9 @@ class Replica:
                 seat = RankAssignment(rendezvous, actor.rank, on_node[actor.place.node])
                 work = (config, self.role, seat, timeout_s, log_directory)
                 starts.append(actor.call("start", *work, timeout_s=timeout_s))
-        address: str = await _of_the_first(*starts)
-        if self.role == "coordinator":
-            found: Engagement = await leader.call("engagement", timeout_s=timeout_s)
-            self.http_address = found.http_address
-        self.address = address
+        await _all_or_error(*starts)
+        found: Engagement = await leader.call("engagement", timeout_s=timeout_s)
+        self.address, self.http_address = found.address, found.http_address
 
     async def ended(self) -> OutriderError | None:
         """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
@@ -164,16 +162,15 @@ async def _stop(actor: Actor, grace_s: float) -> None:
     await actor.kill()
 
 
-async def _of_the_first(*work: Awaitable[Any]) -> Any:
-    """The result of the first, once all have one. Raises as soon as one of them fails: a
-    `ConfigError` of any that fails within `ERROR_GRACE_S`, because ranks end when another does."""
+async def _all_or_error(*work: Awaitable[Any]) -> None:
+    """Raises as soon as one of them fails: a `ConfigError` of any that fails within
+    `ERROR_GRACE_S`, because ranks end when another does."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=ERROR_GRACE_S)
         raise_first([task.exception() for task in tasks if task.done()])
-        return tasks[0].result()
     finally:
         for task in tasks:
             task.cancel()

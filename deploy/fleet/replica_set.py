@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -88,6 +89,23 @@ def next_steps(
     return starts, leaves
 
 
+class Trouble:
+    """What hinders a role since its number or the spec has changed."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        """Of starts, one after the other."""
+        self.not_before = 0.0
+        """When the next one is due."""
+        self.reason = ""
+        """Why a replica did not start, until one does."""
+        self.crowded = False
+        """Whether another replica has found no place: a stale one must leave first."""
+        self.made_way = False
+        """Whether one has left for that, and none has begun to serve since: meanwhile no other one
+        leaves, as those that come may never serve."""
+
+
 class Fleet:
     """The replicas of one deployment."""
 
@@ -106,19 +124,9 @@ class Fleet:
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
         self._num_started = self._num_told = 0
-        self._failures = dict.fromkeys(ROLES, 0)
-        self._not_before = dict.fromkeys(ROLES, 0.0)
-        self.last_failures: dict[Role, str] = {}
-        """Why a replica of a role did not start, until one does."""
-        self._crowded: set[Role] = set()
-        """Roles of which another replica has found no place: a stale one must leave first."""
-        self._made_way: set[Role] = set()
-        """Of these those of which one has left, and none has begun to serve since: meanwhile no
-        other one leaves, as those that come may never serve."""
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        """The tasks that start and watch each replica, by name ..."""
-        self._leaving: set[asyncio.Task[None]] = set()
-        """... and the ends of those that are not wanted."""
+        self._troubles = {role: Trouble() for role in ROLES}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """What starts and watches each replica, or ends it, by name."""
         self._changed = asyncio.Event()
 
     @property
@@ -132,25 +140,40 @@ class Fleet:
     def of(self, role: Role) -> list[Replica]:
         return [one for one in self._replicas.values() if one.role == role]
 
-    async def place(self) -> None:
-        """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
-        `StoreUnavailable`; then there are none."""
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why replicas did not start that are still missing."""
+        return tuple(one.reason for one in self._troubles.values() if one.reason)
+
+    @property
+    def hopeless(self) -> Role | None:
+        """A role of which there is none, and none can be started. It is tried again."""
+        return next(
+            (
+                role for role in ("target", "coordinator")
+                if self._troubles[role].num_failures >= HOPELESS_AFTER and not self.of(role)
+            ),
+            None,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        """Starts all replicas that are wanted at first: the coordinators once the others serve.
+        Raises what the first says that fails, a `ConfigError` before others; `Cluster.place` what
+        finds no place; and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
-        try:
-            await self._place(replicas)
-        except BaseException:
-            await self._cluster.remove([actor for one in replicas for actor in one.ranks])
-            self._replicas.clear()
-            raise
+        await self._place(*replicas)
+        for roles in (("target", "draft"), ("coordinator",)):
+            starting = [self._begin(one) for one in replicas if one.role in roles]
+            raise_first(await asyncio.gather(*starting, return_exceptions=True))
 
-    async def _place(self, replicas: Sequence[Replica]) -> None:
+    async def _place(self, *replicas: Replica) -> None:
         demands = [replace(self.spec.demands[one.role], name=one.name) for one in replicas]
         placed = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
         for one, ranks in zip(replicas, placed, strict=True):
             one.ranks = ranks
-        self.spec = self._settled(self.spec)
+        self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
         """Takes over the replicas that another fleet has left, and goes on with what it had
@@ -162,7 +185,7 @@ class Fleet:
         self._replicas = {one.name: one for one in found}
         await retried("what is wanted", self._recall)
         try:
-            self.spec = self._settled(self.spec)
+            self.spec = self.settled(self.spec)
         except ConfigError as error:  # They serve all the same.
             _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
@@ -184,49 +207,29 @@ class Fleet:
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
-    def _settled(self, spec: FleetSpec) -> FleetSpec:
+    def settled(self, spec: FleetSpec) -> FleetSpec:
+        """A spec for the machines that replicas are on. Raises `SettingError` where it does not
+        fit."""
         return spec.settled([
             (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
         ])  # fmt: skip
 
-    def check(self, spec: FleetSpec) -> None:
-        """Raises `SettingError` for a spec that does not fit the machines that replicas are on."""
-        self._settled(spec)
-
     def use(self, spec: FleetSpec) -> None:
-        """Another spec: what it changes is replaced, one by one. Raises as `check`."""
-        self.spec = self._settled(spec)
-        self.last_failures.clear()
-        self._forget_crowding()
+        """Another spec: what it changes is replaced, one by one. Raises as `settled`."""
+        self.spec = self.settled(spec)
+        self._forget_troubles()
 
-    def _forget_crowding(self) -> None:
-        self._crowded.clear()
-        self._made_way.clear()
-        self._changed.set()
+    def _forget_troubles(self) -> None:
+        self._troubles = {role: Trouble() for role in ROLES}
+        self._tell_changed()
 
-    async def begin(self, *roles: Role) -> None:
-        """Starts the replicas of these roles that have their places, at the same time. Raises what
-        the first says that fails, a `ConfigError` before others."""
-        starting = [self._begin(one) for role in roles for one in self.of(role)]
-        raise_first(await asyncio.gather(*starting, return_exceptions=True))
-
-    async def run(self) -> Role:
-        """Keeps as many as are wanted, until there is none of a role that cannot be done without,
-        and none can be started: returns that role. It can be asked to try again."""
-        self._failures = dict.fromkeys(ROLES, 0)
-        for one in self._replicas.values():
-            if one.name in self._lives:
-                continue
-            if one.leaves:
-                self._let_go(one)
-            else:
-                self._lives[one.name] = asyncio.create_task(self._live(one, self._watch))
+    async def run(self) -> None:
+        """Keeps as many as are wanted."""
+        for one in self.replicas:
+            self._follow(one)
         while True:
             await self._hear_wanted()
             self._step()
-            for role in ("target", "coordinator"):
-                if self._failures[role] >= HOPELESS_AFTER and not self.of(role):
-                    return role
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):
                     await self._changed.wait()
@@ -234,31 +237,30 @@ class Fleet:
 
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()
-        held_back = [role for role in ROLES if now < self._not_before[role]]
+        held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.append("coordinator")  # It could say of no model what it is.
-        in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | self._crowded
-        crowded = self._crowded - self._made_way
+            held_back.add("coordinator")  # It could say of no model what it is.
+        crowded = {role for role, trouble in self._troubles.items() if trouble.crowded}
+        in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
+        crowded -= {role for role in crowded if self._troubles[role].made_way}
         starts, leaves = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
         for role in starts:
-            one = self._new(role)
-            self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
+            self._follow(self._new(role))
         for name in leaves:
             one = self._replicas[name]
-            if one.role in self._crowded:
-                self._made_way.add(one.role)
-            self._let_go(one)
+            one.leaves = True
+            self._troubles[one.role].made_way = self._troubles[one.role].crowded
+            self._on_change()
+            self._follow(one)
 
-    def _let_go(self, one: Replica) -> None:
-        one.leaves = True
-        self._on_change()
-        task = asyncio.create_task(self._leave(one))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _follow(self, one: Replica) -> None:
+        before = self._tasks.get(one.name)
+        work = self._leave(one, before) if one.leaves else self._live(one)
+        self._tasks[one.name] = asyncio.create_task(work)
 
     async def close(self) -> None:
         """Stops all, coordinators before those that they call."""
-        tasks = [*self._leaving, *self._lives.values()]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -292,65 +294,59 @@ class Fleet:
         config = spec.replica_config(one.role, one.name, one.slot, takes_over=takes_over)
         await one.begin(config, spec.log_directory, spec.config.model_timeout_s)
 
-    async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:
-        """Runs `work` until the replica ends, and removes it."""
-        is_its_own = True
+    async def _live(self, one: Replica) -> None:
+        """Starts a replica that does not serve yet, watches it until it ends, and removes it."""
+        loop = asyncio.get_running_loop()
+        began, is_its_own, reason = math.inf, True, ""
         try:
-            await work(one)
+            if not one.address:
+                await self._start(one)
+            began = loop.time()
+            error = await one.ended()
+            _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
         except StoreUnavailable as error:
             _log.warning("%s did not start for want of Redis: %s", one.name, error)
             is_its_own = False
         except OutriderError as error:
-            _log.error("%s did not start: %s", one.name, error)
-            self.last_failures[one.role] = f"{one.name} did not start: {error}"
+            reason = f"{one.name} did not start: {error}"
+            _log.error(reason)
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not start", one.name)
-        if one.leaves:
-            return  # `_leave` does the rest.
+        trouble = self._troubles[one.role]
+        trouble.reason = reason or trouble.reason
+        if loop.time() - began > STABLE_S:
+            trouble.num_failures = 0
         rest_s = FIRST_REST_S
         if is_its_own:
-            num_doublings = min(self._failures[one.role], DOUBLINGS_MAX)
+            num_doublings = min(trouble.num_failures, DOUBLINGS_MAX)
             rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
-            self._failures[one.role] += 1
-        self._not_before[one.role] = asyncio.get_running_loop().time() + rest_s
+            trouble.num_failures += 1
+        trouble.not_before = loop.time() + rest_s
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:
         try:
-            await self._place([one])
+            await self._place(one)
         except ConfigError:
-            if not one.ranks:
-                self._crowded.add(one.role)
+            self._troubles[one.role].crowded |= not one.ranks
             raise
         await self._begin(one)
-        self._made_way.discard(one.role)
-        self.last_failures.pop(one.role, None)
+        trouble = self._troubles[one.role]
+        trouble.made_way, trouble.reason = False, ""
         _log.info("%s serves at %s", one.name, one.address)
         self._tell_changed()
-        await self._watch(one)
 
-    async def _watch(self, one: Replica) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        error = await one.ended()
-        if one.leaves:
-            return
-        _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
-        if loop.time() - began > STABLE_S:
-            self._failures[one.role] = 0
-
-    async def _leave(self, one: Replica) -> None:
+    async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
         """Ends a replica once it is not used, or when the time is over; one that has not started
         yet at once."""
         grace_s = self.spec.config.stop_timeout_s
+        if life is not None:
+            life.cancel()
+            await asyncio.wait([life])
         try:
             if one.address:
                 await one.drain(grace_s)
                 await one.stop(grace_s)
-            else:
-                life = self._lives[one.name]
-                life.cancel()
-                await asyncio.wait([life])
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not leave by itself", one.name)
         _log.info("%s has left", one.name)
@@ -363,7 +359,7 @@ class Fleet:
             await self._cluster.remove(one.ranks)
         finally:
             self._replicas.pop(one.name, None)
-            self._lives.pop(one.name, None)
+            self._tasks.pop(one.name, None)
             self._tell_changed()
 
     async def _hear_wanted(self) -> None:
@@ -384,10 +380,7 @@ class Fleet:
         if found != self.wanted:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self.wanted = found
-            self._failures = dict.fromkeys(ROLES, 0)
-            self._not_before = dict.fromkeys(ROLES, 0.0)
-            self._forget_crowding()
-            self._on_change()
+            self._forget_troubles()
 
     def _tell_changed(self) -> None:
         self._changed.set()

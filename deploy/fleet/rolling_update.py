@@ -10,14 +10,12 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from outrider.config import Bounds, DeploymentConfig, configuration
+from outrider.config import DeploymentConfig, configuration
 from outrider.errors import SettingError
-from outrider.registry.registry import Role
 from outrider.settings import Value
 
 _SAME_REDIS: Final = "sessions stay in their Redis"
 _SCALE: Final = "use `outrider scale`"
-_AUTOSCALE: Final = "use `outrider autoscale`"
 FIXED: Final = {
     "address": "a deployment stays on its cluster",
     "deployment_name": "a deployment keeps its name",
@@ -31,9 +29,6 @@ FIXED: Final = {
     "num_targets": _SCALE,
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
-    "autoscale_targets": _AUTOSCALE,
-    "autoscale_drafts": _AUTOSCALE,
-    "autoscale_coordinators": _AUTOSCALE,
 }
 """Settings that hold as long as a deployment runs, and what to do instead."""
 SWITCHES: Final = ("internal_tls_dir",)
@@ -48,11 +43,9 @@ class Changes:
     """What differs from the settings that a deployment was started with."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
-    """By `outrider upgrade`."""
+    """By `outrider upgrade` and `autoscale`."""
     cluster_gpus: float | None = None
     """As of a `FleetSpec`, where they were counted again; None = as at the start."""
-    bounds: Mapping[Role, Bounds] | None = None
-    """Of an `AutoscalePolicy`, by `outrider autoscale`; None = as at the start."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -14,8 +14,7 @@ import redis
 from deploy.fleet.autoscaling import Autoscaler
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
-from outrider.config import AutoscalePolicy as Policy
-from outrider.config import load_config
+from outrider.config import AutoscaleConfig, load_config
 from outrider.errors import OutriderError
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
@@ -76,7 +75,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     plan = spec()
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)
-    scaling = Autoscaler(registry, Policy(bounds={"draft": (1, 2)}))
+    scaling = Autoscaler(registry, AutoscaleConfig(autoscale_drafts="1:2"))
     for field in (*ROLES, "started", "changes", "asked", "answer", "policy", "boss"):
         admin.hset("p:wanted:{d}", field, value)
     for role in ROLES:
@@ -92,7 +91,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
         least <= fleet.wanted[role] <= REPLICAS_MAX
         for role, least in (("coordinator", 1), ("target", 1), ("draft", 0))
     )
-    assert scaling.policy == Policy(bounds={"draft": (1, 2)})
+    assert scaling.config == AutoscaleConfig(autoscale_drafts="1:2")
     assert fleet.spec == plan
     assert fleet.spec.given == load_config(SETTINGS, {})
 

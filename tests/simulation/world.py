@@ -134,17 +134,8 @@ class World:
     async def start(self) -> None:
         """Returns once all serve."""
         asyncio.get_running_loop().set_exception_handler(self._hear_exception)
-        await self._server.start(self._begin())
-        self._fleet_task = self._server.start(self._keep())
-
-    async def _begin(self) -> None:
-        await self.fleet.place()
-        await self.fleet.begin("target", "draft")
-        await self.fleet.begin("coordinator")
-
-    async def _keep(self) -> None:
-        role = await self.fleet.run()
-        self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
+        await self._server.start(self.fleet.start())
+        self._fleet_task = self._server.start(self.fleet.run())
 
     async def restart_fleet(self, away_s: float) -> None:
         """Its process dies with whatever it was doing; another one takes over. There is no second
@@ -160,7 +151,7 @@ class World:
 
     async def _return(self) -> None:
         await self.fleet.adopt()
-        await self._keep()
+        await self.fleet.run()
 
     async def want(self, counts: dict[Role, int]) -> None:
         """As `outrider scale` does, until Redis has heard it."""
@@ -257,6 +248,8 @@ class World:
         """Raises what must not have happened."""
         if self._fleet_task is not None and self._fleet_task.done():
             self._fleet_task.result()
+        if role := self.fleet.hopeless:
+            self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
         broken = self.broken or self.redis.history.broken
         if broken is not None:
             raise broken

@@ -17,9 +17,10 @@ from recorded import RAY, record, run_here
 
 from deploy.cli.main import main
 from deploy.fleet.local_state import publish, state_directory
+from deploy.fleet.preflight import listeners
+from deploy.fleet.rolling_update import changed
 from deploy.fleet.status import Overview, ReplicaView
-from outrider.config import AutoscalePolicy as Policy
-from outrider.config import load_config
+from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
@@ -48,7 +49,7 @@ class Fleet:
         """Calls from now on that are answered only by its death."""
         self.refusal: ConfigError | None = None
         self.wants: list[dict[Role, int]] = []
-        self.policy = Policy(calm_s=7.0)
+        self.scaling = AutoscaleConfig(autoscale_calm_s=7.0)
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
@@ -65,25 +66,25 @@ class Fleet:
             raise Unavailable("the reconciler actor died")
         return await getattr(self, method)(*arguments)
 
-    async def want(self, counts: dict[Role, int]) -> Policy:
+    async def want(self, counts: dict[Role, int]) -> AutoscaleConfig:
         if self.refusal is not None:
             raise self.refusal
         self.wants.append(counts)
-        return self.policy
-
-    async def bound(self, changes: dict[Role, tuple[int, int] | None]) -> Policy:
-        bounds = {**self.policy.bounds, **changes}
-        kept = {role: pair for role, pair in bounds.items() if pair is not None}
-        self.policy = replace(self.policy, bounds=kept)
-        return self.policy
+        return self.scaling
 
     async def spec(self) -> Any:
         return SimpleNamespace(given=self.given)
 
-    async def change(self, values: dict[str, Any]) -> None:
+    async def change(self, values: dict[str, Any]) -> AutoscaleConfig:
         if self.refusal is not None:
             raise self.refusal
+        found = changed(self.given, values)
+        if not self.given.address:
+            listeners(found)
         self.changes.append(values)
+        if values.keys() <= {*BOUND_SETTINGS}:
+            self.scaling = replace(self.scaling, **values)
+        return self.scaling
 
     async def overview(self, seen: str) -> Overview:
         counts = self.seen[0] if len(self.seen) == 1 else self.seen.pop(0)
@@ -161,7 +162,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
-    assert (fleet.wants, fleet.policy.bounds, fleet.changes) == ([], {}, [])
+    assert (fleet.wants, fleet.scaling.bounds, fleet.changes) == ([], {}, [])
 
 
 def test_where_nothing_runs_there_is_nothing_to_scale(
@@ -194,7 +195,7 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
     assert json.loads(capsys.readouterr().out) == {
         "wanted": {"coordinator": 2, "target": 1, "draft": 1}
     }
-    fleet.policy = Policy(bounds={"target": (1, 3)})
+    fleet.scaling = AutoscaleConfig(autoscale_targets="1:3")
     assert main(["scale", "draft=0", f"target={REPLICAS_MAX}"]) == 0
     assert capsys.readouterr().err.startswith("note: target is autoscaled, 1 to 3, ")
     fleet.refusal = ConfigError("draft=2: with draft_model medusa:heads the target drafts")
@@ -242,15 +243,15 @@ def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet:
     assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
     assert main(["autoscale", "draft=off", "--json"]) == 0
-    assert fleet.policy == Policy(bounds={"target": (1, 4)}, calm_s=7.0)
+    assert fleet.scaling == AutoscaleConfig(autoscale_targets="1:4", autoscale_calm_s=7.0)
     assert json.loads(capsys.readouterr().out)["bounds"] == {"target": [1, 4]}
     assert main(["autoscale"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: off\n"
 
 
-def test_settings_are_the_policy_at_first() -> None:
+def test_settings_are_the_bounds_at_first() -> None:
     config = load_config({"autoscale_targets": "2:5", "autoscale_calm_s": 9}, {})
-    assert config.autoscale.policy == Policy(bounds={"target": (2, 5)}, calm_s=9.0)
+    assert config.autoscale.bounds == {"target": (2, 5)}
     with pytest.raises(ConfigError, match=r"autoscale_drafts.*it must be LEAST:MOST"):
         load_config({"autoscale_drafts": "many"}, {})
 

@@ -8,14 +8,14 @@ import pytest
 from memory_registry import MemoryRegistry
 
 from deploy.fleet.autoscaling import Autoscaler
-from outrider.config import AutoscalePolicy as Policy
-from outrider.config import parse_bounds
+from outrider.config import AutoscaleConfig, parse_bounds
 from outrider.errors import StoreUnavailable
 from outrider.registry.registry import Figures, ReplicaRecord, Role
 
-POLICY = Policy(
-    bounds={"target": (1, 8), "draft": (0, 6), "coordinator": (1, 4)},
-    target_queue_steps=1.0, draft_waits=0.2, coordinator_sessions=100, cooldown_s=10, calm_s=60,
+CONFIG = AutoscaleConfig(
+    autoscale_targets="1:8", autoscale_drafts="0:6", autoscale_coordinators="1:4",
+    autoscale_queue_steps=1.0, autoscale_draft_waits=0.2, autoscale_sessions=100,
+    autoscale_cooldown_s=10.0, autoscale_calm_s=60.0,
 )  # fmt: skip
 
 
@@ -29,8 +29,8 @@ def record(role: Role, load: int = 0, leaving: bool = False, **figures: float) -
 class Fleet:
     """Replicas that say what a test has them say."""
 
-    def __init__(self, policy: Policy = POLICY, **counts: int) -> None:
-        self.scaler = Autoscaler(MemoryRegistry(), policy)
+    def __init__(self, config: AutoscaleConfig = CONFIG, **counts: int) -> None:
+        self.scaler = Autoscaler(MemoryRegistry(), config)
         self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
         self.wanted |= counts  # type: ignore[typeddict-item]
         self.there: dict[Role, int] = {}
@@ -106,8 +106,7 @@ def test_no_draft_is_kept_for_nobody_and_one_comes_for_anybody() -> None:
 
 
 def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
-    bounds: dict[Role, tuple[int, int]] = {"target": (2, 3)}
-    fleet = Fleet(Policy(bounds=bounds), target=1, draft=50)
+    fleet = Fleet(AutoscaleConfig(autoscale_targets="2:3"), target=1, draft=50)
     assert fleet.look(0) == {"target": 2}
     fleet.wanted["target"] = 5
     assert fleet.look(1) == {"target": 3}
@@ -142,7 +141,7 @@ def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
 
 
 def test_bounds_hold_where_fewer_are_there() -> None:
-    fleet = Fleet(Policy(bounds={"target": (3, 8)}, calm_s=60), target=8)
+    fleet = Fleet(AutoscaleConfig(autoscale_targets="3:8", autoscale_calm_s=60.0), target=8)
     fleet.says["target"] = {}
     fleet.there["target"] = 2
     assert fleet.look(0) == {}
@@ -150,7 +149,7 @@ def test_bounds_hold_where_fewer_are_there() -> None:
 
 
 def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
-    scaler = Autoscaler(MemoryRegistry(), POLICY)
+    scaler = Autoscaler(MemoryRegistry(), CONFIG)
     busy = record("target", queue_steps=5.0)
     wanted: dict[Role, int] = {"coordinator": 1, "target": 2, "draft": 1}
     others: dict[Role, list[ReplicaRecord]] = {"coordinator": [record("coordinator")], "draft": []}
@@ -163,7 +162,7 @@ def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
 
 
 def test_nothing_changes_while_one_leaves_for_another() -> None:
-    scaler = Autoscaler(MemoryRegistry(), POLICY)
+    scaler = Autoscaler(MemoryRegistry(), CONFIG)
     targets = [record("target"), record("target", leaving=True)]
     records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
     wanted: dict[Role, int] = {"target": 3}
@@ -180,7 +179,7 @@ def test_what_are_no_bounds_is_refused(text: str) -> None:
 
 def test_replicas_that_have_nothing_to_do_count() -> None:
     """One is busy beside three that nobody has asked anything yet."""
-    scaler = Autoscaler(MemoryRegistry(), POLICY)
+    scaler = Autoscaler(MemoryRegistry(), CONFIG)
     wanted: dict[Role, int] = {"coordinator": 1, "target": 4, "draft": 1}
     targets = [record("target", queue_steps=3.0, busy=1.0, fill=1.0)]
     targets += [record("target") for _ in range(3)]
@@ -190,11 +189,11 @@ def test_replicas_that_have_nothing_to_do_count() -> None:
 
 async def test_what_is_wanted_follows_what_replicas_say() -> None:
     registry = MemoryRegistry()
-    scaling = Autoscaler(registry, Policy())
+    scaling = Autoscaler(registry, AutoscaleConfig())
     await registry.want({"target": 1, "draft": 1, "coordinator": 1})
     await registry.announce(record("target", queue_steps=3.0))
-    for bounds, count in ((None, 1), ((1, 4), 2)):
-        scaling.policy = Policy(bounds={"target": bounds} if bounds else {})
+    for bounds, count in (("", 1), ("1:4", 2)):
+        scaling.config = AutoscaleConfig(autoscale_targets=bounds)
         await scaling.look()
         assert (await registry.wanted())["target"] == count
     registry.failure = StoreUnavailable("away")

@@ -81,7 +81,13 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
 
     deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
     deployment.ray.local = local
-    deployment._reconciler, deployment.redis = Lost(), Redis()
+    deployment._is_own, deployment.redis = True, Redis()
+
+    async def find(_: str) -> Lost:
+        return Lost()
+
+    monkeypatch.setattr(launcher, "find_reconciler", find)
+    monkeypatch.setattr(asking, "find_reconciler", find)
     monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
     monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
     monkeypatch.setattr(deployment._secret_files, "forget", lambda: done.append("secrets"))
@@ -146,17 +152,23 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     config: DeploymentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reconciler has no replicas any more, and would never have any again."""
-    old, new = Told(ends=True), Told(place=ConfigError("it has begun"))
+    old, new = Told(ends=True), Told(start=ConfigError("it has begun"))
+    running = [old]
+
+    async def find(_: str) -> Told:
+        return running[-1]
+
     deployment = Deployment(config, tmp_path)
     monkeypatch.setattr(deployment, "_prepare", AsyncMock(return_value=config))
     monkeypatch.setattr(launcher, "resources", lambda: {"CPU": 8.0})
-    monkeypatch.setattr(launcher, "find_reconciler", AsyncMock(return_value=old))
-    monkeypatch.setattr(launcher, "start_reconciler", lambda *_: new)
+    monkeypatch.setattr(launcher, "find_reconciler", find)
+    monkeypatch.setattr(asking, "find_reconciler", find)
+    monkeypatch.setattr(launcher, "start_reconciler", lambda *_: running.append(new))
     monkeypatch.setattr(launcher, "Cluster", Mock(return_value=AsyncMock()))
     with pytest.raises(ConfigError, match="it has begun"):
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
-    assert new.calls == ["place", "close", "kill"]
+    assert new.calls == ["start", "close", "kill"]
 
 
 def test_an_emulated_target_is_not_called_by_the_model_that_would_run() -> None:

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from deploy.fleet.ray_cluster import Actor
-from deploy.fleet.replica import _of_the_first
+from deploy.fleet.replica import _all_or_error
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import RankLeader, threads_of_a_rank
 from outrider.errors import ConfigError, Unavailable
@@ -60,19 +60,14 @@ async def _after(delay_s: float, outcome: object) -> object:
     return outcome
 
 
-async def test_the_leaders_address_is_given_once_all_ranks_are_ready() -> None:
-    """Not before: the last one may fail."""
-    assert await _of_the_first(_after(0, "address"), _after(0.05, None)) == "address"
-    with pytest.raises(Unavailable, match="late"):
-        await _of_the_first(_after(0, "address"), _after(0.05, Unavailable("late")))
-
-
 async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_others() -> None:
     """The wrong setting of one, though another has ended for it before; and what still waits is
     given up."""
+    with pytest.raises(Unavailable, match="late"):
+        await _all_or_error(_after(0, "address"), _after(0.05, Unavailable("late")))
     waits = asyncio.ensure_future(_after(3600, "address"))
     with pytest.raises(ConfigError, match="no such file"):
-        await _of_the_first(
+        await _all_or_error(
             waits, _after(0, Unavailable("ended")), _after(0.05, ConfigError("no such file"))
         )
     await asyncio.sleep(0)

@@ -51,9 +51,7 @@ class Host:
 
     async def start(self) -> Reconciler:
         found = Reconciler(self.world.spec, "outrider-d")
-        await found.place()
-        await found.begin("target", "draft", "coordinator")
-        await found.keep()
+        await found.start()
         return found
 
     async def restart(self, before: Reconciler) -> Reconciler:
@@ -87,11 +85,11 @@ async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed
     """Ray may restart it while it places. In the end nothing is kept, unless the head is away."""
     host = Host(monkeypatch)
     seen = []
-    monkeypatch.setattr(Fleet, "place", AsyncMock(side_effect=lambda: seen.append(host.saved.text)))
+    monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=lambda: seen.append(host.saved.text)))
     for failure in (None, Unavailable("the Ray head does not answer")):
         host.saved.text = "of an earlier one"
         found = Reconciler(host.world.spec, "outrider-d")
-        await found.place()
+        await found.start()
         host.saved.text, host.saved.failure = "changes", failure
         await found.close()
         assert host.saved.text == ("changes" if failure else "")
@@ -109,7 +107,7 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
     config = replace(config, coordinator=config.coordinator.reaching(asking))
     found = Reconciler(replace(host.world.spec, config=config), "outrider-d")
     with pytest.raises(SettingError, match="redis_password: is not known on"):
-        await found.place()
+        await found.start()
 
 
 async def test_one_that_was_told_to_close_says_so_and_closes_once(
@@ -157,7 +155,7 @@ def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.Monk
 
     async def scene(host: Host, found: Reconciler) -> None:
         await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
-        await found.bound({"target": (1, 4)})
+        await found.change({"autoscale_targets": "1:4"})
         await asyncio.sleep(60)
         spec, names = await found.spec(), [one.name for one in (await found.overview("")).replicas]
         host.missing.add(spec.given.draft.model)
@@ -169,8 +167,8 @@ def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.Monk
         await asyncio.sleep(5)
         host.saved.failure = None
         host.missing.clear()
-        assert (await found.bound({})).bounds == {"target": (1, 4)}
-        assert (await found.want({})).calm_s == 5
+        assert (await found.change({})).bounds == {"target": (1, 4)}
+        assert (await found.want({})).autoscale_calm_s == 5
         overview = await found.overview("")
         assert (overview.adopted, overview.is_whole, overview.num_stale) == (True, True, 0)
         assert {one.name for one in overview.replicas} == {*names}
@@ -213,7 +211,7 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
 
     async def scene(host: Host, found: Reconciler) -> None:
         await found.change({"max_num_seqs": 7})
-        await found.bound({"target": (1, 4)})
+        await found.change({"autoscale_targets": "1:4"})
         host.missing.add("ngram")
         host.world.machines.actors[0].place = Place(1, "elsewhere")
         before, saved = await found.spec(), host.saved.text
@@ -229,14 +227,14 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
         for values, said in wrong:
             with pytest.raises(ConfigError, match=said):
                 await found.change(values)
-        with pytest.raises(ConfigError, match="target=0"):
-            await found.bound({"target": (0, 4)})
+        with pytest.raises(ConfigError, match="autoscale_targets: '0:4' is wrong"):
+            await found.change({"autoscale_targets": "0:4"})
         host.saved.failure = Unavailable("away")
         with pytest.raises(Unavailable):
             await found.change({"max_num_seqs": 9})
         with pytest.raises(Unavailable):
-            await found.bound({"target": None})
-        assert (await found.bound({})).bounds == {"target": (1, 4)}
+            await found.change({"autoscale_targets": ""})
+        assert (await found.change({})).bounds == {"target": (1, 4)}
         assert (await found.spec(), host.saved.text) == (before, saved)
         host.saved.failure = None
         host.world.machines.actors[0].place = Place(1, "here")
