@@ -6,12 +6,14 @@ import fcntl
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from outrider.errors import ConfigError
+from outrider.limits import KEY_FILE_LOOK_MS
 
 _log = logging.getLogger(__name__)
 
@@ -45,40 +47,44 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
         raise
 
 
-class FileWatch:
-    """Looks at files now and then, when it is asked."""
+class FileWatch(Generic[Found]):
+    """What is read from files, which are looked at again now and then, when it is asked for."""
 
-    def __init__(self, paths: Sequence[Path], clock: Callable[[], float], period_s: float) -> None:
-        """At most every `period_s` seconds of `clock`. What they are now is known."""
-        self._paths = tuple(paths)
+    def __init__(
+        self,
+        paths: Sequence[Path | None],
+        read: Callable[[], Found],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """They are looked at every `KEY_FILE_LOOK_MS` of `clock`, which counts seconds, at most.
+        Raises what `read` does."""
+        self._paths = [path for path in paths if path is not None]
+        self._read = read
         self._clock = clock
-        self._period_s = period_s
         self._looked_at = clock()
         self._states = self._look()
+        self._found = read()
         self._trouble = ""
 
-    def news(self, read: Callable[[], Found]) -> Found | None:
-        """What `read` returns, once for each change of the files; else None. Where it raises, which
-        the log says once, they are read again at the next look: a file may become readable
-        without a change. One that is gone is not read: it is about to be
-        written."""
+    def current(self) -> Found:
+        """What `read` returned last. Where it raises, which the log says once, that is what it was,
+        and they are read again at the next look: a file may become readable without a change. One
+        that is gone is not read: it is about to be written."""
         now = self._clock()
-        if now - self._looked_at < self._period_s:
-            return None
+        if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
+            return self._found
         self._looked_at = now
         states = self._look()
-        if states == self._states or None in states:
-            return None
-        try:
-            found = read()
-        except (ConfigError, OSError, ValueError) as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                _log.error("what %s says stays what it was: %s", self._paths[0], error)
-            return None
-        self._states, self._trouble = states, ""
-        _log.info("%s has changed", self._paths[0])
-        return found
+        if states != self._states and None not in states:
+            try:
+                self._found = self._read()
+                self._states, self._trouble = states, ""
+                _log.info("%s has changed", self._paths[0])
+            except (ConfigError, OSError, ValueError) as error:
+                if str(error) != self._trouble:
+                    self._trouble = str(error)
+                    _log.error("what %s says stays what it was: %s", self._paths[0], error)
+        return self._found
 
     def _look(self) -> tuple[_State, ...]:
         return tuple(_state(path) for path in self._paths)

@@ -20,7 +20,7 @@ from coordinator.auth.rate_limits import Grant, Limiter
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
 from outrider.errors import Unauthenticated
 from outrider.files import FileWatch
-from outrider.limits import API_KEY_CHARS_MAX, KEY_FILE_LOOK_MS
+from outrider.limits import API_KEY_CHARS_MAX
 from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)
@@ -38,40 +38,29 @@ def current_caller() -> Caller:
     return _CALLER.get()
 
 
-class KeyFile:
-    """The keys of a file and those that are given, as they are now."""
+def watch_keys(
+    path: Path | None,
+    given: tuple[KeyEntry, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> FileWatch[Keyring]:
+    """The keys of a file and those that are given, as they are now. `clock` counts seconds. Raises
+    `ConfigError` for a file that cannot be read, or is wrong."""
 
-    def __init__(
-        self, path: Path | None, given: tuple[KeyEntry, ...], clock: Callable[[], float]
-    ) -> None:
-        """`clock` counts seconds. Raises `ConfigError` for a file that cannot be read, or is
-        wrong."""
-        self._path = path
-        self._given = given
-        self._watch = None if path is None else FileWatch([path], clock, KEY_FILE_LOOK_MS / 1e3)
-        self._keys = self._read()
-        if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
-            _log.warning("%s: others may write it, and so add keys", path)
+    def read() -> Keyring:
+        return Keyring([*(read_key_file(path) if path else ()), *given])
 
-    @property
-    def keys(self) -> Keyring:
-        """Those that hold now: the file is read again within a second of a change. One that
-        cannot be read, or is wrong, changes nothing, which the log says."""
-        found = None if self._watch is None else self._watch.news(self._read)
-        if found is not None:
-            self._keys = found
-            _log.info("%s: %d keys", self._path, len(found.entries))
-        return self._keys
-
-    def _read(self) -> Keyring:
-        entries = [] if self._path is None else read_key_file(self._path)
-        return Keyring([*entries, *self._given])
+    watch = FileWatch([path], read, clock)
+    if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
+        _log.warning("%s: others may write it, and so add keys", path)
+    return watch
 
 
 class AccessControl:
     """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
 
-    def __init__(self, keys: KeyFile | None = None, limiter: Limiter | None = None) -> None:
+    def __init__(
+        self, keys: FileWatch[Keyring] | None = None, limiter: Limiter | None = None
+    ) -> None:
         self._keys = keys
         self._limiter = limiter
 
@@ -92,7 +81,7 @@ class AccessControl:
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("authorization: is of another kind; send `Bearer` and an API key")
         key = key.strip()
-        found = self._keys.keys.find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
+        found = self._keys.current().find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
         if found is None:
             raise Unauthenticated("authorization: there is no such API key")
         return found
@@ -134,13 +123,10 @@ OPEN = AccessControl()
 
 
 def access_control_of(
-    api_keys: str,
-    api_key_file: str,
-    limiter: Limiter | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    api_keys: str, api_key_file: str, limiter: Limiter | None = None
 ) -> AccessControl:
     """The access that these settings ask for. Raises `ConfigError`."""
     if not api_keys and not api_key_file:
         return OPEN
     path = Path(api_key_file) if api_key_file else None
-    return AccessControl(KeyFile(path, given_keys(api_keys), clock), limiter)
+    return AccessControl(watch_keys(path, given_keys(api_keys)), limiter)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from coordinator.http_api.bodies import TranslatedBody
+from coordinator.http_api.bodies import StreamOptions, TranslatedBody
 from outrider.errors import check
 from outrider.request import Event, Finished, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
@@ -29,20 +29,9 @@ def as_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, IMPOSSIBLE)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token of an answer as it is written, its log-probability, and the likeliest tokens in its
-    place."""
-
-    data: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...]
-    offset: int
-    """Of its first whole character in the answer's text."""
+Scored = tuple[int, list[tuple[bytes, float]]]
+"""A token of an answer: where its first whole character is in the answer's text, and as it is
+written, with its log-probability; then the likeliest in its place."""
 
 
 class _Choice:
@@ -53,17 +42,18 @@ class _Choice:
         self._stream = None if text is None else text.stream()
         self._offset = 0
         self.is_opened = False
-        self.texts: list[str] = []
+        self.told = ""
         self.token_ids: list[int] = []
-        self.scored: list[ScoredToken] = []
+        self.scored: list[Scored] = []
         self.finish_reason: FinishReason | None = None
 
-    def score(self, event: Tokens) -> list[ScoredToken]:
+    def score(self, event: Tokens) -> list[Scored]:
         check(len(event.logprobs) == len(event.token_ids), "tokens without log-probabilities")
         scored = []
         for token_id, entry in zip(event.token_ids, event.logprobs, strict=True):
-            top = tuple((self._spell(other), logprob) for other, logprob in entry.top)
-            scored.append(ScoredToken(self._spell(token_id), entry.logprob, top, self._offset))
+            each = [(token_id, entry.logprob), *entry.top]
+            spelled = [(self._spell(one), max(logprob, IMPOSSIBLE)) for one, logprob in each]
+            scored.append((self._offset, spelled))
             if self._stream is not None:
                 self._offset += len(self._stream.push(token_id))
         return scored
@@ -91,6 +81,7 @@ class Answer:
     ) -> None:
         """`num_draft_tokens` is the most of a round, `created` a time in seconds since 1970."""
         self._asked = asked
+        self._options = asked.body.stream_options or StreamOptions()
         self._num_draft_tokens = num_draft_tokens
         self._choices = [_Choice(text) for _ in asked.requests]
         self._num_left = len(asked.requests)
@@ -108,60 +99,55 @@ class Answer:
         """The whole text of a choice."""
         raise NotImplementedError
 
-    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
+    def logprobs(self, tokens: Sequence[Scored]) -> Json:
         """The log-probabilities of a choice's tokens."""
         raise NotImplementedError
 
-    def add(self, index: int, event: Event) -> None:
+    def add(self, index: int, event: Event) -> Sequence[Json]:
         """An event of a choice, of an answer that is told at once."""
         self._count(index, event)
         choice = self._choices[index]
         if isinstance(event, Tokens):
-            choice.texts.append(event.text_delta)
+            choice.told += event.text_delta
             choice.token_ids += event.token_ids
             if self._asked.has_logprobs:
                 choice.scored += choice.score(event)
         elif isinstance(event, Finished):
             choice.finish_reason = event.finish_reason
+        return ()
 
     def whole(self) -> Json:
         """All that has come. Every choice must have ended."""
         check(not self._num_left, "a choice has not ended")
         told = [
-            self._choice(
-                index,
-                self.message("".join(one.texts)),
-                one.finish_reason,
-                one.scored if self._asked.has_logprobs else None,
-                one.token_ids,
-            )
+            self._choice(index, self.message(one.told), one.finish_reason, one)
             for index, one in enumerate(self._choices)
         ]
-        return self._told(self.kind, told, {"usage": self._usage(), "metrics": self._metrics()})
+        return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
 
-    def take(self, index: int, event: Event) -> list[Json]:
+    def take(self, index: int, event: Event) -> Sequence[Json]:
         """What is told once an event of a choice has come, of an answer that is told in chunks;
         often nothing."""
         self._count(index, event)
         if not isinstance(event, Tokens | Finished):
-            return []
+            return ()
         chunks, choice = [], self._choices[index]
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
         if isinstance(event, Tokens):
-            scored = choice.score(event) if self._asked.has_logprobs else None
-            part = self.delta(event.text_delta)
-            return [*chunks, self._chunk(self._choice(index, part, None, scored, event.token_ids))]
+            choice.token_ids = [*event.token_ids]
+            if self._asked.has_logprobs:
+                choice.scored = choice.score(event)
+            part = self._choice(index, self.delta(event.text_delta), None, choice)
+            return [*chunks, self._chunk(part)]
         last = self._chunk(self._choice(index, self.closing, event.finish_reason))
         if self._num_left:
             return [*chunks, last]
-        metrics = {"metrics": self._metrics()}
-        options = self._asked.body.stream_options
-        if options is None or not options.include_usage:
-            return [*chunks, last | metrics]
-        usage = {"usage": self._usage(), **metrics}
-        return [*chunks, last, self._told(self.chunk_kind, [], usage)]
+        if self._options.include_usage:
+            usage = self._told(self.chunk_kind, [], usage=self._usage(), metrics=self._metrics())
+            return [*chunks, last, usage]
+        return [*chunks, last | {"metrics": self._metrics()}]
 
     def _count(self, index: int, event: Event) -> None:
         if isinstance(event, Started):
@@ -179,37 +165,38 @@ class Answer:
             self._num_proposed += event.metrics.num_draft_tokens
             self._num_accepted += event.metrics.num_accepted_draft_tokens
 
-    def _told(self, kind: str, choices: list[Json], more: Json) -> Json:
+    def _told(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._envelope, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Json) -> Json:
-        options = self._asked.body.stream_options
-        more: Json = {}
-        if options is not None and options.continuous_usage_stats:
-            more = {"usage": self._usage()}
-        elif options is not None and options.include_usage:
-            more = {"usage": None}
-        return self._told(self.chunk_kind, [choice], more)
+        if self._options.continuous_usage_stats:
+            return self._told(self.chunk_kind, [choice], usage=self._usage())
+        if self._options.include_usage:
+            return self._told(self.chunk_kind, [choice], usage=None)
+        return self._told(self.chunk_kind, [choice])
 
     def _choice(
         self,
         index: int,
         content: Json,
         reason: FinishReason | None = None,
-        scored: Sequence[ScoredToken] | None = None,
-        token_ids: Sequence[int] | None = None,
+        tokens: _Choice | None = None,
     ) -> Json:
+        """With the `tokens` that it tells of, if it does."""
+        scored = None
+        if tokens is not None and self._asked.has_logprobs:
+            scored = self.logprobs(tokens.scored)
         told: Json = {
             "index": index,
             **content,
-            "logprobs": None if scored is None else self.logprobs(scored),
-            "finish_reason": None if reason is None else str(reason),
+            "logprobs": scored,
+            "finish_reason": reason,
             "stop_reason": None,
         }
         if reason in (FinishReason.DEADLINE, FinishReason.CANCELLED):  # Clients know `length`.
-            told |= {"finish_reason": "length", "stop_reason": str(reason)}
-        if token_ids is not None and self._asked.body.return_token_ids:
-            told["token_ids"] = token_ids
+            told |= {"finish_reason": "length", "stop_reason": reason}
+        if tokens is not None and self._asked.body.return_token_ids:
+            told["token_ids"] = tokens.token_ids
         return told
 
     def _usage(self) -> Json:
@@ -225,7 +212,7 @@ class Answer:
         accepted, proposed = self._num_accepted, self._num_proposed
         told: Json = {
             "mean_acceptance_length": 1 + accepted / max(1, self._num_rounds),
-            "draft_acceptance_rate": accepted / proposed if proposed else 0.0,
+            "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": self._num_rounds,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": proposed,
@@ -262,17 +249,15 @@ class ChatAnswer(Answer):
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
-        content = [
-            _scored(token.data, token.logprob)
-            | {"top_logprobs": [_scored(*one) for one in token.top]}
-            for token in tokens
-        ]
+    def logprobs(self, tokens: Sequence[Scored]) -> Json:
+        content = []
+        for _, each in tokens:
+            own, *top = [
+                {"token": as_text(data), "bytes": list(data), "logprob": logprob}
+                for data, logprob in each
+            ]
+            content.append({**own, "top_logprobs": top})
         return {"content": content, "refusal": None}
-
-
-def _scored(data: bytes, logprob: float) -> Json:
-    return {"token": as_text(data), "bytes": list(data), "logprob": finite(logprob)}
 
 
 class CompletionAnswer(Answer):
@@ -287,19 +272,14 @@ class CompletionAnswer(Answer):
 
     message = delta
 
-    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
+    def logprobs(self, tokens: Sequence[Scored]) -> Json:
         """See `Answer.logprobs`. The token that came is among the likeliest ones, too."""
+        each = [{as_text(data): logprob for data, logprob in one} for _, one in tokens]
         return {
-            "tokens": [as_text(token.data) for token in tokens],
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {
-                    as_text(data): finite(logprob)
-                    for data, logprob in (*token.top, (token.data, token.logprob))
-                }
-                for token in tokens
-            ],
-            "text_offset": [token.offset for token in tokens],
+            "tokens": [next(iter(one)) for one in each],
+            "token_logprobs": [next(iter(one.values())) for one in each],
+            "top_logprobs": each,
+            "text_offset": [offset for offset, _ in tokens],
         }
 
 
@@ -330,13 +310,9 @@ class NativeEvents:
         if self._stream is not None:
             texts = [self._stream.push(token_id) for token_id in event.token_ids]
         told = {"type": "tokens", **asdict(event), "texts": texts}
-        del told["logprobs"]
-        if event.logprobs:
-            told["logprobs"] = [
-                {
-                    "logprob": finite(one.logprob),
-                    "top": [[token_id, finite(logprob)] for token_id, logprob in one.top],
-                }
-                for one in event.logprobs
-            ]
+        if not told["logprobs"]:
+            del told["logprobs"]
+        for entry in told.get("logprobs", ()):
+            entry["logprob"] = max(entry["logprob"], IMPOSSIBLE)
+            entry["top"] = [[token_id, max(one, IMPOSSIBLE)] for token_id, one in entry["top"]]
         return told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,14 +20,13 @@ from coordinator.http_api.bodies import ChatBody, CompletionBody, NativeBody
 from coordinator.http_api.errors import (
     ErrorBody,
     add_error_handlers,
-    error_response,
     json_response,
 )
-from coordinator.http_api.reading import BodyLimit, BodyRoute
+from coordinator.http_api.reading import PAGE, BodyRoute, Entrance
 from coordinator.http_api.serving import Generations
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
-from outrider.errors import BadRequest, NotFound, OutriderError, PermissionDenied, Unavailable
+from outrider.errors import BadRequest, NotFound, Unavailable
 from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
@@ -83,8 +80,6 @@ class CachedHealth:
         return found
 
 
-PAGE: Final = "/page"
-"""Where the files of the page are."""
 _PAGE_HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -106,12 +101,6 @@ class PageFiles(StaticFiles):
         return response
 
 
-def _is_open(path: str) -> bool:
-    """Whether no key is asked for: probes have none, and the page's files, which have no data, ask
-    for one themselves."""
-    return path in ("/", "/health") or path.startswith(f"{PAGE}/")
-
-
 class TimingMiddleware:
     """Around an application, from a request's arrival to the last byte of its answer."""
 
@@ -120,9 +109,6 @@ class TimingMiddleware:
         self._times = times
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         status: int | None = None
 
         async def noted(message: Message) -> None:
@@ -175,39 +161,6 @@ _METRICS: Final[dict[int | str, dict[str, Any]]] = {
     **_ERRORS,
 }
 
-_PORT: Final = re.compile(r":\d*$")
-
-
-class CallerMiddleware:
-    """Learns who calls before anything of a request's body is read."""
-
-    def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
-        self._app = app
-        self._access = access
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                self._check_host(headers.get("host", ""))
-                if not _is_open(scope["path"]):
-                    caller = self._access.identify(headers.getlist("authorization"))
-                    scope.setdefault("state", {})["caller"] = caller
-            except OutriderError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check_host(self, host: str) -> None:
-        """Raises `PermissionDenied` for what a browser sends on behalf of another site, whose name
-        leads to this machine."""
-        if self._hosts and _PORT.sub("", host).lower() not in self._hosts:
-            raise PermissionDenied(
-                "Host: is none of this machine's own names; call localhost, or give the server "
-                "API keys"
-            )
-
 
 def build_app(
     service: CoordinatorService,
@@ -229,8 +182,7 @@ def build_app(
     )
     app.router.route_class = BodyRoute
     app.state.access = access
-    app.add_middleware(BodyLimit)
-    app.add_middleware(CallerMiddleware, access=access, hosts=hosts)  # The last one is asked first.
+    app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one is asked first.
     if times is not None:
         app.add_middleware(TimingMiddleware, times=times)
     add_error_handlers(app)
@@ -243,14 +195,12 @@ def _add_generation(app: FastAPI, generations: Generations, service: Coordinator
     @app.post("/v1/chat/completions", responses=_STREAMS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Goes on with a conversation."""
-        asked = body.translate(service.draw_seed)
-        return await generations.answer(request, asked, ChatAnswer)
+        return generations.answer(request, body.translate(service.draw_seed), ChatAnswer)
 
     @app.post("/v1/completions", responses=_STREAMS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Goes on with raw text or tokens."""
-        asked = body.translate(service.draw_seed)
-        return await generations.answer(request, asked, CompletionAnswer)
+        return generations.answer(request, body.translate(service.draw_seed), CompletionAnswer)
 
     events = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
@@ -266,7 +216,7 @@ def _add_generation(app: FastAPI, generations: Generations, service: Coordinator
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        return await generations.stream(request, asked, NativeEvents(service.text).take)
+        return generations.stream(request, asked, NativeEvents(service.text).take)
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:

@@ -476,8 +476,10 @@ class TranslatedBody:
         """Whether the answer tells log-probabilities."""
         return self.requests[0].logprobs is not None
 
-    def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """The error of one of the requests, with the name that the body has for its field."""
+    def renamed(self, error: BaseException, index: int) -> BaseException:
+        """The error of one of the requests; of a field, with the name that the body has for it."""
+        if not isinstance(error, BadRequest):
+            return error
         name = error.field.removeprefix("sampling.")
         for known in sorted(self.names, key=len, reverse=True):
             if re.match(rf"{re.escape(known)}(?!\w)", name):

@@ -4,20 +4,22 @@ that the coordinator does, its leases too."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.http_api.errors import of_body
-from coordinator.http_api.serving import Unsent
+from coordinator.auth.access_control import AccessControl
+from coordinator.http_api.errors import error_response, of_body
 from outrider.api_keys import ANYBODY, Caller
-from outrider.errors import Overloaded, Unavailable
+from outrider.errors import OutriderError, Overloaded, PermissionDenied, Unavailable
 from outrider.limits import (
     HTTP_BODIES_BYTES_MAX,
     HTTP_BODY_BYTES_MAX,
@@ -33,6 +35,9 @@ _OPENINGS: Final = (b"[", b"{")
 _MARKS: Final = (*_OPENINGS, b",", b":")
 """One of them stands before each value and each key, but for the first."""
 _QUOTES_MAX: Final = 2 * (HTTP_VALUES_MAX + 1)
+_PORT: Final = re.compile(r":\d*$")
+PAGE: Final = "/page"
+"""Where the files of the page are."""
 
 
 class BodyRoute(APIRoute):
@@ -54,6 +59,12 @@ class BodyRoute(APIRoute):
             return await handle(request)
 
         return handle if self.body_field is None else read
+
+
+class Unsent(Response):
+    """The answer to a client that has gone: nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 def read_body(data: bytes) -> Any:
@@ -81,20 +92,43 @@ def _too_many(data: bytes) -> str:
     return ""
 
 
-class BodyLimit:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
-    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at
-    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
+def is_open(path: str) -> bool:
+    """Whether no key is asked for: probes have none, and the page's files, which have no data, ask
+    for one themselves."""
+    return path in ("/", "/health") or path.startswith(f"{PAGE}/")
+
+
+class Entrance:
+    """Before an application: learns who calls before anything of a request's body is read.
+
+    Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in all
+    and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at most
+    `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
     `HTTP_TENANT_BODIES_BYTES_MAX`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
         self._app = app
+        self._access = access
+        self._hosts = hosts
         self._num_bytes: Counter[str] = Counter()
         """Of bodies that are not whole yet, by tenant."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, caller = Headers(scope=scope), ANYBODY
+        try:
+            # A browser sends it on behalf of another site, whose name leads to this machine.
+            if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
+                raise PermissionDenied(
+                    "Host: is none of this machine's own names; call localhost, or give the server "
+                    "API keys"
+                )
+            if not is_open(scope["path"]):
+                caller = self._access.identify(headers.getlist("authorization"))
+        except OutriderError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
         end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
-        caller: Caller = scope.get("state", {}).get("caller", ANYBODY)
         size, is_read = 0, False
 
         async def bounded() -> Message:
@@ -107,7 +141,7 @@ class BodyLimit:
             self._num_bytes[caller.tenant] += num_new
             if size > HTTP_BODY_BYTES_MAX:
                 raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
-            self._check(caller)
+            self._check_room(caller)
             if not message.get("more_body", False):
                 self._forget(caller, size)
                 size, is_read = 0, True
@@ -120,10 +154,9 @@ class BodyLimit:
 
     def _forget(self, caller: Caller, num_bytes: int) -> None:
         self._num_bytes[caller.tenant] -= num_bytes
-        if not self._num_bytes[caller.tenant]:
-            del self._num_bytes[caller.tenant]
+        self._num_bytes += Counter()  # Forgets tenants without bodies.
 
-    def _check(self, caller: Caller) -> None:
+    def _check_room(self, caller: Caller) -> None:
         if self._num_bytes.total() > HTTP_BODIES_BYTES_MAX:
             raise Unavailable("too many bodies are being read; try again later")
         if caller is not ANYBODY and self._num_bytes[caller.tenant] > HTTP_TENANT_BODIES_BYTES_MAX:

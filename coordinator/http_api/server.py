@@ -18,12 +18,11 @@ import os
 import resource
 import socket
 import ssl
-import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import h11
 import uvicorn
@@ -42,7 +41,6 @@ from outrider.limits import (
     HTTP_KEEP_ALIVE_S,
     HTTP_LAST_REQUEST_S,
     HTTP_STUCK_WRITE_S,
-    KEY_FILE_LOOK_MS,
 )
 from outrider.transport.server import is_taken
 
@@ -55,12 +53,6 @@ BACKLOG: Final = 2048
 """Connections that the kernel keeps until they are accepted."""
 CLOSE_S: Final = 2.0
 """What requests that were told to end may take to say so."""
-_ACCEPT_RETRY_S: Final = 0.1
-"""Between two attempts to accept where the process has no file descriptor left."""
-_ACCEPTS_MAX: Final = 64
-"""Connections that are accepted before the event loop does something else ..."""
-_LAST_ACCEPTS_MAX: Final = 2 * BACKLOG
-"""... and before the socket is closed, however fast new ones come."""
 _DRAIN_POLL_S: Final = 0.02
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -73,11 +65,6 @@ class TlsFiles:
     key: Path
     authority: Path | None = None
     """By which callers must have a certificate, too; None = they need none."""
-
-    def watch(self) -> FileWatch:
-        """Knows what they are now."""
-        paths = [one for one in (self.certificate, self.key, self.authority) if one is not None]
-        return FileWatch(paths, time.monotonic, KEY_FILE_LOOK_MS / 1e3)
 
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
@@ -112,52 +99,110 @@ class HttpOptions:
     """Hear of each request."""
 
 
+class _State(IntEnum):
+    """What a connection waits for; the lower it is, the sooner it makes room for a new one."""
+
+    INCOMPLETE = 0
+    """Complete headers, or its TLS handshake."""
+    IDLE = 1
+    """Another request."""
+    BUSY = 2
+
+
+class OpenConnections(dict["HttpConnection", _State]):
+    """Those of one server; of those in one state the one that has been in it for longest comes
+    first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors == resource.RLIM_INFINITY:
+            descriptors = 2 * HTTP_CONNECTIONS_MAX
+        self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
+        """They may be more where all have requests."""
+
+    def make_room(self) -> None:
+        """For a new one where all places are taken, if one of these has no request."""
+        if len(self) >= self.num_max:
+            oldest = min(self, key=self.__getitem__)
+            if self[oldest] is not _State.BUSY:
+                oldest.break_off()
+
+
 class HttpConnection(H11Protocol):
     """One connection, from its accept on."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, open_: OpenConnections) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        others: OpenConnections,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(config, state, app_state={})
-        self._open = open_
+        self._open = others
+        self._tls = tls
+        self._early = bytearray()
+        """Decrypted bytes that came before the end of the handshake was seen."""
+        self.handshake: asyncio.Task[None] | None = None
+        """None = there is none, or it is over."""
         self._late: asyncio.TimerHandle | None = None
         """Breaks it off where it sends no complete headers, or does not end when told to."""
         self._stuck: asyncio.TimerHandle | None = None
         """Breaks it off where its client does not read."""
-        self.connecting: asyncio.Task[Any] | None = None
-        """Until its TLS handshake is complete."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._open.make_room()
+        self._await_headers()
+        if self._tls is None:
+            super().connection_made(transport)
+        else:
+            self.transport = transport
+            self.handshake = self.loop.create_task(self._encrypt(transport, self._tls))
+
+    async def _encrypt(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        with suppress(OSError):
+            encrypted = await self.loop.start_tls(transport, self, tls, server_side=True)
+            self.handshake = None
+            if not transport.is_closing():
+                super().connection_made(cast(asyncio.Transport, encrypted))
+                if self._early:
+                    self.data_received(bytes(self._early))
+                return
+        self._forget()
 
     @property
-    def has_request(self) -> bool:
+    def _has_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
+        if self.handshake is not None:
+            self._early += data
+            return
         super().data_received(data)
-        if not self.has_request:
-            self.await_headers()
+        if self._has_request:
+            self._enter(_State.BUSY)
         else:
-            self._move(self._open.busy)
+            self._await_headers()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.has_request:
+        if self._has_request:
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
-            self._move(self._open.idle)
+            self._enter(_State.IDLE)
             if self.transport.is_closing():  # No timer of uvicorn's watches it any more.
-                self._late = self.loop.call_later(HTTP_STUCK_WRITE_S, self.break_off)
+                self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
         else:  # A body that was not read still comes. Its sender may read the answer first.
-            self.await_headers()
-
-    def await_headers(self) -> None:
-        self._move(self._open.incomplete)
-        self._late = self._late or self.loop.call_later(HTTP_HEADERS_S, self.break_off)
+            self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()  # Waits for the client to read its answer.
-        self._late = self._late or self.loop.call_later(HTTP_STUCK_WRITE_S, self.break_off)
+        self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self._stuck or self.loop.call_later(HTTP_STUCK_WRITE_S, self.break_off)
+        self._stuck = self._stuck or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def resume_writing(self) -> None:
         if self._stuck is not None:
@@ -166,75 +211,49 @@ class HttpConnection(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.forget()
+        self._forget()
         super().connection_lost(exc)
 
     def break_off(self) -> None:
         """Closes it, without waiting until its client has read what was sent."""
-        self.forget()
-        if self.connecting is not None:
-            self.connecting.cancel()
-        if self.transport is not None:
-            self.transport.abort()
+        self._forget()
+        if self.handshake is not None:
+            self.handshake.cancel()
+        self.transport.abort()
 
-    def forget(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-        self._move(None)
+    def _break_off_in(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.break_off)
 
-    def _move(self, place: dict[HttpConnection, None] | None) -> None:
-        if place is not None and self in place:
-            return
+    def _await_headers(self) -> None:
+        self._enter(_State.INCOMPLETE)
+        self._late = self._late or self._break_off_in(HTTP_HEADERS_S)
+
+    def _enter(self, state: _State) -> None:
+        if self._open.get(self) is not state:
+            self._leave_state()
+            self._open[self] = state
+
+    def _leave_state(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
-        for one in (self._open.incomplete, self._open.idle, self._open.busy):
-            one.pop(self, None)
-        if place is not None:
-            place[self] = None
+        self._open.pop(self, None)
 
-
-class OpenConnections:
-    """The connections of one server, by what they wait for; the oldest of each kind comes first."""
-
-    def __init__(self) -> None:
-        self.incomplete: dict[HttpConnection, None] = {}
-        """Without complete headers, or in their TLS handshake."""
-        self.idle: dict[HttpConnection, None] = {}
-        """Between two requests."""
-        self.busy: dict[HttpConnection, None] = {}
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if descriptors == resource.RLIM_INFINITY:
-            descriptors = 2 * HTTP_CONNECTIONS_MAX
-        self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """They may be more where all have requests."""
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.incomplete) + len(self.idle)
-
-    def make_room(self) -> None:
-        """Closes the one that has waited longest without a request, if there is one: one that has
-        not sent any, else one that is idle."""
-        connection = next(chain(self.incomplete, self.idle), None)
-        if connection is not None:
-            _log.debug("an HTTP connection without a request makes room for a new one")
-            connection.break_off()
+    def _forget(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+        self._leave_state()
 
 
 class HttpServer:
-    """Serves a coordinator, from `start` to `stop`.
-
-    Accepts by itself. Unlike `asyncio.Server` it counts connections whose TLS handshake is not
-    complete, and can close them; and it loses none that the kernel has queued."""
+    """Serves a coordinator, from `start` to `stop`."""
 
     def __init__(self, service: CoordinatorService, options: HttpOptions) -> None:
         """Raises `OSError` or `ValueError` for files of TLS that are wrong."""
         self._options = options
-        self._tls_watch = (
-            None if options.tls is None else options.tls.watch()
-        )  # Before they are read.
-        self._tls = None if options.tls is None else options.tls.read()
+        self._tls = None
+        if (tls := options.tls) is not None:
+            self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
         self._open = OpenConnections()
         self._closing = asyncio.Event()
         config = uvicorn.Config(
@@ -259,93 +278,51 @@ class HttpServer:
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
-        self._listening: socket.socket | None = None
+        self._address = ""
         self._serving: asyncio.Task[None] | None = None
-        self._failed = False
+        self.failed = False
 
     @property
     def address(self) -> str:
-        check(self._listening is not None, "the server has not been started")
+        check(bool(self._address), "the server has not been started")
         return self._address
-
-    @property
-    def failed(self) -> bool:
-        return self._failed
 
     async def start(self) -> None:
         """Listens. Raises `ConfigError` where the address cannot be had."""
-        self._listening = _bind(self._options)
-        self._address = f"{_in_url(self._options.host)}:{self._listening.getsockname()[1]}"
-        # In place of `uvicorn.Server.startup`, which accepts without limits.
-        self._server.servers = []
+        listening = _bind(self._options)
+        self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
+        # In place of `uvicorn.Server.startup`, whose connections are encrypted when they begin.
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self._connect, sock=listening, backlog=BACKLOG)
+        self._server.servers = [server]
         self._server.started = True
-        self._serving = asyncio.create_task(self._serve(self._listening))
+        self._serving = asyncio.create_task(self._serve(listening))
+
+    def _connect(self) -> HttpConnection:
+        tls = None if self._tls is None else self._tls.current()
+        return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
 
     async def _serve(self, listening: socket.socket) -> None:
         # As `uvicorn.Server.serve`, but signals stay with the process.
-        self._listen(listening)
         try:
             await self._server.main_loop()
         except Exception:  # noqa: BLE001 (seen by `failed`)
             _log.exception("the HTTP server has failed, and stops")
-            self._failed = True
-        asyncio.get_running_loop().remove_reader(listening)
-        with suppress(OSError):
-            self._accept_queued(listening, _LAST_ACCEPTS_MAX)
-        listening.close()  # The kernel resets what comes between.
+            self.failed = True
+        queued: list[socket.socket] = []
+        with suppress(OSError):  # Until none is left, however fast new ones come.
+            queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
+        self._server.servers[0].close()  # The kernel resets what comes between.
+        for client in queued:
+            client.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
         self._say_last()
         for _ in range(round(HTTP_LAST_REQUEST_S / _DRAIN_POLL_S)):
-            if self._open.num_waiting:
+            if any(state is not _State.BUSY for state in self._open.values()):
                 await asyncio.sleep(_DRAIN_POLL_S)
-        for connection in [one for one in self._open.incomplete if one.connecting is not None]:
+        for connection in [one for one in self._open if one.handshake is not None]:
             connection.break_off()
         await self._server.shutdown()
-
-    def _listen(self, listening: socket.socket) -> None:
-        if listening.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
-
-    def _accept(self, listening: socket.socket) -> None:
-        """Waits for nothing, so that no connection is accepted and then lost."""
-        try:
-            self._accept_queued(listening, _ACCEPTS_MAX)
-        except Exception as error:  # noqa: BLE001 (whatever it is, others are accepted)
-            _log.warning("cannot accept an HTTP connection: %s", error)
-            self._open.make_room()
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listening)
-            loop.call_later(_ACCEPT_RETRY_S, self._listen, listening)
-
-    def _accept_queued(self, listening: socket.socket, num_max: int) -> None:
-        for _ in range(num_max):
-            try:
-                client, _address = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # None is left, or the one is gone.
-            self._begin(client)
-
-    def _begin(self, client: socket.socket) -> None:
-        """Hands a connection to a protocol of its own. Where all places are taken, an older one
-        without a request makes room for it."""
-        client.setblocking(False)
-        if self._tls_watch is not None and self._options.tls is not None:
-            self._tls = self._tls_watch.news(self._options.tls.read) or self._tls
-        if self._open.num_waiting + len(self._open.busy) >= self._open.num_max:
-            self._open.make_room()
-        connection = HttpConnection(self._server.config, self._server.server_state, self._open)
-        connection.await_headers()
-
-        def connected(task: asyncio.Task[Any]) -> None:
-            connection.connecting = None
-            if task.cancelled() or task.exception() is not None:
-                client.close()  # A cancelled task may never have seen it.
-                connection.forget()
-
-        loop = asyncio.get_running_loop()
-        connection.connecting = loop.create_task(
-            loop.connect_accepted_socket(lambda: connection, client, ssl=self._tls)
-        )
-        connection.connecting.add_done_callback(connected)
 
     def _say_last(self) -> None:
         """Answers that have not begun say that their connection is closed after them."""
@@ -385,15 +362,14 @@ def _own_names(options: HttpOptions) -> frozenset[str]:
 
 def _bind(options: HttpOptions) -> socket.socket:
     host, port = options.host, options.port
+    is_ipv6 = ":" in host
     try:
         if port and not options.takes_over and is_taken(host, port):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
         bound = socket.create_server(
-            address, family=family, backlog=BACKLOG, reuse_port=options.shares_port,
-            dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+            (host, port), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            reuse_port=options.shares_port,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(

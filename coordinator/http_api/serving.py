@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Final, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
-from outrider.errors import BadRequest, InvariantError, Unavailable
+from outrider.errors import BadRequest, Unavailable
 from outrider.limits import EVENTS_AHEAD_MAX, TRACEPARENT_CHARS_MAX
 from outrider.request import Event, Finished
 
@@ -25,99 +24,77 @@ from .answers import Answer, Json
 from .bodies import TranslatedBody
 from .errors import error_body, json_response, to_json
 
-T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, Event]]
 """Of all choices of a request, each with its choice's index."""
-Tell = Callable[[int, Event], Sequence[Json]]
-"""What a client is told of an event; often nothing."""
 _LAST: Final = b"data: [DONE]\n\n"
+_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # Or a proxy waits for the end.
+)
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
-class Unsent(Response):
-    """The answer to a client that has gone: nothing."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-async def while_open(request: Request, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Ends it, and raises `ClientGone` or `Unavailable`, where the request's
-    client goes or the server is `closing` before that. The body must have been read."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(gone())
-    tasks = (working, leaving, asyncio.create_task(closing.wait()))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if leaving.done():
-            raise ClientGone
-        raise Unavailable("this coordinator is shutting down")
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class EventStream(Response):
-    """Server-sent events: one for each part of an answer, and a last one. An error once they have
-    begun is an event, too, and then there is no last one."""
-
-    media_type = "text/event-stream"
+class Generated(Response):
+    """The answer to a request whose body has been read: once, when all events have come, or each
+    part as a server-sent event, and a last one. It ends, and closes the events, where the client
+    goes or the server is closing. An error is raised before the first part, and the last event
+    behind it."""
 
     def __init__(
         self,
-        while_open: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]],
-        first: Sequence[Json],
         events: Events,
-        tell: Tell,
+        closing: asyncio.Event,
+        tell: Callable[[int, Event], Sequence[Json]],
+        whole: Callable[[], Json] | None = None,
     ) -> None:
-        """Of `events` are told behind `first` what `tell` makes of them. They are closed however
-        the response ends."""
+        """`tell` says what a client is told of an event, often nothing, and `whole` what it is told
+        once; None = nothing."""
         super().__init__()
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # Or a proxy waits for the end.
-        self._while_open = while_open
-        self._first = first
         self._events = events
+        self._closing = closing
         self._tell = tell
+        self._whole = whole
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begin = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        async with aclosing(self._events):
-            await send(begin)
-            for value in self._first:  # It is there: no task is waited for.
-                await send(_part(value))
-            try:
-                await self._while_open(self._send(send))
-            except ClientGone:
-                return
-            except Exception as error:  # noqa: BLE001 (the client is told, whatever it is)
-                await send(_part(error_body(error), more=False))
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
-    async def _send(self, send: Send) -> None:
+        working = asyncio.create_task(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(gone())
+        tasks = (working, leaving, asyncio.create_task(self._closing.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            elif not leaving.done():
+                raise Unavailable("this coordinator is shutting down")
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            await self._send(send, error_body(error), more=False)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for index, event in self._events:
-            for value in self._tell(index, event):
-                await send(_part(value))
-        await send({"type": "http.response.body", "body": _LAST})
+            for part in self._tell(index, event):
+                await self._send(send, part)
+        if self._whole is None:
+            await send({"type": "http.response.body", "body": _LAST})
+        else:
+            await json_response(self._whole())(scope, receive, send)
 
-
-def _part(value: Json, *, more: bool = True) -> Message:
-    body = b"data: " + to_json(value) + b"\n\n"
-    return {"type": "http.response.body", "body": body, "more_body": more}
+    async def _send(self, send: Send, part: Json, *, more: bool = True) -> None:
+        if not self._has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._has_begun = True
+        body = b"data: " + to_json(part) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody) -> Events:
@@ -125,12 +102,17 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
     stream waits while `EVENTS_AHEAD_MAX` events do."""
     first = await asyncio.gather(*(anext(one) for one in streams), return_exceptions=True)
     for index, begun in enumerate(first):
-        if isinstance(begun, BadRequest):
-            raise asked.renamed(begun, index) from begun
         if isinstance(begun, BaseException):
-            raise begun
+            raise asked.renamed(begun, index)
     for index, event in enumerate(first):
         yield index, cast(Event, event)
+    if len(streams) == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
+        try:
+            async for event in streams[0]:
+                yield 0, event
+        except BadRequest as error:
+            raise asked.renamed(error, 0) from error
+        return
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
     async def forward(index: int, stream: AsyncGenerator[Event]) -> None:
@@ -149,7 +131,7 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], asked: Translat
             if found is None:
                 num_left -= 1
             elif isinstance(found, Exception):
-                raise found
+                raise asked.renamed(found, index)
             else:
                 yield index, found
     finally:
@@ -170,40 +152,22 @@ class Generations:
         self._access = access
         self._closing = closing
 
-    async def answer(self, request: Request, asked: TranslatedBody, kind: type[Answer]) -> Response:
-        """The answer to a request whose body has been read. An error before the first token is
-        raised, also where a stream is asked for. A client that goes takes its sessions with it."""
+    def answer(self, request: Request, asked: TranslatedBody, kind: type[Answer]) -> Response:
+        """The answer to a request whose body has been read, in chunks if it asks for a stream."""
         given = asked.requests[0].num_draft_tokens
         bound = self._service.defaults.num_draft_tokens if given is None else given
         answer = kind(asked, self._service.text, bound, int(time.time()))
         if asked.body.stream:
-            return await self.stream(request, asked, answer.take)
+            return self.stream(request, asked, answer.take)
+        return Generated(self.events(request, asked), self._closing, answer.add, answer.whole)
 
-        async def whole() -> Response:
-            async with aclosing(self._events(request, asked)) as events:
-                async for index, event in events:
-                    answer.add(index, event)
-            return json_response(answer.whole())
+    def stream(
+        self, request: Request, asked: TranslatedBody, tell: Callable[[int, Event], Sequence[Json]]
+    ) -> Response:
+        """An answer of what `tell` makes of each event."""
+        return Generated(self.events(request, asked), self._closing, tell)
 
-        try:
-            return await while_open(request, self._closing, whole())
-        except ClientGone:
-            return Unsent()
-
-    async def stream(self, request: Request, asked: TranslatedBody, tell: Tell) -> Response:
-        """An answer of chunks as they come, of which there is one at least. An error before the
-        first is raised. A client that goes ends the events."""
-        events = self._events(request, asked)
-        try:
-            first = await while_open(request, self._closing, _first(events, tell))
-        except BaseException as error:
-            await events.aclose()  # The first one may have come, and nobody has it.
-            if isinstance(error, ClientGone):
-                return Unsent()
-            raise
-        return EventStream(partial(while_open, request, self._closing), first, events, tell)
-
-    async def _events(self, request: Request, asked: TranslatedBody) -> Events:
+    async def events(self, request: Request, asked: TranslatedBody) -> Events:
         """The events of all choices as they come, each with its choice's index. They count as one
         request of who calls, and as a generation each, whose places are free when the last one
         ends. None runs before every one of them was admitted, and none goes on once one of them has
@@ -217,38 +181,21 @@ class Generations:
                 f"asks for {left} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )
-        streams = [
-            self._service.generate(one, caller.tenant, _traceparent(request), resumable=False)
-            for one in asked.requests
-        ]
-        is_single = left == 1  # Nothing to wait for beside it: no queue, and no task of its own.
-        running: AsyncGenerator[Any] = streams[0] if is_single else _interleaved(streams, asked)
+        # The trace that the caller is part of, as W3C Trace Context has it.
+        trace = request.headers.get("traceparent", "")
+        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
         async with AsyncExitStack() as exits:
-            for stream in streams:
-                exits.push_async_callback(stream.aclose)
-            exits.push_async_callback(running.aclose)
-            grant = await exits.enter_async_context(
-                self._access.admit(caller, num_generations=left)
-            )
-            try:
-                async for found in running:
-                    index, event = (0, found) if is_single else found
-                    left -= isinstance(event, Finished)
-                    if left == 0:
-                        await grant.release()
-                    yield index, event
-            except BadRequest as error:
-                raise (asked.renamed(error, 0) if is_single else error) from error
-
-
-async def _first(events: Events, tell: Tell) -> Sequence[Json]:
-    async for index, event in events:
-        if told := tell(index, event):
-            return told
-    raise InvariantError("an answer without a chunk")
-
-
-def _traceparent(request: Request) -> str:
-    """The trace that the caller is part of, as W3C Trace Context has it; empty if it names none."""
-    found = request.headers.get("traceparent", "")
-    return found if len(found) <= TRACEPARENT_CHARS_MAX else ""
+            streams = [
+                await exits.enter_async_context(
+                    aclosing(self._service.generate(one, caller.tenant, trace, resumable=False))
+                )
+                for one in asked.requests
+            ]
+            running = await exits.enter_async_context(aclosing(_interleaved(streams, asked)))
+            admitted = self._access.admit(caller, num_generations=left)
+            grant = await exits.enter_async_context(admitted)
+            async for index, event in running:
+                left -= isinstance(event, Finished)
+                if left == 0:
+                    await grant.release()
+                yield index, event

@@ -19,7 +19,6 @@ import grpc
 
 from outrider.errors import ConfigError, PermissionDenied
 from outrider.files import FileWatch
-from outrider.limits import KEY_FILE_LOOK_MS
 from outrider.transport.channel import Trust
 
 if TYPE_CHECKING:
@@ -42,9 +41,6 @@ def server_credentials(
     an `authority` callers must have certificates by it. Raises `ConfigError`."""
     from outrider.transport.certificates import check_pair, read_pem
 
-    files = [path for path in (certificate, key, authority) if path is not None]
-    watch = FileWatch(files, clock, KEY_FILE_LOOK_MS / 1e3)
-
     def read() -> Any:
         check_pair(certificate, key)
         root = None if authority is None else _authorities(authority)
@@ -52,12 +48,9 @@ def server_credentials(
             [(read_pem(key), read_pem(certificate))], root_certificates=root
         )
 
-    def read_again() -> Any:
-        """Asked for each connection; None = as before. What it raised would be the end of it."""
-        return watch.news(read)
-
+    watch = FileWatch([certificate, key, authority], read, clock)
     return grpc.dynamic_ssl_server_credentials(
-        read(), read_again, require_client_authentication=authority is not None
+        watch.current(), watch.current, require_client_authentication=authority is not None
     )
 
 

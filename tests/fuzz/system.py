@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.auth.access_control import OPEN, AccessControl, KeyFile
+from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -87,7 +87,7 @@ async def main() -> None:
 
 def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl:
     slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-    gate = AccessControl(KeyFile(directory / "keys", (), time.monotonic), Limiter(slots))
+    gate = AccessControl(watch_keys(directory / "keys", (), time.monotonic), Limiter(slots))
     exits.push_async_callback(gate.close)
     return gate
 

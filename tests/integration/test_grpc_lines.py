@@ -18,7 +18,7 @@ from models import byte_level_tokenizer
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.auth.access_control import AccessControl, KeyFile
+from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from outrider.api_keys import Caller, add_key
 from outrider.tokenizer import TokenizerText
@@ -99,7 +99,7 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     authority = Made(tmp_path, "authority")
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
-    gate = AccessControl(KeyFile(tmp_path / "keys", (), lambda: 0.0))
+    gate = AccessControl(watch_keys(tmp_path / "keys", (), lambda: 0.0))
     descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
     options = ServerOptions(
         credentials=server_credentials(mine.file, mine.key_file),

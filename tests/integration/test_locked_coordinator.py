@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http_front import http_front
 from stack import Stack, running_stack
 
-from coordinator.auth.access_control import AccessControl, KeyFile
+from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions
@@ -75,7 +75,7 @@ class Locked:
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(KeyFile(self.file, (), self.clock), Limiter(slots))
+        access = AccessControl(watch_keys(self.file, (), self.clock), Limiter(slots))
         exits.push_async_callback(access.close)
         return access
 

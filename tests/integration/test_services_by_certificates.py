@@ -212,7 +212,7 @@ async def test_a_server_shows_a_new_certificate_without_a_restart(
 ) -> None:
     """Files that change are read again: with another authority's, who trusts that is let in from
     then on. Files that are half written change nothing."""
-    monkeypatch.setattr("outrider.transport.tls.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
     before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_certificates import Made
 
-from coordinator.auth.access_control import AccessControl, KeyFile
+from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
@@ -69,7 +69,7 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
     good = Made(tmp_path, "good", "127.0.0.1", by=authority)
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
-    keys = KeyFile(tmp_path / "keys", (), lambda: 0.0)
+    keys = watch_keys(tmp_path / "keys", (), lambda: 0.0)
     async with serving(
         server_credentials(good.file, good.key_file), AccessControl(keys)
     ) as address:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.auth.access_control import KeyFile
+from coordinator.auth.access_control import watch_keys
 from outrider import limits
 from outrider.api_keys import (
     Caller,
@@ -164,27 +164,27 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     """Within a second, by whatever changed it; one that is wrong or gone changes nothing."""
     path, clock = tmp_path / "keys", Clock()
     key = add_key(path, Caller("alice", "alice"))
-    keys = KeyFile(path, given_keys(GOOD), clock)
-    assert keys.keys.find(key) == Caller("alice", "alice")
+    keys = watch_keys(path, given_keys(GOOD), clock)
+    assert keys.current().find(key) == Caller("alice", "alice")
     text = path.read_text()
     remove_key(path, "alice")
-    assert keys.keys.find(key) is not None  # It has not been looked at again yet.
+    assert keys.current().find(key) is not None  # It has not been looked at again yet.
     clock.now += 1.0
-    assert keys.keys.find(key) is None
-    assert keys.keys.find(GOOD) is not None  # Those that are given do not come from it.
+    assert keys.current().find(key) is None
+    assert keys.current().find(GOOD) is not None  # Those that are given do not come from it.
     path.write_text(text)
     os.utime(path, ns=(0, 0))
     clock.now += 1.0
-    assert keys.keys.find(key) is not None
+    assert keys.current().find(key) is not None
     path.write_text("nonsense\n")
     clock.now += 1.0
-    assert keys.keys.find(key) is not None
+    assert keys.current().find(key) is not None
     path.unlink()
     clock.now += 1.0
-    assert keys.keys.find(key) is not None
+    assert keys.current().find(key) is not None
     path.write_text("# nobody\n")
     clock.now += 1.0
-    assert keys.keys.find(key) is None
+    assert keys.current().find(key) is None
 
 
 def test_a_key_that_was_revoked_while_nobody_could_read_ends_later(
@@ -194,7 +194,7 @@ def test_a_key_that_was_revoked_while_nobody_could_read_ends_later(
     has said once why not before."""
     path, clock = tmp_path / "keys", Clock()
     key = add_key(path, Caller("alice", "alice"))
-    keys = KeyFile(path, (), clock)
+    keys = watch_keys(path, (), clock)
     remove_key(path, "alice")
 
     def exhausted(*_: object) -> None:
@@ -204,23 +204,23 @@ def test_a_key_that_was_revoked_while_nobody_could_read_ends_later(
         patch.setattr(Path, "open", exhausted)
         for _ in range(3):
             clock.now += 1.0
-            assert keys.keys.find(key) is not None
+            assert keys.current().find(key) is not None
     assert caplog.text.count("Too many open files") == 1
     clock.now += 1.0
-    assert keys.keys.find(key) is None
+    assert keys.current().find(key) is None
 
 
 def test_a_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     """In one line that names it."""
     path = tmp_path / "keys"
     with pytest.raises(ConfigError, match=r"^cannot read .*keys: No such file"):
-        KeyFile(path, (), Clock())
+        watch_keys(path, (), Clock())
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="keys: is not text"):
-        KeyFile(path, (), Clock())
+        watch_keys(path, (), Clock())
     path.write_bytes(b"#" * (limits.KEY_FILE_BYTES_MAX + 1))
     with pytest.raises(ConfigError, match="keys: is larger than 1048576 bytes"):
-        KeyFile(path, (), Clock())
+        watch_keys(path, (), Clock())
     path.write_text("alice\n")
     with pytest.raises(ConfigError, match=r"keys: line 1: "):
-        KeyFile(path, (), Clock())
+        watch_keys(path, (), Clock())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,9 +13,8 @@ from told_coordinator import FINISHED, STARTED, TOKENS
 from told_coordinator import ToldCoordinator as Service
 from virtual_time import virtually
 
-from coordinator.auth.access_control import OPEN
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
-from coordinator.http_api.serving import Generations
+from coordinator.http_api.serving import Generated
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.request import Event, GenerateRequest
@@ -187,18 +185,20 @@ def test_the_document_tells_what_may_come() -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
+@pytest.mark.parametrize("told", [[], [{}]])
 async def test_an_answer_that_nobody_waits_for_is_closed(
-    num_turns: int, monkeypatch: pytest.MonkeyPatch
+    num_turns: int, told: list[dict[str, Any]]
 ) -> None:
     """At once, whenever its request is cancelled before its first chunk was there or as it came;
     and so is one whose head cannot be sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[Any]:
+    async def events() -> AsyncGenerator[Any]:
         has_begun.set()
         try:
-            for _ in range(100):
+            while True:
                 yield 0, None
+                await asyncio.sleep(0)
         finally:
             closed.set()
 
@@ -208,24 +208,14 @@ async def test_an_answer_that_nobody_waits_for_is_closed(
     async def broken(_: Any) -> None:
         raise OSError("broken")
 
-    generations = Generations(Service(), OPEN, asyncio.Event())  # type: ignore[arg-type]
-    request: Any = SimpleNamespace(receive=nothing)
-    begun = chunks()
-    monkeypatch.setattr(generations, "_events", lambda *_: begun)
-    asked: Any = None
-    running = asyncio.create_task(generations.stream(request, asked, lambda *_: [{}]))
+    answer = Generated(events(), asyncio.Event(), lambda *_: told)
+    running = asyncio.create_task(answer({}, nothing, broken))
     for _ in range(num_turns):
         await asyncio.sleep(0)
     running.cancel()
-    try:
-        response = await running
-    except asyncio.CancelledError:
-        pass
-    else:
-        with pytest.raises(OSError, match="broken"):
-            await response({}, nothing, broken)
+    with pytest.raises((asyncio.CancelledError, OSError)):
+        await running
     assert closed.is_set() == has_begun.is_set()
-    await begun.aclose()
 
 
 class RawClient:

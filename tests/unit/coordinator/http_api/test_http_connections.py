@@ -217,30 +217,6 @@ async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             assert await status(pair, BODY[-1:]) == 200
 
 
-async def test_a_process_without_descriptors_accepts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It closes a silent connection, and goes on."""
-    failures = [OSError(24, "Too many open files"), ConnectionAbortedError()]
-    accept = socket.socket.accept
-
-    def failing(listening: socket.socket) -> Any:
-        found = accept(listening)
-        if failures:
-            found[0].close()
-            raise failures.pop(0)
-        return found
-
-    async with serving(Service(), access=GATE) as port, connected(port) as silent:
-        await asyncio.sleep(0.1)
-        monkeypatch.setattr(socket.socket, "accept", failing)
-        while failures:
-            async with connected(port) as pair:
-                await closed_after(pair)
-        assert not failures
-        async with connected(port) as pair:
-            assert await status(pair) == 200
-        assert await closed_after(silent) < LATE_S
-
-
 async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """After `Connection: close`, and with less to send than stops a writer."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.2)
@@ -263,7 +239,6 @@ async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.Mo
         accepted, _ = listening.accept()
         accepted.setblocking(False)
         connection = HttpConnection(config, ServerState(), OpenConnections())
-        connection.await_headers()
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: connection, accepted)
         async with asyncio.timeout(5):

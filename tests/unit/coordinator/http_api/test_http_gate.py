@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 
-from coordinator.auth.access_control import AccessControl, KeyFile
+from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import build_app
 from outrider.api_keys import Caller, add_key
@@ -46,7 +46,7 @@ class Locked:
         self.key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
         self.slots = MemorySlots(1500, 0.02)
         self.service = service
-        keys = KeyFile(directory / "keys", (), lambda: 0.0)
+        keys = watch_keys(directory / "keys", (), lambda: 0.0)
         gate = AccessControl(keys, Limiter(self.slots))
         # As much of a coordinator as the routes call.
         self.app: FastAPI = build_app(service, asyncio.Event(), None, gate)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ async def test_one_tenants_bodies_keep_no_other_out(
         name: add_key(tmp_path / "more", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))
     }
-    gate = AccessControl(KeyFile(tmp_path / "more", (), lambda: 0.0))
+    gate = AccessControl(watch_keys(tmp_path / "more", (), lambda: 0.0))
     app = build_app(locked.service, asyncio.Event(), None, gate)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     go_on = asyncio.Event()

@@ -161,7 +161,7 @@ async def test_a_new_certificate_is_shown(
 ) -> None:
     """To whoever connects from then on, and callers are asked for one by the new authority; files
     that do not fit each other change nothing, and a connection that is there goes on."""
-    monkeypatch.setattr("coordinator.http_api.server.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     old, new = (Made(tmp_path, f"{age} authority") for age in ("old", "new"))
     first, second = (
         Made(tmp_path, f"{age} server", "127.0.0.1", by=by)
