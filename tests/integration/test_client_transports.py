@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import byte_level_tokenizer
-from stack import Stack, running_stack
-from toy_engine import ToyEngine
+from stack import VOCAB, Stack, toy_stack
 
 from outrider.client import (
     ChatMessage,
@@ -24,32 +22,17 @@ from outrider.client import (
     SyncClient,
     Tokens,
 )
-from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import DeadlineExceeded, NotFound, OutriderError, Unavailable
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 
-VOCAB = 320
 PROMPT = (1, 2, 3)
 
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    draft = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
     # What is ready of a proposal that was worked out ahead is a matter of time.
-    async with running_stack(target, draft, tmp_path, text=text, look_ahead=0) as running:
-        yield running
-
-
-@pytest.fixture
-async def slow_stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    """Whose target takes 20 ms a step, so that a request lasts as long as a test wants."""
-    spec = EmulatedSpec(vocab_size=64, max_model_len=4096, verify_ms=20.0)
-    async with running_stack(EmulatedEngine(spec, "target"), None, tmp_path) as running:
+    async with toy_stack(tmp_path, look_ahead=0) as running:
         yield running
 
 
@@ -143,25 +126,25 @@ async def until_idle(stack: Stack) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_leaving_early_ends_the_session(slow_stack: Stack) -> None:
+async def test_leaving_early_ends_the_session(slow: Stack) -> None:
     """It is stored as cancelled, and counted as running until then."""
-    client = in_process(slow_stack)
+    client = in_process(slow)
     async with aclosing(client.generate(GenerateRequest(PROMPT, max_tokens=2000))) as events:
         started = await anext(events)
         assert isinstance(started, Started)
         assert isinstance(await anext(events), Tokens)
         assert (await client.describe()).num_running == 1
-    await until_idle(slow_stack)
+    await until_idle(slow)
     async with asyncio.timeout(10):
         while (view := await client.get_session(started.session_id)).state == "running":
             await asyncio.sleep(0.005)
     assert view.finish_reason is FinishReason.CANCELLED
 
 
-async def test_closing_the_client_ends_its_sessions_alone(slow_stack: Stack) -> None:
+async def test_closing_the_client_ends_its_sessions_alone(slow: Stack) -> None:
     """Those that wait for an event and those that nobody reads at present; another client's goes
     on, and so does the coordinator."""
-    closed, other = in_process(slow_stack), in_process(slow_stack)
+    closed, other = in_process(slow), in_process(slow)
     long = GenerateRequest(PROMPT, max_tokens=2000)
     idle = closed.generate(long)
     kept = other.generate(long)
@@ -170,7 +153,7 @@ async def test_closing_the_client_ends_its_sessions_alone(slow_stack: Stack) -> 
     await anext(kept)
     reading = asyncio.create_task(closed.complete(long))
     async with asyncio.timeout(10):
-        while slow_stack.coordinator.num_running < 3:
+        while slow.coordinator.num_running < 3:
             await asyncio.sleep(0.005)
     await closed.close()
     with pytest.raises(Unavailable, match="closed"):
@@ -185,9 +168,9 @@ async def test_closing_the_client_ends_its_sessions_alone(slow_stack: Stack) -> 
     with pytest.raises(Unavailable, match="closed"):
         await closed.complete(long)
     assert isinstance(await anext(kept), Tokens)
-    assert slow_stack.coordinator.num_running == 1
+    assert slow.coordinator.num_running == 1
     await kept.aclose()
-    await until_idle(slow_stack)
+    await until_idle(slow)
 
 
 class StuckCoordinator:

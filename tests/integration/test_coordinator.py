@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from models import byte_level_tokenizer
-from stack import Stack, running_stack
-from toy_engine import ToyEngine, toy_logits
+from stack import VOCAB, Stack
+from toy_engine import toy_logits
 
 from outrider import limits
 from outrider.client import Completion
-from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -30,22 +26,11 @@ from outrider.errors import (
 from outrider.request import ChatMessage, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 
-VOCAB = 320
 PROMPT = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    draft = ToyEngine(VOCAB, salt=1, max_model_len=256)
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
-    async with running_stack(target, draft, tmp_path, text=text) as running:
-        yield running
 
 
 async def complete(stack: Stack, **fields: Any) -> Completion:
@@ -136,20 +121,6 @@ async def test_get_session(stack: Stack) -> None:
         await stack.client.get_session("0" * 32)
     with pytest.raises(BadRequest, match="session_id"):
         await stack.client.get_session("nonsense")
-
-
-@pytest.fixture
-async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
-    """A target that takes 20 ms a step."""
-    spec = EmulatedSpec(vocab_size=16, support=8, verify_ms=20.0, draft_ms=1.0)
-    async with running_stack(
-        EmulatedEngine(spec, "target"),
-        EmulatedEngine(spec, "draft"),
-        tmp_path,
-        target_gone_ms=1_000,
-        max_sessions=3,
-    ) as running:
-        yield running
 
 
 LONG = GenerateRequest(PROMPT, max_tokens=4000, seed=1, num_draft_tokens=2)

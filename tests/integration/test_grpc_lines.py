@@ -8,27 +8,22 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_certificates import Made
-from models import byte_level_tokenizer
-from stack import Stack, running_stack
-from toy_engine import ToyEngine
+from stack import Stack
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from outrider.api_keys import Caller, add_key
-from outrider.tokenizer import TokenizerText
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import server_credentials
 from outrider.v1 import coordinator_pb2
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-VOCAB = 320
 RUN_S = 60.0
 
 pytestmark = pytest.mark.skipif(
@@ -75,14 +70,6 @@ def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
     assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens
     assert "".join(part.get("textDelta", "") for part in tokens)
     assert events[-1]["finished"]["usage"]["completionTokens"] == max_tokens
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    engines = [ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2)]
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
-    async with running_stack(engines[0], engines[1], tmp_path / "redis", text=text) as running:
-        yield running
 
 
 async def test_the_readmes_line(stack: Stack) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -36,21 +36,9 @@ HOSTILE: list[bytes | str] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("hostile")) as running:
-        yield running
-
-
 @pytest.fixture
-def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-async def registry(server: EmbeddedRedis) -> AsyncIterator[RedisRegistry]:
+async def registry(server: EmbeddedRedis, admin: redis.Redis) -> AsyncIterator[RedisRegistry]:
+    admin.flushall()
     made = RedisRegistry(RedisAddress(url=server.url, key_prefix="p:"), "d")
     yield made
     await made.close()

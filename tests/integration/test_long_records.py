@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from session_model import IDS, OWNERS, new_session
 
 from outrider.errors import Unavailable
 from outrider.sessions import redis_store
-from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
@@ -22,25 +19,6 @@ from outrider.sessions.store import Counters
 pytestmark = pytest.mark.xdist_group("redis")
 
 NO_COUNTS = Counters()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        yield client
-
-
-@pytest.fixture
-async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
-    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
-    yield made
-    await made.close()
 
 
 LINES = [f"[-{number}.5, []]" for number in range(1, 1000)]

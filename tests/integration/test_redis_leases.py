@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -21,25 +19,6 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Lifetimes
 
 pytestmark = pytest.mark.xdist_group("redis")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        yield client
-
-
-@pytest.fixture
-async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
-    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
-    yield made
-    await made.close()
 
 
 async def appended(store: RedisStore, session: Session, token_id: int) -> Any:

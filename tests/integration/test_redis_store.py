@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,13 @@ import pytest
 import redis
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from session_model import IDS, OWNERS, digest, end_of, new_session, next_append
 
 from outrider.errors import (
@@ -47,26 +53,6 @@ from outrider.sessions.store import (
 pytestmark = pytest.mark.xdist_group("redis")
 
 NO_COUNTS = Counters()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
-        StoreMachine.server = running
-        yield running
-
-
-@pytest.fixture
-def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        yield client
-
-
-@pytest.fixture
-async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
-    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
-    yield made
-    await made.close()
 
 
 async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
@@ -238,9 +224,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.admin.pttl(key) > 0
 
 
-@pytest.mark.usefixtures("server")
-class TestRedisStore(StoreMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
+    StoreMachine.server = server
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+    )
 
 
 async def test_tokens_lie_in_redis_as_documented(store: RedisStore, admin: redis.Redis) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from models import byte_level_tokenizer
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
@@ -22,8 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from stack import Stack, running_stack
-from toy_engine import ToyEngine
+from stack import Stack, toy_stack
 
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
@@ -31,11 +29,9 @@ from outrider.telemetry.logs import JsonLines
 from outrider.telemetry.request_spans import Detail, ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps
-from outrider.tokenizer import TokenizerText
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 
-VOCAB = 320
 DETAIL = Detail(first_rounds=2, every_rounds=4)
 PROMPT = "a secret that nobody may record"
 REQUEST = GenerateRequest(
@@ -54,11 +50,8 @@ async def observed_stack(
         role: ObservedSteps(exports[role].tracer, exports[role].meter, role) for role in ROLES[1:]
     }
     coordinator = exports["coordinator"]
-    async with running_stack(
-        ToyEngine(VOCAB, salt=1, max_model_len=256),
-        ToyEngine(VOCAB, salt=1, max_model_len=256),
+    async with toy_stack(
         directory,
-        text=TokenizerText(byte_level_tokenizer(VOCAB), "toy"),
         observation=ObservedRequests(coordinator.tracer, coordinator.meter, detail),
         target_observer=steps["target"],
         draft_observer=steps["draft"],

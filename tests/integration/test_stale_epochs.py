@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,21 +45,9 @@ PROMPT = (1, 2, 3)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        yield client
-
-
-@pytest.fixture
 async def stores(server: EmbeddedRedis) -> AsyncIterator[tuple[RedisStore, RedisStore]]:
     """That of the rightful owner, and of those before."""
-    owned, late = [await RedisStore.connect(server.url) for _ in range(2)]
+    owned, late = [await RedisStore.connect(server.url, key_prefix="late:") for _ in range(2)]
     yield owned, late
     await owned.close()
     await late.close()

@@ -1,0 +1,46 @@
+"""Services that run here, and a Redis server with a client that looks into it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from stack import Stack, slow_stack, toy_stack
+
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_store import RedisStore
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
+    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with toy_stack(tmp_path / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
+    """For three sessions at most."""
+    async with slow_stack(tmp_path / "redis", target_gone_ms=1_000, max_sessions=3) as running:
+        yield running

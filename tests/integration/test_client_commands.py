@@ -1,0 +1,347 @@
+"""`generate`, `chat` and `status` as processes of their own, with services that run here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import recorded
+from stack import VOCAB, Stack, running_stack
+from toy_engine import ToyEngine
+
+from deploy.fleet.local_state import DeploymentRecord, exclusive
+from outrider.client import ChatMessage, GenerateRequest
+from outrider.speculation.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+WAIT_S = 30.0
+
+
+async def start(*words: str, **variables: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "deploy.cli.main", *words,
+        stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+async def run(*words: str, given: bytes = b"", **variables: str) -> tuple[int | None, str, str]:
+    process = await start(*words, **variables)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate(given)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def generate(stack: Stack, *words: str, given: bytes = b"") -> tuple[int | None, str, str]:
+    return await run("generate", "--server", stack.client.address, *words, given=given)
+
+
+async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
+    """To its end but for the last line feed, so that the answer is that to the same argument; what
+    is no text, and a bad number, are refused by name."""
+    request = GenerateRequest("a\nb", sampling=GREEDY, max_tokens=5)
+    expected = (await stack.client.complete(request)).text
+    code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
+    assert (code, out) == (0, expected + "\n"), err
+    assert "tokens/s" in err
+    assert "tokens per round" in err
+    assert await generate(stack, "--max-tokens", "5", "a\nb", "--quiet") == (0, out, "")
+    for deadline, expected_code in (("500", 0), ("0", 2)):
+        words = ("a", "--max-tokens", "5", "--draft-deadline-ms", deadline)
+        code, out, err = await generate(stack, *words)
+        assert code == expected_code
+    assert err.startswith("outrider: error: --draft-deadline-ms: got 0; allowed: 1..")
+    code, out, err = await generate(stack, "-", given=b"\xff")
+    assert (code, out) == (2, "")
+    assert err.startswith("outrider: error: PROMPT: standard input is not UTF-8")
+
+
+async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    """And answers with token ids, on which one may go on; a text is refused."""
+    engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    async with running_stack(engine, None, tmp_path) as stack:
+        request = GenerateRequest((5, 6, 7), sampling=GREEDY, max_tokens=4)
+        expected = (await stack.client.complete(request)).token_ids
+        words = ("--token-ids", "5, 6,7", "--max-tokens", "4")
+        code, out, err = await generate(stack, *words)
+        assert (code, out) == (0, ",".join(map(str, expected)) + "\n"), err
+        code, out, err = await generate(stack, *words, "--json")
+        assert json.loads(out)["token_ids"] == list(expected)
+        code, out, err = await generate(stack, "--token-ids", f"5,{VOCAB}")
+        assert code == 2
+        assert err.startswith(f"outrider: error: --token-ids (number 2): {VOCAB} is not a token")
+        code, out, err = await generate(stack, "text")
+        assert (code, out) == (2, "")
+        assert err == (
+            "outrider: error: PROMPT: the model has no tokenizer; give token ids by "
+            "`outrider generate --token-ids`\n"
+        )
+
+
+async def test_log_probabilities_stand_behind_the_text(stack: Stack) -> None:
+    """The same numbers as in JSON, a line per token."""
+    words = ("hello", "--max-tokens", "3", "--logprobs", "2")
+    code, out, err = await generate(stack, *words, "--json")
+    found = json.loads(out)
+    code, out, err = await generate(stack, *words)
+    assert code == 0, err
+    assert out.startswith(found["text"] + "\n")
+    lines = out.removeprefix(found["text"] + "\n").splitlines()[1:]
+    assert len(lines) == 3
+    for line, token_id, at in zip(lines, found["token_ids"], found["logprobs"], strict=True):
+        top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in at["top"])
+        assert line.rstrip().split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
+
+
+async def test_an_interrupted_text_ends_its_line(slow: Stack) -> None:
+    """So that the shell's prompt does not stand behind it; the session ends at the coordinator."""
+    server = slow.client.address
+    process = await start("generate", "--server", server, "hello", "--max-tokens", "4000")
+    assert process.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        shown = await process.stdout.read(16)
+        assert shown
+        process.send_signal(signal.SIGINT)
+        shown += await process.stdout.read()
+        assert await process.wait() == 130
+        while slow.coordinator.num_running:
+            await asyncio.sleep(0.01)
+    assert shown.endswith(b"\n")
+
+
+async def answer(stack: Stack, *turns: str, max_tokens: int = 12) -> str:
+    """What the model says after turns that begin with the user's."""
+    roles = ("user", "assistant")
+    prompt = tuple(ChatMessage(roles[i % 2], turn) for i, turn in enumerate(turns))
+    request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=max_tokens)
+    return (await stack.client.complete(request)).text
+
+
+async def pipe(stack: Stack, lines: str, *more: str) -> tuple[int | None, str, str]:
+    return await run("chat", "--server", stack.client.address, *more, given=lines.encode())
+
+
+async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
+    """Each answer is to all that was said before; a reset forgets it; figures and commands are
+    told on standard error; what stands behind /exit is not read."""
+    first = await answer(stack, "hello")
+    second = await answer(stack, "hello", first, "go on")
+    code, out, err = await pipe(
+        stack, "hello\n\ngo on\n/stats\n/reset\nhello\n//hello\n/fly\n/exit\nnever\n",
+        "--max-tokens", "12",
+    )  # fmt: skip
+    assert code == 0, err
+    escaped = await answer(stack, "hello", first, "/hello")
+    assert out == f"{first}\n{second}\n{first}\n{escaped}\n"
+    assert first != second
+    assert re.search(r"2 answers: 2\d tokens, .* tokens per round", err), err
+    assert "the conversation has 4 messages" in err
+    assert "/fly: there is no such command" in err
+    assert "error" not in err
+    assert ">" not in err
+
+
+async def test_a_pipe_ends_without_a_last_newline(stack: Stack) -> None:
+    """The end of input ends the chat; a system message and raw text go into the prompt."""
+    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
+    request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
+    assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
+
+
+async def test_a_refusal_ends_a_pipe(stack: Stack) -> None:
+    """Exit code 2, one line, and what was answered before it."""
+    code, out, err = await pipe(stack, "hello\n" + "x" * 300 + "\nhello\n", "--max-tokens", "5")
+    assert code == 2
+    assert out == await answer(stack, "hello", max_tokens=5) + "\n"
+    assert err.startswith("outrider: error: ")
+    assert err.count("\n") == 1
+
+
+class Terminal:
+    """A chat on a pseudo-terminal, which reads what is typed and shows."""
+
+    def __init__(self, process: Process, descriptor: int) -> None:
+        self.process = process
+        self._descriptor = descriptor
+        self._shown = b""
+        self._more = asyncio.Event()
+        asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+    @classmethod
+    async def start(cls, stack: Stack, *words: str) -> Self:
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+        environment.pop("NO_COLOR", None)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "deploy.cli.main", "chat", "--server", stack.client.address,
+            *words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        return cls(process, ours)
+
+    def _read(self) -> None:
+        try:
+            self._shown += os.read(self._descriptor, 65536)
+        except OSError:  # The other end is closed.
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+        self._more.set()
+
+    def type(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+    async def shows(self, pattern: str) -> str:
+        """Waits until a pattern is shown, and takes what came up to its end."""
+        async with asyncio.timeout(WAIT_S):
+            while (found := re.search(pattern.encode(), self._shown)) is None:
+                self._more.clear()
+                await self._more.wait()
+        before, self._shown = self._shown[: found.end()], self._shown[found.end() :]
+        return before.decode("utf-8", "replace")
+
+    async def close(self) -> int:
+        async with asyncio.timeout(WAIT_S):
+            code = await self.process.wait()
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        return code
+
+
+async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
+    """Colours by origin, a prompt for every line, and an error that does not end the chat."""
+    terminal = await Terminal.start(stack, "--max-tokens", "12")
+    greeting = await terminal.shows("> ")
+    assert "model at" in greeting
+    assert "accepted" in greeting
+    terminal.type("hello\n")
+    assert "\x1b[" in await terminal.shows("\n> ")
+    terminal.type("x" * 300 + "\n")
+    await terminal.shows("error: .*not part of the conversation")
+    await terminal.shows("> ")
+    terminal.type("/stats\n")
+    await terminal.shows("1 answers: 12 tokens")
+    await terminal.shows("the conversation has 2 messages")
+    await terminal.shows("> ")
+    terminal.type("\x04")
+    assert await terminal.close() == 0
+
+
+async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack) -> None:
+    """The session ends at the coordinator too; what had come stays in the conversation."""
+    terminal = await Terminal.start(slow, "--max-tokens", "4000")
+    await terminal.shows("> ")
+    terminal.type("hello\n")
+    async with asyncio.timeout(WAIT_S):
+        while slow.coordinator.num_running == 0:
+            await asyncio.sleep(0.01)
+    await terminal.shows(r"\x1b\[[0-9;]+m[^\x1b]+\x1b")
+    terminal.process.send_signal(signal.SIGINT)
+    await terminal.shows("broken off")
+    async with asyncio.timeout(WAIT_S):
+        while slow.coordinator.num_running:
+            await asyncio.sleep(0.01)
+    await terminal.shows("> ")
+    terminal.type("/stats\n")
+    await terminal.shows("no whole answers and 1 broken off")
+    await terminal.shows("the conversation has 2 messages")
+    await terminal.shows("> ")
+    terminal.process.send_signal(signal.SIGINT)
+    assert await terminal.close() == 130
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    path = tmp_path / "state"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def record(slow: Stack) -> DeploymentRecord:
+    """As if this process had started the services."""
+    return recorded.record(
+        grpc_address=slow.client.address,
+        target_addresses=[slow.target_server.address],
+        draft_addresses=[slow.draft_server.address],
+        redis={"url": slow.redis.url, "key_prefix": "outrider:"},
+        ray_address="",
+        settings={"max_num_seqs": 64, "redis_password": "swordfish"},
+    )
+
+
+async def status(state: Path, *words: str) -> tuple[int | None, str, str]:
+    return await run("status", *words, OUTRIDER_STATE_DIR=str(state))
+
+
+async def facts(state: Path, code: int, *words: str) -> Any:
+    found, out, err = await status(state, "--json", *words)
+    assert (found, out.count("\n")) == (code, 1), err
+    return json.loads(out)
+
+
+async def test_a_deployment_is_described(slow: Stack, state: Path) -> None:
+    """Where everything answers, what it runs, by which fingerprints, and how many sessions."""
+    recorded.run_here(state, record(slow))
+    events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
+    await anext(events)
+    found = await facts(state, 0)
+    await events.aclose()
+    assert (found["running"], found["serving"]) == (True, True)
+    assert found["deployment"]["pid"] == os.getpid()
+    assert found["deployment"]["uptime_s"] > 0
+    assert found["deployment"]["settings"] == {"max_num_seqs": 64}
+    assert found["coordinators"][0]["address"] == slow.client.address
+    assert found["coordinators"][0]["num_running"] == 1
+    assert found["coordinators"][0]["model"] == "model"
+    assert found["targets"][0]["vocab_size"] == VOCAB
+    assert found["targets"][0]["weights_fingerprint"]
+    assert found["drafts"][0]["model"] == "emulated"
+    code, out, _ = await status(state)
+    assert code == 0
+    for word in (
+        "drafted by ngram",
+        slow.target_server.address,
+        "serving",
+        "0 sessions",
+    ):
+        assert word in out
+
+
+async def test_what_does_not_answer_is_told(slow: Stack, state: Path) -> None:
+    """A draft that is gone is told and the rest serves; a target that is gone is an error."""
+    recorded.run_here(state, record(slow))
+    await slow.draft_server.stop()
+    found = await facts(state, 0, "--timeout", "1")
+    assert (found["drafts"][0]["serving"], found["targets"][0]["serving"]) == (False, True)
+    assert found["drafts"][0]["error"]
+    await slow.target_server.stop()
+    found = await facts(state, 1, "--timeout", "1")
+    assert (found["running"], found["serving"]) == (True, False)
+    assert "not serving" in (await status(state, "--timeout", "1"))[1]
+
+
+async def test_a_named_server_is_asked(slow: Stack, state: Path) -> None:
+    found = await facts(state, 0, "--server", slow.client.address)
+    assert found["coordinators"][0]["max_model_len"] == 8192
+    assert found["deployment"] is None
+    assert (await facts(state, 1, "--server", "127.0.0.1:1"))["running"] is False
+
+
+async def test_nothing_runs_or_is_starting(state: Path) -> None:
+    """The lock says which, without being taken."""
+    assert (await status(state))[:2] == (1, "nothing runs\n")
+    with exclusive(state):
+        found = await facts(state, 1)
+        assert found["running"] is False
+        assert found["lease"]["holder"] == os.getpid()
+        assert (await status(state))[1] == f"starting (pid {os.getpid()})\n"
+    assert (await facts(state, 1))["lease"]["holder"] is None

@@ -1,0 +1,588 @@
+"""A coordinator called by HTTP: by OpenAI's own clients, and by the window."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
+from http_front import http_front
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+from stack import VOCAB, Stack, running_stack, slow_stack, toy_text
+
+from coordinator.http_api.server import HttpOptions, HttpServer
+from outrider.client import Completion
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.request import ChatMessage, GenerateRequest
+from outrider.sessions.store import FinishReason
+from outrider.speculation.random_streams import choice_seed
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+async def url(stack: Stack) -> AsyncIterator[str]:
+    async with http_front(stack) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def calling(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with calling(url) as made:
+        yield made
+
+
+async def test_the_blocking_client_and_the_models(url: str) -> None:
+    def call() -> tuple[list[str], str, str | None]:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            names = [model.id for model in client.models.list()]
+            model = client.models.retrieve(names[0]).id
+            answer = client.chat.completions.create(
+                model=model, messages=MESSAGES, max_tokens=5, temperature=0
+            )
+            streamed = client.chat.completions.create(
+                model=model, messages=MESSAGES, max_tokens=5, temperature=0, stream=True
+            )
+            text = "".join(part.choices[0].delta.content or "" for part in streamed)
+            return names, text, answer.choices[0].message.content
+
+    names, streamed, whole = await asyncio.to_thread(call)
+    assert names == ["model"]
+    assert streamed == whole != ""
+
+
+async def test_chat_is_what_grpc_says(stack: Stack, client: AsyncOpenAI) -> None:
+    """The same text, whole and as a stream, and the usage; the role comes first and once."""
+    request = GenerateRequest((ChatMessage("user", "hello"),), sampling=GREEDY, max_tokens=12)
+    expected = await stack.client.complete(request)
+    fields: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    answer = await client.chat.completions.create(**fields)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert (answer.object, choice.finish_reason) == ("chat.completion", "length")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 12
+    stream = await client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    roles = [chunk.choices[0].delta.role for chunk in chunks[:-1]]
+    assert roles == ["assistant"] + [None] * (len(chunks) - 2)
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(texts) == expected.text
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == answer.usage
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+async def test_a_seed_gives_the_same_tokens_everywhere(
+    stack: Stack, client: AsyncOpenAI, num_draft_tokens: int
+) -> None:
+    """Whole, streamed and by gRPC, with drafts and without; each choice has its own seed."""
+    seeds = [choice_seed(5, choice) for choice in range(3)]
+    expected = [
+        await stack.client.complete(GenerateRequest("the cat", seed=seed, max_tokens=10))
+        for seed in seeds
+    ]
+    extra = {"return_token_ids": True, "speculation": {"num_draft_tokens": num_draft_tokens}}
+    fields: Any = {
+        "model": "model", "prompt": "the cat", "max_tokens": 10, "n": 3, "seed": 5,
+        "extra_body": extra,
+    }  # fmt: skip
+    answer = await client.completions.create(**fields)
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    ids: Any = [choice.token_ids for choice in answer.choices]  # type: ignore[attr-defined]
+    assert [tuple(each) for each in ids] == [one.token_ids for one in expected]
+    assert len({one.token_ids for one in expected}) == 3
+    texts = {0: "", 1: "", 2: ""}
+    async for chunk in await client.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [one.text for one in expected]
+
+
+async def test_choices_of_a_stream_interleave(client: AsyncOpenAI) -> None:
+    """They run at the same time, and no one waits for another to end."""
+    stream = await client.chat.completions.create(
+        model="model", messages=MESSAGES, n=2, max_tokens=30, stream=True
+    )
+    indices = [chunk.choices[0].index async for chunk in stream]
+    first = [indices.index(choice) for choice in (0, 1)]
+    last = [len(indices) - 1 - indices[::-1].index(choice) for choice in (0, 1)]
+    assert max(first) < min(last)
+
+
+async def test_logprobs_of_chat_and_of_completions(stack: Stack, client: AsyncOpenAI) -> None:
+    """The numbers that gRPC gives, beside the tokens' text, whole and in chunks."""
+    request = GenerateRequest("the cat", sampling=GREEDY, max_tokens=8, logprobs=2)
+    expected = await stack.client.complete(request)
+    fields: Any = {"model": "model", "prompt": "the cat", "max_tokens": 8, "temperature": 0}
+    (choice,) = (await client.completions.create(**fields, logprobs=2)).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == [one.logprob for one in expected.logprobs]
+    assert choice.logprobs.top_logprobs is not None
+    assert [max(one.values()) for one in choice.logprobs.top_logprobs] == [
+        one.top[0][1] for one in expected.logprobs
+    ]  # fmt: skip
+    fields = {"model": "model", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    (chat,) = (
+        await client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    ).choices
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    spelled = b"".join(bytes(one.bytes or ()) for one in chat.logprobs.content)
+    assert spelled.decode("utf-8", "replace") == chat.message.content
+    assert all(len(one.top_logprobs) == 2 for one in chat.logprobs.content)
+    stream = await client.chat.completions.create(
+        **fields, logprobs=True, top_logprobs=2, stream=True
+    )
+    parts = [chunk.choices[0].logprobs async for chunk in stream]
+    told = [one for part in parts if part is not None for one in part.content or ()]
+    assert [one.logprob for one in told] == [one.logprob for one in chat.logprobs.content]
+
+
+async def test_what_speculation_did_is_told(client: AsyncOpenAI) -> None:
+    """The draft is the target's equal: all is accepted. Without drafts nothing is proposed."""
+    fields: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+
+    async def told(**speculation: Any) -> dict[str, Any]:
+        answer: Any = await client.chat.completions.create(
+            **fields, extra_body={"speculation": speculation}
+        )
+        found: dict[str, Any] = answer.metrics["speculative_decoding"]
+        return found
+
+    found = await told(num_draft_tokens=3, histograms=True, draft_deadline_ms=5000)
+    steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
+    assert (found["draft_acceptance_rate"], found["num_spec_tokens"]) == (1.0, 3)
+    assert accepted == found["num_draft_tokens"] > 10
+    assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    histogram = found["acceptance_histogram"]
+    assert (len(histogram), sum(histogram)) == (4, steps)
+    assert sum(count * length for length, count in enumerate(histogram)) == accepted
+    by_length = found["acceptance_histogram_by_draft_length"]
+    assert sum(map(sum, by_length.values())) == steps
+    found = await told(enabled=False)
+    assert (found["num_draft_tokens"], found["num_spec_tokens"]) == (0, 0)
+    assert "acceptance_histogram" not in found
+
+
+async def test_error_classes(client: AsyncOpenAI) -> None:
+    create: Any = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        await create(model="another", messages=MESSAGES)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("another/one")
+    for fields, param in (
+        ({"temperature": 3}, "temperature"),
+        ({"max_completion_tokens": 100_000}, "max_completion_tokens"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"stop": ["x" * 300]}, "stop[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"extra_body": {"speculation": {"num_draft_tokens": 17}}}, "speculation.num_draft_tokens"),
+        (
+            {"extra_body": {"speculation": {"draft_deadline_ms": 0}}},
+            "speculation.draft_deadline_ms",
+        ),
+        ({"extra_body": {"top_k": VOCAB + 1}}, "top_k"),
+        ({"extra_body": {"surprise": 1}}, "surprise"),
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as bad:
+                await create(model="model", messages=MESSAGES, stream=stream, **fields)
+            assert bad.value.param == param
+
+
+async def test_routes_and_what_they_describe(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert "version" in (await http.get("/version")).json()
+        for path, method, status in (("/nothing", "GET", 404), ("/v1/completions", "GET", 405)):
+            found = await http.request(method, path)
+            assert found.status_code == status
+            assert found.json()["error"].keys() == {"message", "type", "param", "code"}
+        off = await http.get("/metrics")
+        assert off.status_code == 404
+        assert "keeps no metrics" in off.json()["error"]["message"]
+        described = (await http.get("/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= described[
+        "paths"
+    ].keys()  # fmt: skip
+    responses = described["paths"]["/v1/completions"]["post"]["responses"]
+    assert "422" not in responses
+
+
+class Shape(BaseModel):
+    kind: Literal["round", "square"]
+    sides: Literal[0, 4]
+
+
+@pytest.fixture
+async def constraining(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
+    text = TokenizerText(hf_tokenizer(), "toy")
+    target, draft = EndingEngine(1), EndingEngine(2)
+    async with (
+        running_stack(target, draft, tmp_path, text=text, grammars=grammars) as stack,
+        http_front(stack) as url,
+        calling(url) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+async def test_a_regular_expression(constraining: AsyncOpenAI, stream: bool, rule: str) -> None:
+    """Whole and as a stream; all choices."""
+    answer: Any = await constraining.chat.completions.create(
+        model="model", messages=MESSAGES, temperature=1, seed=3, n=3, stream=stream, max_tokens=200,
+        extra_body={
+            "structured_outputs": {"regex": CONSTRAINTS["regex"].text},
+            "speculation": {"rule": rule, "num_draft_tokens": 3},
+        },
+    )  # fmt: skip
+    texts, ends = [""] * 3, [""] * 3
+    parts = [part async for part in answer] if stream else [answer]
+    for part in parts:
+        for choice in part.choices:
+            found = choice.delta if stream else choice.message
+            texts[choice.index] += found.content or ""
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert ends == ["stop"] * 3
+    assert all(re.fullmatch(CONSTRAINTS["regex"].text, text) for text in texts), texts
+
+
+async def test_a_class_of_pydantic(constraining: AsyncOpenAI) -> None:
+    answer = await constraining.chat.completions.parse(
+        model="model", messages=MESSAGES, response_format=Shape, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Shape)
+
+
+async def test_what_cannot_be_compiled_is_named(constraining: AsyncOpenAI) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError) as bad:
+        await constraining.chat.completions.create(
+            model="model", messages=MESSAGES, response_format=schema
+        )
+    assert bad.value.param == "response_format.json_schema.schema"
+
+
+LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}
+
+
+WAIT_S = 20.0
+
+
+GRACE_S = 6.0
+"""In which forty tokens come on a busy machine, too, and four thousand on no machine."""
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
+    """Three sessions at most, and clients that may come back: those by gRPC, for longer than a
+    test lasts."""
+    async with slow_stack(
+        tmp_path, target_gone_ms=1_000, max_sessions=3, resume_grace_ms=60_000
+    ) as running:
+        yield running
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def ended_as(stack: Stack, session_id: str) -> FinishReason:
+    async with asyncio.timeout(WAIT_S):
+        while (found := await stack.coordinator.session(session_id)).finish_reason is None:
+            await asyncio.sleep(0.01)
+    assert found.finish_reason is not None
+    return found.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_takes_its_sessions_with_it(slow: Stack, stream: bool) -> None:
+    """At once, for nobody can resume them: they are recorded as cancelled, and neither replica
+    holds anything of them."""
+    async with http_front(slow) as url, httpx.AsyncClient(base_url=url) as http:
+        body = {**LONG, "n": 2, "stream": stream}
+        request = http.build_request("POST", "/v1/completions", json=body)
+        calling = asyncio.create_task(http.send(request, stream=True))
+        await until(lambda: slow.coordinator.num_running == 2)
+        if stream:
+            response = await calling
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+        ids = slow.coordinator._sessions.session_ids
+        engines: Any = [one._worker._table._engine for one in (slow.target, slow.draft)]
+        await until(lambda: all(engine.length(one) for engine in engines for one in ids))
+        if stream:
+            await response.aclose()
+        else:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+        await until(lambda: slow.coordinator.num_running == 0)
+        for session_id in ids:
+            assert await ended_as(slow, session_id) is FinishReason.CANCELLED
+        await until(lambda: not any(engine.length(one) for engine in engines for one in ids))
+        slow.coordinator.check_integrity()
+
+
+async def test_more_than_may_run_is_refused_and_harms_nobody(slow: Stack) -> None:
+    """`RateLimitError` with the time to try again; of a request for several texts none runs."""
+    async with http_front(slow) as url, calling(url) as client:
+        short: Any = {**LONG, "max_tokens": 30}
+        running = [asyncio.create_task(client.completions.create(**short)) for _ in range(2)]
+        await until(lambda: slow.coordinator.num_running == 2)
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.completions.create(**LONG, n=2, stream=stream)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            assert caught.value.code == "rate_limit_exceeded"
+        answers = await asyncio.gather(*running)
+        usages = [answer.usage for answer in answers]
+        assert [usage and usage.completion_tokens for usage in usages] == [30, 30]
+
+
+async def test_deadlines(slow: Stack) -> None:
+    """Before the first token an error, also of a stream; after it the end of the answer."""
+    async with http_front(slow) as url, calling(url) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="deadline_ms") as caught:
+                await client.completions.create(
+                    **LONG, stream=stream, extra_body={"deadline_ms": 5}
+                )
+            assert caught.value.status_code == 504
+        answer: Any = await client.completions.create(**LONG, extra_body={"deadline_ms": 400})
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.stop_reason) == ("length", "deadline")
+        assert answer.usage.completion_tokens > 0
+
+
+async def test_a_target_that_dies(slow: Stack) -> None:
+    """A stream that has begun ends with an error for an event and without the last one; what
+    comes then is refused as unavailable, and so says the health."""
+    async with http_front(slow) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
+        body = {**LONG, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = [line async for line in _stopping(slow, response) if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert response.status_code == 200
+        health = await http.get("/health")
+        assert health.status_code == 503
+        assert "target" in health.json()["error"]["message"]
+        refused = await http.post("/v1/completions", json={**LONG, "stream": True})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+async def _stopping(stack: Stack, response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream whose target is stopped once it has begun."""
+    begun = False
+    async for line in response.aiter_lines():
+        yield line
+        if not begun:
+            begun = True
+            await stack.target_server.stop()
+
+
+async def test_a_server_that_ends_lets_requests_end(slow: Stack) -> None:
+    """As long as it was told to wait; then they are told why, and nothing of them is left."""
+    server = HttpServer(slow.coordinator, HttpOptions())
+    await server.start()
+    async with calling(f"http://{server.address}") as client:
+        whole = asyncio.create_task(client.completions.create(**LONG))
+        texts = aiter(await client.completions.create(**LONG, stream=True))
+        await until(lambda: slow.coordinator.num_running == 2)
+        short = asyncio.create_task(client.completions.create(**{**LONG, "max_tokens": 40}))
+        await until(lambda: slow.coordinator.num_running == 3)
+        stopping = asyncio.create_task(server.stop(GRACE_S))
+        usage = (await short).usage
+        assert usage is not None
+        assert usage.completion_tokens == 40
+        assert not stopping.done()
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            await whole
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.APIError, match="shutting down"):
+            while True:
+                await anext(texts)
+        async with asyncio.timeout(WAIT_S):
+            await stopping
+        await until(lambda: slow.coordinator.num_running == 0)
+        with pytest.raises(openai.APIConnectionError):
+            await client.models.list()
+
+
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
+
+
+@pytest.fixture
+async def erring(tmp_path: Path) -> AsyncIterator[Stack]:
+    """A draft that is often wrong, and a tokenizer whose tokens split characters."""
+    spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
+    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+    async with running_stack(target, draft, tmp_path, text=toy_text()) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(erring: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_front(erring) as url, httpx.AsyncClient(base_url=url) as client:
+        yield client
+
+
+async def events(http: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All events but the closing mark, which must be there."""
+    response = await http.post("/api/generate", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *parts, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in found if event["type"] == kind]
+
+
+def check_equal(found: list[dict[str, Any]], answer: Completion) -> None:
+    """The events tell what the gRPC answer does. (Where its rounds end depends on how quick a draft
+    was, so they are held against the tokens that they brought.)"""
+    tokens, rounds = of(found, "tokens"), of(found, "round")
+    assert [one for event in tokens for one in event["token_ids"]] == list(answer.token_ids)
+    assert "".join(event["text_delta"] for event in tokens) == answer.text
+    [finished] = of(found, "finished")
+    assert finished["finish_reason"] == answer.finish_reason
+    assert finished["usage"] == {
+        "prompt_tokens": answer.usage.prompt_tokens,
+        "completion_tokens": answer.usage.completion_tokens,
+    }
+    metrics = finished["metrics"]
+    assert [one["index"] for one in rounds] == list(range(metrics["num_rounds"]))
+    drafted = [one["proposed_token_ids"] for one in rounds]
+    assert sum(map(len, drafted)) == metrics["num_draft_tokens"]
+    for event, told in zip(rounds, tokens, strict=True):
+        accepted = told["origins"].count("accepted")
+        assert event["num_accepted"] == accepted
+        assert told["token_ids"][:accepted] == event["proposed_token_ids"][:accepted]
+        whole = accepted == len(event["proposed_token_ids"])
+        assert told["origins"][accepted:] in ([], ["bonus" if whole else "correction"])
+    accepted = sum(one["num_accepted"] for one in rounds)
+    assert 0 < accepted == metrics["num_accepted_draft_tokens"] < metrics["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("prompt", ["the sky", [1, 2, 3], None])
+async def test_events_are_those_of_grpc(
+    erring: Stack, http: httpx.AsyncClient, prompt: str | list[int] | None
+) -> None:
+    """Raw text, token ids and a conversation; with a seed the rule is coupled, so that both
+    answers have the same tokens."""
+    asked: Any = tuple(prompt) if isinstance(prompt, list) else prompt
+    body: dict[str, Any] = {"prompt": prompt}
+    if prompt is None:
+        asked, body = (
+            (ChatMessage("user", "hi"),),
+            {"messages": [{"role": "user", "content": "hi"}]},
+        )
+    found = await events(http, {**body, **SAMPLED, "speculation": {"num_draft_tokens": 3}})
+    answer = await erring.client.complete(
+        GenerateRequest(
+            asked, sampling=SamplingParams(temperature=0.8), seed=5, max_tokens=40,
+            num_draft_tokens=3, include_rounds=True,
+        )
+    )  # fmt: skip
+    [started] = of(found, "started")
+    assert (started["rule"], started["seed"], started["model"]) == (Rule.COUPLED, 5, "model")
+    check_equal(found, answer)
+
+
+async def test_rounds_and_texts_line_up(erring: Stack, http: httpx.AsyncClient) -> None:
+    """A round comes before its tokens and says where they begin; each token has the characters
+    that became whole with it, and together they are the text."""
+    found = await events(http, {"prompt": [1, 2, 3], **SAMPLED, "temperature": 1.0})
+    position = 0
+    text = toy_text()
+    texts: list[str] = []
+    pairs = [event for event in found if event["type"] in ("round", "tokens")]
+    for event, tokens in zip(pairs[::2], pairs[1::2], strict=True):
+        assert (event["type"], tokens["type"]) == ("round", "tokens")
+        assert event["first_index"] == tokens["first_index"] == position
+        position += len(tokens["token_ids"])
+        assert len(tokens["texts"]) == len(tokens["token_ids"])
+        texts += tokens["texts"]
+        assert len(event["proposed_texts"]) == len(event["proposed_token_ids"])
+        assert min(event[f"{part}_ms"] for part in ("draft", "wire", "queue", "verify")) >= 0
+    ids = [one for event in of(found, "tokens") for one in event["token_ids"]]
+    stream = text.stream()
+    assert texts == [stream.push(one) for one in ids]
+    told = "".join(event["text_delta"] for event in of(found, "tokens"))
+    assert told == "".join(texts) + stream.finish()
+    assert "" in texts, "no token splits a character: the seed shows nothing"
+
+
+async def test_who_goes_ends_the_session(erring: Stack, http: httpx.AsyncClient) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "deadline_ms": 60_000}
+    async with http.stream("POST", "/api/generate", json=body) as response:
+        lines = response.aiter_lines()
+        started = json.loads((await anext(lines)).removeprefix("data: "))
+        assert started["type"] == "started"
+    async with asyncio.timeout(20):
+        while erring.coordinator.num_running:
+            await asyncio.sleep(0.01)
+        while True:
+            record = await erring.coordinator.session(started["session_id"])
+            if record.finish_reason is not None:
+                break
+            await asyncio.sleep(0.01)
+    assert record.finish_reason == "cancelled"
+
+
+async def test_the_fleet(erring: Stack, http: httpx.AsyncClient) -> None:
+    """Without a registry: this coordinator and its replicas, and how many sessions each has."""
+    told = (await http.get("/api/fleet")).json()
+    assert told["heard_ms_ago"] is None
+    seen = [(one["role"], one["name"], one["state"], one["load"]) for one in told["replicas"]]
+    assert seen == [
+        ("coordinator", "coordinator-under-test", "serving", 0),
+        ("target", "t", "serving", 0),
+        ("draft", "d", "serving", 0),
+    ]
+    assert [one["here"] for one in told["replicas"]] == [True, False, False]
+    assert told["replicas"][1]["model"] == "emulated"
+    erring.coordinator.drafts.retire("d")
+    told = (await http.get("/api/fleet")).json()
+    assert told["replicas"][2]["state"] == "leaving"
+
+
+async def test_what_is_documented(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    assert "started" in paths["/api/generate"]["post"]["responses"]["200"]["description"]
+    schema = paths["/api/fleet"]["get"]["responses"]["200"]["content"]["application/json"]
+    assert schema["schema"]["$ref"].endswith("/Fleet")
+    assert not any(path == "/" or path.startswith("/page") for path in paths)
