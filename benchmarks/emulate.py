@@ -112,7 +112,7 @@ MODES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class EmulateOptions(Options):
-    """What `bench emulate` is asked for. Wrong values raise `SettingError`."""
+    """What `bench emulate` is asked for."""
 
     scenario: str = option("70b-1b", "which pair of models", choices=tuple(SCENARIOS))
     tokens: int = option(4_000, "tokens of each mode's session", low=32, high=TOKENS_MAX)
@@ -127,7 +127,6 @@ class EmulateOptions(Options):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_range("dropped", self.dropped, 1, self.tokens - SPARE_TOKENS)
 
     @property

@@ -24,38 +24,45 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache
 
 from outrider.client import Client
-from outrider.config import CoordinatorConfig, TargetConfig
+from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
 from outrider.limits import DEADLINE_MS_MAX
-from outrider.replica.process_setup import available_cores, build_engine, use_threads
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import available_cores, build_engine
 from outrider.request import GenerateRequest, Tokens
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.tokenizer import TokenizerText
 
+from .acceptance import Answer, decode
 from .measurement import Progress, medians_ms
-from .options import Options, option, words
-from .processes import Process, Role, running_pair
+from .options import EngineOptions
+from .processes import running_pair
+from .prompts import built_in_prompts
 from .report import Report, percentile
 
-if TYPE_CHECKING:
-    import torch
-
-    from outrider.engine.interface import Engine
-    from outrider.speculation.verification import Question
-
-PARTS: Final = ("sessions", "waits", "steps", "verdicts")
 SESSIONS: Final = (1, 4, 16, 32)
-TOKENS_MAX: Final = 65_536
-DECODING_TIMEOUT_S: Final = 1_800.0
+GREEDY: Final = SamplingParams(temperature=0.0)
+SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.95)
+FLATTER: Final = SamplingParams(temperature=1.25, top_p=0.95)
 _STRIDE: Final = 7
 """Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
 and finds it cached."""
@@ -73,6 +80,8 @@ SETTLING_GAPS: Final = 16
 GAPS_BEFORE: Final = 64
 """Of each, which do, before the long prompt is sent."""
 _POLL_S: Final = 0.005
+_REST_S: Final = 0.5
+"""After its first token: the gaps in which it came are over then."""
 
 CACHED_TOKENS: Final = 256
 STEP_TOKENS: Final = 5
@@ -86,119 +95,104 @@ NUM_CASES: Final = 40
 VERDICT_REPETITIONS: Final = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(Options):
-    """What `bench engine` is asked for. Wrong values raise `SettingError`."""
-
-    repetitions: int = option(3, "rounds, of which medians are taken", low=1, high=100)
-    prompt_tokens: int = option(256, "tokens of each session's prompt", low=1, high=TOKENS_MAX)
-    new_tokens: int = option(128, "tokens that each session decodes", low=1, high=TOKENS_MAX)
-    parts: tuple[str, ...] = option(
-        PARTS, "what to measure", choices=PARTS, metavar="NAMES", parse=words
-    )
-
-
 class Prompts:
     """Token ids of real text, other ones at each call."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._ids = token_ids
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._ids = tuple(token_ids)
         self._start = 0
 
-    def take(self, number: int, length: int) -> list[list[int]]:
+    def take(self, number: int, length: int) -> list[tuple[int, ...]]:
         """`number` prompts of `length` tokens that share no beginning with each other or with
         earlier ones."""
         self._start += _STRIDE
         size = len(self._ids)
         starts = [self._start + index * size // number for index in range(number)]
-        return [[self._ids[(start + place) % size] for place in range(length)] for start in starts]
+        return [tuple(self._ids[(start + i) % size] for i in range(length)) for start in starts]
 
 
-async def run(
-    options: EngineOptions, target: TargetConfig, texts: Sequence[Sequence[int]], progress: Progress
-) -> Report:
-    """Measures `target`; prompts are cut out of `texts`, token ids. Raises `Unavailable` where a
+async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
+    """Measures the target; prompts are cut out of the built-in ones. Raises `Unavailable` where a
     process breaks off, and `ConfigError`."""
-    prompts = Prompts([token_id for text in texts for token_id in text])
-    wanted = set(options.parts)
-    figures: dict[str, Any] = {}
-    async with AsyncExitStack() as stack:
-        progress("starting: engine")
-        process = Process(
-            "benchmarks.engine:engine_role", "the engine process", {"config": asdict(target)}
-        )
-        engine = await stack.enter_async_context(process)
-        room = engine.ready["max_model_len"]
-        if wanted & {"sessions", "waits"}:
-            progress("starting: services")
-            replicas = await stack.enter_async_context(
-                running_pair(target, None, CoordinatorConfig())
-            )
-            client = await stack.enter_async_context(replicas.coordinator())
-        if "sessions" in wanted:
-            if options.prompt_tokens + options.new_tokens > room:
-                raise SettingError(
-                    "prompt_tokens",
-                    f"{options.prompt_tokens} and {options.new_tokens} new tokens are more than "
-                    f"the {room} that the model takes",
-                )
-            figures |= await _rates(options, prompts, client, engine, progress)
-        if "waits" in wanted:
-            progress("waits")
-            found = [await _waits(client, prompts, room) for _ in range(options.repetitions)]
-            figures |= {name: median(each[name] for each in found) for name in found[0]}
-        for part in wanted & {"steps", "verdicts"}:
-            progress(part)
-            question = {"measure": part, "prompts": prompts.take(1, CACHED_TOKENS), "texts": texts}
-            figures |= await engine.ask(question, DECODING_TIMEOUT_S)
-    setup = {
+    target = config.target
+    text = TokenizerText.load(Path(target.directory), target.model)
+    prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
+    progress("loading the engine")
+    num_threads = target.num_threads or available_cores()
+    # Stated, they are those of every step: nothing runs beside it.
+    engine = build_engine(replace(target, num_threads=num_threads), "target", num_threads)
+    room = engine.info.max_model_len
+    if options.prompt_tokens + options.new_tokens > room:
+        raise SettingError("model", f"takes {room} tokens, which is too short for the sessions")
+    figures: dict[str, Any] = {
         "model": target.model,
-        "dtype": str(engine.ready["dtype"]),
+        "dtype": engine.info.dtype,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
         "repetitions": options.repetitions,
     }
-    return Report.of(f"{target.model}, {engine.ready['dtype']}", setup | figures)
+    if "steps" in options.parts:
+        progress("steps")
+        figures |= step_times(engine, target, prompts.take(1, CACHED_TOKENS)[0])
+    if "verdicts" in options.parts:
+        progress("verdicts")
+        length = min(room, NUM_CASES * (NUM_DRAFT_TOKENS + 1))
+        figures |= verdict_times(engine, prompts.take(1, length)[0])
+    if {"sessions", "waits"} & set(options.parts):
+        progress("starting the services")
+        async with (
+            running_pair(target, None, CoordinatorConfig()) as replicas,
+            replicas.coordinator() as client,
+        ):
+            if "sessions" in options.parts:
+                figures |= await _rates(options, prompts, client, engine, progress)
+            if "waits" in options.parts:
+                progress("waits")
+                found = [await _waits(client, prompts, room) for _ in range(options.repetitions)]
+                figures |= {name: median(each[name] for each in found) for name in found[0]}
+    return Report.of(f"{target.model}, {engine.info.dtype}", figures)
 
 
 async def _rates(
-    options: EngineOptions, prompts: Prompts, client: Client, engine: Process, progress: Progress
+    options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
     """Of services and engine in turns, after what is slow only once."""
-
-    async def rates(number: int) -> tuple[float, float]:
-        asked = prompts.take(number, options.prompt_tokens)
-        served_s = await _decode(client, asked, options.new_tokens)
-        asked = prompts.take(number, options.prompt_tokens)
-        question = {"measure": "sessions", "prompts": asked, "num_tokens": options.new_tokens}
-        alone = await engine.ask(question, DECODING_TIMEOUT_S)
-        num_tokens = number * options.new_tokens
-        return num_tokens / served_s, num_tokens / float(alone["seconds"])
-
-    progress("warming up")
-    for number in SESSIONS[:2]:
-        await rates(number)
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
-    for index in range(options.repetitions):
-        for number in SESSIONS:
+    for index in range(-1, options.repetitions):
+        for number in SESSIONS if index >= 0 else SESSIONS[:2]:
             progress(f"round {index + 1}: {number} sessions")
-            found[number].append(await rates(number))
+            served, alone = (prompts.take(number, options.prompt_tokens) for _ in range(2))
+            served_s = await _decode(client, served, options.new_tokens)
+            alone_s = decode_with_engine(engine, alone, options.new_tokens)
+            num_tokens = number * options.new_tokens
+            if index >= 0:
+                found[number].append((num_tokens / served_s, num_tokens / alone_s))
     return {
         name: {
-            str(number): {"tokens_per_second": median(each[side] for each in rounds)}
-            for number, rounds in found.items()
+            str(number): median(each[side] for each in rounds) for number, rounds in found.items()
         }
         for side, name in enumerate(("sessions", "engine_sessions"))
     }
 
 
+def decode_with_engine(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
+) -> float:
+    """Seconds in which every prompt is continued by its likeliest tokens, all in step."""
+    started = time.perf_counter()
+    asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
+    for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):
+        pass
+    return time.perf_counter() - started
+
+
 async def _stream(
-    client: Client, prompt: Sequence[int], num_tokens: int, arrivals: list[float]
+    client: Client, prompt: tuple[int, ...], num_tokens: int, arrivals: list[float]
 ) -> None:
     """Decodes plainly; notes when each token came, those of one message together."""
     request = GenerateRequest(
-        tuple(prompt), sampling=SamplingParams(temperature=0.0), max_tokens=num_tokens,
-        ignore_eos=True, num_draft_tokens=0, deadline_ms=DEADLINE_MS_MAX,
+        prompt, sampling=GREEDY, max_tokens=num_tokens, ignore_eos=True, num_draft_tokens=0,
+        deadline_ms=DEADLINE_MS_MAX,
     )  # fmt: skip
     clock = asyncio.get_running_loop().time
     async for event in client.generate(request):
@@ -206,7 +200,7 @@ async def _stream(
             arrivals += [clock()] * len(event.token_ids)
 
 
-async def _decode(client: Client, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
     """Seconds from the first request to the last token of all `prompts` side by side."""
     started = asyncio.get_running_loop().time()
     arrivals: list[list[float]] = [[] for _ in prompts]
@@ -240,34 +234,19 @@ async def _beside_a_long_prompt(
 ) -> dict[str, float]:
     clock = asyncio.get_running_loop().time
     arrivals: list[list[float]] = [[] for _ in range(RUNNING_SESSIONS)]
-    running = [
-        asyncio.create_task(_stream(client, prompt, max_model_len - RUNNING_TOKENS, own))
-        for prompt, own in zip(
-            prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True
-        )
-    ]
-
-    async def go_on(more: int) -> None:
-        goals = [len(own) + more for own in arrivals]
-        while any(  # noqa: ASYNC110
-            len(own) < goal and not task.done()
-            for own, goal, task in zip(arrivals, goals, running, strict=True)
-        ):
+    running = prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_stream(client, prompt, max_model_len - RUNNING_TOKENS, own))
+            for prompt, own in zip(running, arrivals, strict=True)
+        ]
+        while min(map(len, arrivals)) <= SETTLING_GAPS + GAPS_BEFORE:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-
-    try:
-        await go_on(SETTLING_GAPS)
-        began = clock()
-        await go_on(GAPS_BEFORE)
-        sent = clock()
+        began, sent = max(own[SETTLING_GAPS] for own in arrivals), clock()
         long_s = await _decode(client, prompts.take(1, LONG_TOKENS), 1)
-        await go_on(1)  # The gaps in which it came are over then.
-    finally:
-        for task in running:
+        await asyncio.sleep(_REST_S)
+        for task in tasks:
             task.cancel()
-        for task in running:
-            with suppress(asyncio.CancelledError):
-                await task
     before = median(gaps(arrivals, began, sent))
     beside = percentile(gaps(arrivals, sent, sent + long_s), 99)
     return {
@@ -289,123 +268,59 @@ def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[
     ]
 
 
-@asynccontextmanager
-async def engine_role(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
-    """The engine without a service, and for `steps` the library's module beside it."""
-    config = TargetConfig(**setup["config"])
-    num_threads = config.num_threads or available_cores()
-    use_threads(num_threads)
-    # Stated, they are those of every step: nothing runs beside it.
-    engine = build_engine(replace(config, num_threads=num_threads), "target", num_threads)
-
-    def answer(question: dict[str, Any]) -> Mapping[str, object]:
-        if question["measure"] == "sessions":
-            return decode_with_engine(engine, question["prompts"], question["num_tokens"])
-        if question["measure"] == "verdicts":
-            return verdict_times(engine, question["texts"])
-        from outrider.models.loading import load_model
-
-        module, _ = load_model(
-            Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
-            num_threads=num_threads, trust_remote_code=config.trust_remote_code,
-        )  # fmt: skip
-        return step_times(engine, module, question["prompts"][0])
-
-    yield Role({"dtype": engine.info.dtype, "max_model_len": engine.info.max_model_len}, answer)
-
-
-def decode_with_engine(
-    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int
-) -> dict[str, object]:
-    """Continues every prompt by its likeliest `num_tokens`, all in step; the seconds it took."""
-    import torch
-
-    from outrider.engine.interface import SequenceStep
-
-    names = [f"decode-{index}" for index in range(len(prompts))]
-    started = time.perf_counter()
-    try:
-        rows = []
-        for name, prompt in zip(names, prompts, strict=True):
-            rows += engine.forward([SequenceStep(name, tuple(prompt), num_logits=1)])
-        for _ in range(num_tokens - 1):
-            token_ids = torch.cat(rows).argmax(dim=1).tolist()
-            rows = engine.forward(
-                [SequenceStep(n, (t,), num_logits=1) for n, t in zip(names, token_ids, strict=True)]
-            )
-        torch.cat(rows).argmax(dim=1).tolist()
-        return {"seconds": time.perf_counter() - started}
-    finally:
-        for name in names:
-            engine.release(name)
-
-
-def step_times(engine: Engine, module: Any, prompt: Sequence[int]) -> dict[str, object]:
+def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
     """Of `STEP_TOKENS` after `CACHED_TOKENS` of one session: the engine's step, and the library's
     forward pass on a cache of its own."""
-    import torch
-    from transformers import DynamicCache
-
-    from outrider.engine.interface import SequenceStep
-
-    cached, new = tuple(prompt[:CACHED_TOKENS]), tuple(prompt[:STEP_TOKENS])
+    module: Any = load_model(
+        Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
+        num_threads=config.num_threads or available_cores(),
+        trust_remote_code=config.trust_remote_code,
+    )[0]  # fmt: skip
+    new = prompt[:STEP_TOKENS]
     cache = DynamicCache(config=module.config)
-    new_ids = torch.tensor([new], device=module.device)
 
     def step(_: int) -> None:
         engine.forward([SequenceStep("step", new, STEP_TOKENS)])
 
-    def library(_: int) -> None:
-        module(input_ids=new_ids, past_key_values=cache, use_cache=True)
+    def library(token_ids: tuple[int, ...]) -> None:
+        ids = torch.tensor([token_ids], device=module.device)
+        module(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def undo() -> None:
-        new_slots = cache.get_seq_length() - CACHED_TOKENS
-        if new_slots:
+        if new_slots := cache.get_seq_length() - CACHED_TOKENS:
             cache.crop(-new_slots)
         engine.keep("step", CACHED_TOKENS)
 
     with torch.inference_mode():
-        engine.forward([SequenceStep("step", cached, 0)])
-        ids = torch.tensor([cached], device=module.device)
-        module(input_ids=ids, past_key_values=cache, use_cache=True)
-        verify, forward = medians_ms([step, library], STEP_REPETITIONS, undo)
+        engine.forward([SequenceStep("step", prompt, 0)])
+        library(prompt)
+        works = [step, lambda _: library(new)]
+        verify, forward = medians_ms(works, STEP_REPETITIONS, undo)
     engine.release("step")
     return {"verify_step_ms": verify, "transformers_forward_ms": forward}
 
 
 def verdict_times(
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    repetitions: int = VERDICT_REPETITIONS,
-    num_cases: int = NUM_CASES,
-) -> dict[str, object]:
-    """What verdicts and draft draws cost on one thread, on logits of the model reading `texts`: K =
-    4, top-p 0.95, temperature 1 (0 under greedy). A verdict is all that a target does between its
+    engine: Engine, prompt: tuple[int, ...], repetitions: int = VERDICT_REPETITIONS
+) -> dict[str, Any]:
+    """What verdicts and draft draws cost on one thread, on logits of the model reading `prompt`: K
+    = 4, top-p 0.95, temperature 1 (0 under greedy). A verdict is all that a target does between its
     logits and its answer; a draft draw all that a draft does between logits and q."""
-    import torch
+    [logits] = engine.forward([SequenceStep("rows", prompt, num_logits=len(prompt))])
+    engine.release("rows")
+    rows = logits.cpu()
+    narrow = rows[:, :DRAFT_ENTRIES].contiguous()
 
-    from outrider.engine.threads import on_threads
-    from outrider.speculation.draft_sampling import draw_from_logits
-    from outrider.speculation.random_streams import RoundNoise
-    from outrider.speculation.verification import verdicts_from_logits
+    def draw(index: int) -> None:
+        noise = RoundNoise(seed=7, rule=Rule.TOKEN, committed_length=100 + index)
+        draw_from_logits(narrow[index % len(narrow)][None], SAMPLED, [noise], [0])
 
-    sampled = SamplingParams(temperature=1.0, top_p=0.95)
-    with torch.inference_mode():
-        rows = read_rows(engine, texts, num_cases * (NUM_DRAFT_TOKENS + 1))
-        narrow = rows[:, :DRAFT_ENTRIES].contiguous()
+    def judge(cases: Sequence[Question], index: int) -> None:
+        verdicts_from_logits([cases[index % len(cases)]])
 
-        def draw(index: int) -> None:
-            noise = RoundNoise(seed=7, rule=Rule.TOKEN, committed_length=100 + index)
-            draw_from_logits(narrow[index % len(narrow)][None], sampled, [noise], [0])
-
-        with on_threads(1):
-            cases = {rule: make_cases(rows, rule) for rule in Rule}
-
-            def judge(rule: Rule, index: int) -> None:
-                verdicts_from_logits([cases[rule][index % len(cases[rule])]])
-
-            works = [partial(judge, rule) for rule in Rule]
-            *judged, drawn = medians_ms([*works, draw], repetitions, warm_up=10)
+    with torch.inference_mode(), on_threads(1):
+        works = [partial(judge, make_cases(rows, rule)) for rule in Rule]
+        *judged, drawn = medians_ms([*works, draw], repetitions, warm_up=10)
     return {
         "vocab_size": rows.shape[1],
         "verdict_ms": {rule.value: ms for rule, ms in zip(Rule, judged, strict=True)},
@@ -413,45 +328,16 @@ def verdict_times(
     }
 
 
-def read_rows(engine: Engine, texts: Sequence[Sequence[int]], num_rows: int) -> torch.Tensor:
-    """Logits [num_rows, V], float32, of the model reading `texts` (token ids)."""
-    import torch
-
-    from outrider.engine.interface import SequenceStep
-
-    rows: list[torch.Tensor] = []
-    for ids in texts:
-        taken = tuple(ids[: engine.info.max_model_len])
-        [logits] = engine.forward([SequenceStep("rows", taken, num_logits=len(taken))])
-        engine.release("rows")
-        rows += logits.cpu().unbind()
-        if len(rows) >= num_rows:
-            break
-    return torch.stack(rows[:num_rows]).contiguous()
-
-
 def make_cases(rows: torch.Tensor, rule: Rule) -> list[Question]:
     """Verdicts to take over `rows` [N, V], K + 1 at a time; what is left over is not used. The
     draft's distribution is the target's, a little flatter."""
-    from outrider.speculation.draft_sampling import draw_from_logits
-    from outrider.speculation.logits_processing import NO_HISTORY
-    from outrider.speculation.proposal import Proposal
-    from outrider.speculation.random_streams import RoundNoise
-    from outrider.speculation.verification import Question
-
-    greedy = rule is Rule.GREEDY
-    params, draft_params = (
-        SamplingParams(temperature=0.0 if greedy else temperature, top_p=1.0 if greedy else 0.95)
-        for temperature in (1.0, 1.25)
-    )
-    cases = []
-    width = NUM_DRAFT_TOKENS + 1
+    params, draft_params = (GREEDY, GREEDY) if rule is Rule.GREEDY else (SAMPLED, FLATTER)
+    cases, width = [], NUM_DRAFT_TOKENS + 1
     for index in range(len(rows) // width):
         logits = rows[index * width : (index + 1) * width]
         noise = RoundNoise(seed=index, rule=rule, committed_length=100 + index)
-        places = list(range(NUM_DRAFT_TOKENS))
         drawn, _ = draw_from_logits(
-            logits[:NUM_DRAFT_TOKENS], draft_params, [noise] * NUM_DRAFT_TOKENS, places
+            logits[:-1], draft_params, [noise] * NUM_DRAFT_TOKENS, range(NUM_DRAFT_TOKENS)
         )
         q = tuple(q for _, q in drawn) if rule.needs_q else ()
         proposal = Proposal(tuple(token_id for token_id, _ in drawn), q)

@@ -23,7 +23,7 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import BenchClient, Completion, Decoding
-from .options import PromptOptions, option, whole_numbers, words
+from .options import PromptOptions, option
 from .prompts import BenchPrompt
 from .speedup import ServiceClient
 
@@ -33,21 +33,18 @@ _CONTEXT: Final = "The lighthouse keeper wrote down the wind, the tide and the s
 
 @dataclass(frozen=True, kw_only=True)
 class IdentityOptions(PromptOptions):
-    """What is asked for. Wrong values raise `SettingError`."""
+    """What is asked for."""
 
     max_tokens: int = 128
     server: str = option("127.0.0.1:50051", "coordinator", metavar="HOST:PORT")
     num_draft_tokens: tuple[int, ...] = option(
         (1, 4, 8), "each K that is compared with plain decoding", low=1, high=NUM_DRAFT_TOKENS_MAX,
-        metavar="K[,K..]", parse=whole_numbers,
+        metavar="K[,K..]",
     )  # fmt: skip
     rules: tuple[str, ...] = option(
         ("greedy", "coupled"), "rules to try", choices=("greedy", "coupled"), metavar="NAMES",
-        parse=words,
     )  # fmt: skip
-    ways: tuple[str, ...] = option(
-        WAYS, "how prompts are asked", choices=WAYS, metavar="NAMES", parse=words
-    )
+    ways: tuple[str, ...] = option(WAYS, "how prompts are asked", choices=WAYS, metavar="NAMES")
     at_once: int = option(8, "requests of `beside`", low=1, high=SESSIONS_PER_COORDINATOR_MAX)
     context_words: int = option(3_000, "words of `context`", low=0)
 

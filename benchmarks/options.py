@@ -3,117 +3,114 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 import click
 
 from outrider.errors import SettingError
-from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, SEED_MAX
-from outrider.settings import check_range
+from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
 
 from .measurement import Decoding
 from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
+ENGINE_PARTS: Final = ("sessions", "waits", "steps", "verdicts")
 RANDOM_MODEL: Final = "random-7b"
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
 
 
+@dataclass(frozen=True)
+class Value(click.ParamType[Any]):
+    """A value, or several with commas between."""
+
+    kind: Any
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    several: bool = False
+    name = "value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """From a text; a default is no text."""
+        if not isinstance(value, str):
+            return value
+        if self.several:
+            return tuple(self._one(part.strip()) for part in value.split(","))
+        return self._one(value)
+
+    def _one(self, text: str) -> Any:
+        found = None
+        with suppress(ValueError):
+            found = self.kind(text)
+        is_number = isinstance(found, int | float)
+        if (
+            found is None
+            or (self.choices and found not in self.choices)
+            or (is_number and not self.low <= found <= self.high)
+        ):
+            wrong = repr(text if found is None else found)
+            bounds = f"from {self.low} to {self.high}"
+            allowed = "one of " + ", ".join(self.choices) if self.choices else bounds
+            self.fail(f"{wrong} is wrong; it must be {allowed}")
+        return found
+
+
 def option(
-    default: object,
+    default: Any,
     help: str,  # noqa: A002 (as click calls it)
-    *,
-    low: float | None = None,
+    low: float = -math.inf,
     high: float = math.inf,
+    *,
     choices: tuple[str, ...] = (),
-    metavar: str = "N",
-    parse: Callable[[str], Any] | None = None,
-    several: bool = False,
+    kind: Any = None,
+    **attributes: Any,
 ) -> Any:
-    """A field with an option. A boolean is a switch; the entries of a tuple have the bounds or
-    choices. `several` = it takes words, instead of one with commas. `parse` raises `ValueError`;
-    None = the type of the default, or a whole number."""
-    parse = parse or (int if default is None else type(default))
-    flag = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata=flag | {"parse": parse, "several": several})
+    """A field with an option; `attributes` are click's. A boolean is a switch, and a tuple has its
+    entries with commas between. `kind` makes a value of a text, where the default does not show how
+    or is None, which else stands for a whole number."""
+    is_tuple = isinstance(default, tuple)
+    if kind is None:
+        kind = type(default[0] if is_tuple else 0 if default is None else default)
+    if kind is bool:
+        attributes["is_flag"] = True
+    else:
+        several = is_tuple and "several" not in attributes
+        attributes["type"] = Value(kind, low, high, choices, several)
+        attributes.setdefault("metavar", "|".join(choices) or "N")
+    return field(default=default, metadata=attributes | {"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The base of all. Wrong values raise `SettingError`. A subclass may give a field another
-    default and keeps its option."""
-
-    def __post_init__(self) -> None:
-        for name, flag in self.flags().items():
-            value = getattr(self, name)
-            for one in value if isinstance(value, tuple) else (value,):
-                if flag["low"] is not None:
-                    check_range(name, one, flag["low"], flag["high"])
-                if flag["choices"] and one not in flag["choices"]:
-                    allowed = ", ".join(flag["choices"])
-                    raise SettingError(name, f"{one!r} is wrong; it must be one of {allowed}")
+    """The base of all. A subclass may give a field another default and keeps its option. What a
+    single value may be is checked where it is read."""
 
     @classmethod
-    def flags(cls) -> dict[str, Mapping[str, Any]]:
-        """What `option` was told, by name of the field."""
-        return {
+    def params(cls, kind: type[Kind]) -> list[Kind]:
+        """An option of a command for each field that has one."""
+        defaults = {entry.name: entry.default for entry in fields(cls)}
+        found = {
             name: entry.metadata
             for base in reversed(cls.__mro__)
             for name, entry in vars(base).get("__dataclass_fields__", {}).items()
             if entry.metadata
         }
+        return [
+            kind([f"--{name.replace('_', '-')}"], default=defaults[name], **attributes)
+            for name, attributes in found.items()
+        ]
 
     @classmethod
-    def params(cls, kind: type[Kind]) -> list[Kind]:
-        """An option of a command for each."""
-        defaults = {entry.name: entry.default for entry in fields(cls)}
-        found = []
-        for name, flag in cls.flags().items():
-            more: dict[str, Any] = {"is_flag": True}
-            if not isinstance(defaults[name], bool):
-                metavar = flag["metavar"]
-                if flag["choices"] and not isinstance(defaults[name], tuple):
-                    metavar = "|".join(flag["choices"])
-                more = {"default": defaults[name], "metavar": metavar, "type": _type(flag["parse"])}
-            if flag["several"]:
-                more["several"] = True
-            found.append(kind([f"--{name.replace('_', '-')}"], help=flag["help"], **more))
-        return found
-
-    @classmethod
-    def from_arguments(cls, arguments: Any, **others: object) -> Self:
+    def from_arguments(cls, arguments: Any) -> Self:
         """From what a command with these options was given, an attribute each."""
-        return cls(**{name: getattr(arguments, name) for name in cls.flags()} | others)
-
-
-def _type(parse: Callable[[str], Any]) -> Any:
-    """What click converts a text by; a default, which is no text, stays as it is."""
-
-    def convert(value: Any) -> Any:
-        try:
-            return parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return parse if parse in (int, float) else convert
-
-
-def _separated(kind: Callable[[str], Any], what: str, text: str) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is wrong; it must be {what} with commas between") from None
-
-
-whole_numbers: Final = partial(_separated, int, "whole numbers")
-"""Parses `1,2,3`; the next ones likewise."""
-numbers: Final = partial(_separated, float, "numbers")
-words: Final = partial(_separated, str.strip, "names")
+        given = vars(arguments)
+        return cls(
+            **{entry.name: given[entry.name] for entry in fields(cls) if entry.name in given}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,7 @@ class PromptOptions(Options):
 
     prompts: Path | None = option(
         None, "JSONL of `prompt` and, if wanted, `category`, `max_tokens` and `response_format` "
-        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", parse=Path,
+        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", kind=Path,
     )  # fmt: skip
     num_prompts: int | None = option(
         None, "take N prompts in all, the same number of first ones of each category; of fewer "
@@ -132,10 +129,6 @@ class PromptOptions(Options):
     raw: bool = option(False, "do not apply the model's chat template")
     seed: int = 0
     """Of the first prompt; each one after it has the next."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("seed", self.seed, 0, SEED_MAX)
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
@@ -176,7 +169,7 @@ class DecodingOptions(PromptOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceOptions(PromptOptions):
-    """What `bench acceptance` is asked for. Wrong values raise `SettingError`."""
+    """What `bench acceptance` is asked for."""
 
     max_tokens: int = 128
     hits: bool = option(
@@ -188,11 +181,23 @@ class AcceptanceOptions(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """What `bench engine` is asked for."""
+
+    repetitions: int = option(3, "rounds, of which medians are taken", low=1, high=100)
+    parts: tuple[str, ...] = option(
+        ENGINE_PARTS, "what to measure", choices=ENGINE_PARTS, metavar="NAMES"
+    )
+    prompt_tokens: int = 256
+    new_tokens: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Options):
-    """What `bench device` is asked for. Wrong values raise `SettingError`."""
+    """What `bench device` is asked for."""
 
     model: str = option(
-        RANDOM_MODEL, f"a model, or {RANDOM_MODEL}: random numbers of that size", metavar="MODEL",
+        RANDOM_MODEL, f"a model, or {RANDOM_MODEL}: random numbers of that size", metavar="MODEL"
     )  # fmt: skip
     device: str = option("auto", "auto, cpu or cuda[:N]", metavar="DEVICE")
     dtype: str = option("bfloat16", "of weights and keys and values", metavar="DTYPE")

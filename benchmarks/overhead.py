@@ -48,7 +48,7 @@ from outrider.speculation.proposal import (
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .measurement import Progress
-from .options import Options, option, words
+from .options import Options, option
 from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
 from .report import Report, percentile
@@ -91,11 +91,10 @@ _WORDS: Final = tuple("".join(letters) for letters in product(ascii_lowercase[:1
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadOptions(Options):
-    """What `bench overhead` is asked for. Wrong values raise `SettingError`."""
+    """What `bench overhead` is asked for."""
 
     parts: tuple[str, ...] = option(
         PARTS[:1], f"what to measure, of {', '.join(PARTS)}", choices=PARTS, metavar="NAMES",
-        parse=words,
     )  # fmt: skip
     rounds: int = option(2_000, "rounds to measure", low=1, high=100_000)
     sessions: int = option(

@@ -17,7 +17,7 @@ from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import BenchClient, Contestant, Decoding, Progress, Side, SideResult, measure
-from .options import DecodingOptions, numbers, option, whole_numbers, words
+from .options import DecodingOptions, option
 from .peers_libraries import (
     PEERS,
     SWEEP_TOKENS,
@@ -56,21 +56,18 @@ decoding, which share no cache where they can be kept apart."""
 
 @dataclass(frozen=True, kw_only=True)
 class PeersOptions(DecodingOptions):
-    """What `bench peers` is asked for. Wrong values raise `SettingError`."""
+    """What `bench peers` is asked for."""
 
     num_prompts: int | None = 16
     max_tokens: int = 96
     temperature: tuple[float, ...] = option(
         (0.0, 1.0), "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX,
-        metavar="T[,T..]", parse=numbers,
+        metavar="T[,T..]",
     )  # fmt: skip
     concurrency: tuple[int, ...] = option(
         (1, 8), "requests at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]",
-        parse=whole_numbers,
     )  # fmt: skip
-    peers: tuple[str, ...] = option(
-        NAMES, "which systems", choices=NAMES, metavar="NAMES", parse=words
-    )
+    peers: tuple[str, ...] = option(NAMES, "which systems", choices=NAMES, metavar="NAMES")
     environments: Path = option(
         Path(".venv/peers"), "where `make peers` has installed them", metavar="DIR"
     )

@@ -18,6 +18,8 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Final
 
+import click
+
 from outrider.errors import SettingError, Unavailable, check
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
@@ -27,7 +29,7 @@ from outrider.limits import (
 )
 from outrider.settings import check_range
 
-from .options import Options, numbers, option, words
+from .options import Options, option
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, read_prompts
 from .serve_clients import Answer, RequestFailed, ServingClient, StreamTimes
 
@@ -49,22 +51,22 @@ def goal(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise ValueError(
+        raise click.BadParameter(
             f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}"
         ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Options):
-    """What `bench serve` is asked for. Wrong values raise `SettingError`."""
+    """What `bench serve` is asked for."""
 
     base_url: str | None = option(
         None, "a server with OpenAI's interface, such as http://127.0.0.1:8000 [a deployment of "
-        "ours, by gRPC]", metavar="URL", parse=str,
+        "ours, by gRPC]", metavar="URL", kind=str,
     )  # fmt: skip
     endpoint: str | None = option(
         None, "with --base-url: /v1/chat/completions, or /v1/completions [the first; with --raw "
-        "the second]", metavar="PATH", parse=str,
+        "the second]", metavar="PATH", kind=str,
     )  # fmt: skip
     num_prompts: int | None = option(
         None, "requests in all; prompts are repeated where there are fewer [one for each prompt]",
@@ -83,12 +85,12 @@ class ServeOptions(Options):
     )
     duration: float | None = option(
         None, "send requests for so long, then wait for those that run", low=1, high=86_400,
-        metavar="S", parse=float,
+        metavar="S", kind=float,
     )  # fmt: skip
     seed: int = option(0, "of the random times", low=0, high=SEED_MAX)
     prompts: Path | None = option(
         None, "JSONL of `prompt` and, if wanted, `category` and `max_tokens` "
-        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", parse=Path,
+        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", kind=Path,
     )  # fmt: skip
     max_tokens: int = option(
         128, "tokens of an answer whose prompt does not say", low=1, high=MAX_TOKENS_DEFAULT
@@ -108,22 +110,21 @@ class ServeOptions(Options):
     )  # fmt: skip
     goodput: tuple[tuple[str, float], ...] = option(
         (), f"what a good request keeps to: {', '.join(GOALS)}, such as ttft:200 tpot:50",
-        metavar="NAME:MS", parse=goal, several=True,
+        metavar="NAME:MS", kind=goal, several=True,
     )  # fmt: skip
     percentile_metrics: tuple[str, ...] = option(
-        METRICS, "whose percentiles to report", choices=METRICS, metavar="NAMES", parse=words
+        METRICS, "whose percentiles to report", choices=METRICS, metavar="NAMES"
     )
     metric_percentiles: tuple[float, ...] = option(
-        (99.0,), "which percentiles", low=0, high=100, metavar="P,..", parse=numbers
+        (99.0,), "which percentiles", low=0, high=100, metavar="P,.."
     )
     save_result: Path | None = option(
-        None, "write the JSON object to a file", metavar="FILE", parse=Path
+        None, "write the JSON object to a file", metavar="FILE", kind=Path
     )
     save_detailed: bool = option(False, "with the times of each request in that file")
-    report: Path | None = option(None, "write one page with plots", metavar="FILE.html", parse=Path)
+    report: Path | None = option(None, "write one page with plots", metavar="FILE.html", kind=Path)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.burstiness != 1 and self.request_rate == math.inf:
             raise SettingError("burstiness", "needs --request-rate: it is of the gaps between")
         names = [name for name, _ in self.goodput]

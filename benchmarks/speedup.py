@@ -29,7 +29,7 @@ from .measurement import (
     SideResult,
     measure,
 )
-from .options import DecodingOptions, option, whole_numbers
+from .options import DecodingOptions, option
 from .prompts import BenchPrompt
 from .references import ReferenceModel, ReferenceProcess
 from .report import Report, table
@@ -41,7 +41,7 @@ is not a speed-up."""
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedupOptions(DecodingOptions):
-    """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
+    """What `bench speedup` is asked for."""
 
     temperature: float = option(
         0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
@@ -49,14 +49,13 @@ class SpeedupOptions(DecodingOptions):
     concurrency: tuple[int, ...] = option(
         (1,), "requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
         "each is measured, on a deployment of its own where the command starts them",
-        low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]", parse=whole_numbers,
+        low=1, high=SESSIONS_PER_COORDINATOR_MAX, metavar="N[,N..]",
     )  # fmt: skip
     no_reference: bool = option(
         False, "do not measure the engine alone and transformers generate beside it"
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0 < len(set(self.concurrency)) == len(self.concurrency):
             given = ",".join(map(str, self.concurrency))
             raise SettingError(

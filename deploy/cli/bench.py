@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from benchmarks.serve_clients import HttpServer, ServingClient
     from benchmarks.speedup import Subject
     from outrider.client import Client
-    from outrider.tokenizer import TokenizerText
 
 ASKED_NAME: Final = "measured-prompts.json"
 """In the state directory: what measurements have asked the deployment that runs."""
@@ -60,7 +59,7 @@ class Measurement:
     options: str
     """MODULE:CLASS of its options, in `benchmarks`."""
     run: Callable[[Any, Arguments], int] | None = None
-    """None = its module's own `run`, which takes the options alone."""
+    """None = its module's own `run`, which takes the options and the models' configuration."""
     model_settings: tuple[str, ...] | None = None
     """Settings of its models, where it needs no deployment; None = it calls one."""
 
@@ -69,14 +68,12 @@ def _load(name: str) -> Command:
     """The measurement of this name, with the options that it takes."""
     found = MEASUREMENTS[name]
     options = _options_class(found)
-    own = [*options.flags(), *REQUEST_KEYS]
     params = [*options.params(Option), json_option()]
     if name == "serve":
         text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
         params.append(option("--api-key", help=text))
-        own.append("api_key")
     if found.model_settings is None:
-        params += connection_options(without=own)
+        params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
     elif found.model_settings:
         others = [key for key in deployment_settings() if key not in found.model_settings]
         params += setting_options(others, common=found.model_settings)
@@ -85,7 +82,8 @@ def _load(name: str) -> Command:
         asked = options.from_arguments(arguments)
         if found.run is not None:
             return found.run(asked, arguments)
-        report = importlib.import_module(f"benchmarks.{name}").run(asked, progress)
+        given = [asked, _model_config(arguments)] if found.model_settings else [asked]
+        report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
         return _tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments)
 
     return Command(name, params=params, callback=run)
@@ -135,24 +133,6 @@ def _run_peers(options: Any, arguments: Arguments) -> int:
     return _tell(asyncio.run(peers.run(options, start, progress)), arguments)
 
 
-def _run_engine(options: Any, arguments: Arguments) -> int:
-    config = _model_config(arguments)
-    from benchmarks import engine
-    from benchmarks.prompts import built_in_prompts
-
-    text = _text(config)
-    texts = [text.encode(prompt.text) for prompt in built_in_prompts()]
-    return _tell(asyncio.run(engine.run(options, config.target, texts, progress)), arguments)
-
-
-def _run_acceptance(options: Any, arguments: Arguments) -> int:
-    options.load_prompts()  # What is wrong with them shows before anything is loaded.
-    config = _model_config(arguments)
-    from benchmarks import acceptance
-
-    return _tell(acceptance.run(options, config, progress), arguments)
-
-
 def _model_config(arguments: Arguments) -> DeploymentConfig:
     """The models of a measurement in this process, with their files. Raises `ConfigError`."""
     config = deployment_config(arguments)
@@ -161,12 +141,6 @@ def _model_config(arguments: Arguments) -> DeploymentConfig:
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")
     return resolve_models(config)
-
-
-def _text(config: DeploymentConfig) -> TokenizerText:
-    from outrider.tokenizer import TokenizerText
-
-    return TokenizerText.load(Path(config.target.directory), config.target.model)
 
 
 @asynccontextmanager
@@ -410,11 +384,11 @@ MEASUREMENTS: Final = {
     ),
     "engine": Measurement(
         "many sessions at once, steps against the library's, and verdicts",
-        "engine:EngineOptions", _run_engine, TARGET_SETTINGS,
+        "options:EngineOptions", None, TARGET_SETTINGS,
     ),
     "acceptance": Measurement(
         "how much of the target's text a draft would have proposed, and guessed",
-        "options:AcceptanceOptions", _run_acceptance, (*TARGET_SETTINGS, *DRAFT_SETTINGS),
+        "options:AcceptanceOptions", None, (*TARGET_SETTINGS, *DRAFT_SETTINGS),
     ),
     "device": Measurement(
         "steps at batch 1 against the memory's speed", "options:DeviceOptions", None, (),

@@ -119,23 +119,6 @@ async def test_the_best_number_of_draft_tokens_is_found_in_few_sessions(
         assert set(tried) <= set(range(1, most + 1))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--tokens", "31"), "error: --tokens: 31 is wrong; it must be from 32 to 8000"),
-        (("--tokens", "100", "--dropped", "85"), "--dropped: 85 is wrong; it must be from 1 to 84"),
-        (("--scenario", "8b"), "--scenario: '8b' is wrong; it must be one of 70b-1b"),
-    ],
-)
-def test_wrong_flags_end_the_command(
-    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "emulate", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err
-
-
 @pytest.mark.parametrize(("tokens", "dropped"), [(32, 8), (215, 53), (4000, 200)])
 def test_few_tokens_alone_are_enough_to_say(tokens: int, dropped: int) -> None:
     """A part of them does not count where nobody says how many."""

@@ -151,13 +151,3 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     assert 0 < added["in_process_chunk_ms"] < 4
     assert added["in_process_ttft_ms_p50"] > 4
     assert {"grpc_ttft_added_ms_p50", "http_chunk_added_ms"} <= set(added)
-
-
-@pytest.mark.parametrize(("flag", "value"), [("rounds", "-1"), ("parts", "all")])
-def test_wrong_options_end_the_command(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "overhead", f"--{flag}", value]) == 2
-    shown = capsys.readouterr()
-    assert f"--{flag}: " in shown.err
-    assert shown.out == ""

@@ -276,7 +276,7 @@ def test_an_interrupted_command_reports_what_there_is() -> None:
     ("flags", "message"),
     [
         (("--request-rate", "nan"), "--request-rate: nan is wrong"),
-        (("--request-rate", "fast"), "--request-rate: 'fast' is not a valid float"),
+        (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be from 0.001"),
         (("--burstiness", "2"), "--burstiness: needs --request-rate"),
         (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
         (("--duration", "5"), "--duration: needs --request-rate or --max-concurrency"),
