@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from outrider.settings import Setting
@@ -25,6 +24,10 @@ SHOWN_VARIABLES: Final = re.compile(
 )
 _SECRET_NAME: Final = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL|AUTH|HEADER|COOKIE", re.I)
 _URL: Final = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
+_PLAIN_URL: Final = re.compile(
+    r"([a-zA-Z][\w+.-]*://)([^\s@/?#]*@)?((?:\[[\da-fA-F:]+\]|[\w.,:-])+(?:/[^\s@?#]*)?)([?#][^\s@]*)?"
+)
+"""Its scheme, user and password, place, and query or fragment."""
 _KEY: Final = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
 """An API key that stands where none should."""
 VARIABLE: Final = "OUTRIDER_SECRET_WORDS"
@@ -124,15 +127,7 @@ def masked_url(url: str) -> str:
     what looks like a host may then be a piece of a password."""
     if not set("@?#") & set(url):
         return url
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        port = "" if parts.port is None else f":{parts.port}"
-    except ValueError:
+    if (found := _PLAIN_URL.fullmatch(url)) is None:
         return MASK
-    if "@" in url.replace(parts.netloc, "", 1) or any(c.isspace() for c in url):
-        return f"{parts.scheme}://{MASK}"
-    user = f"{MASK}@" if "@" in parts.netloc else ""
-    host = f"[{host}]" if ":" in host else host
-    query = MASK if parts.query or parts.fragment else ""
-    return urlunsplit((parts.scheme, f"{user}{host}{port}", parts.path, query, ""))
+    scheme, user, place, query = found.groups()
+    return f"{scheme}{f'{MASK}@' if user else ''}{place}{f'?{MASK}' if query else ''}"
