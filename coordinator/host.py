@@ -161,7 +161,7 @@ class CoordinatorHost:
         if not config.telemetry and not config.http:
             return UNOBSERVED
         # OpenTelemetry and torch are imported only where they are needed.
-        from outrider.telemetry.request_spans import Detail, ObservedRequests
+        from outrider.telemetry.request_spans import ObservedRequests
         from outrider.telemetry.setup import start_exports
 
         self.exports = start_exports(
@@ -169,8 +169,7 @@ class CoordinatorHost:
         )
         if self.exports is None:
             return UNOBSERVED
-        detail = Detail(config.trace_first_rounds, config.trace_every_rounds, config.trace_prompts)
-        return ObservedRequests(self.exports.tracer, self.exports.meter, detail)
+        return ObservedRequests(self.exports.tracer, self.exports.meter, config)
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""

@@ -16,7 +16,8 @@ from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from coordinator.health import LOOK_PERIOD_S
-from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.config import CoordinatorConfig
+from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps
 
@@ -101,7 +102,11 @@ async def watched_stack(directory: Path, **options: Any) -> AsyncIterator[Watche
             target_engine or ToyEngine(VOCAB, salt=1, max_model_len=256),
             draft_engine or ToyEngine(VOCAB, salt=2, max_model_len=256),
             directory,
-            observation=ObservedRequests(coordinator.tracer, coordinator.meter, Detail(1, 0)),
+            observation=ObservedRequests(
+                coordinator.tracer,
+                coordinator.meter,
+                CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0),
+            ),
             target_observer=ObservedSteps(
                 exports["target"].tracer, exports["target"].meter, "target"
             ),

@@ -137,7 +137,7 @@ class Decoding:
         asked_at = asyncio.get_running_loop().time()
         reply = await self._verify(index, length, drafted)
         verify_s = asyncio.get_running_loop().time() - asked_at
-        self.observer.verified(verify_s, reply.queue_ms, reply.compute_ms)
+        self.observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
         if self.session.error is not None:
             raise self.session.error  # It was lost meanwhile.
         proposal = drafted.proposal
@@ -162,7 +162,7 @@ class Decoding:
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
-            self.observer.chosen(length.num_draft_tokens)
+            self.observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
         if self._draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self.observer.asked("draft")
@@ -170,14 +170,11 @@ class Decoding:
             room = self._length_max - self.session.length - length.num_draft_tokens
             length = replace(length, siblings=fitting(length.siblings, room))
         drafted = await self._draft.propose(index, length, noise)
-        self.observer.drafted(
-            len(drafted.proposal),
-            drafted.source != "fallback",
-            drafted.seconds,
-            drafted.queue_ms,
-            drafted.compute_ms,
-            drafted.ahead,
-        )
+        if drafted.ahead:
+            self.observer.count("look_ahead_hits")
+        if drafted.source == "fallback":
+            self.observer.count("fallback_rounds")
+        self.observer.answered("draft", drafted.seconds, drafted.queue_ms, drafted.compute_ms)
         return drafted
 
     async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:

@@ -247,7 +247,7 @@ class DraftClient(_ModelDrafts):
             self._held = pushed
         else:
             if was_looked_for:
-                self._observer.look_ahead_missed()
+                self._observer.count("look_ahead_misses")
             self._held = await self._answer(number, length, start)
         if self._held is None or self._is_late:
             return None

@@ -562,7 +562,7 @@ class SessionRoute(Generic[Item, Answer]):
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
-        self.context.observer.resynced(self._pool.role)
+        self.context.observer.count("resyncs", self._pool.role)
 
     async def change(self, timeout_s: float) -> None:
         """See `ReplicaPool.change`."""
@@ -595,7 +595,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._num_moves += 1
         self._enter(found)
         self.cached_length = 0
-        self.context.observer.moved(self._pool.role)
+        self.context.observer.count("session_moves", self._pool.role)
         return True
 
     def close(self) -> None:

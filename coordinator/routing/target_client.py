@@ -174,14 +174,14 @@ class TargetClient:
         readable, is_broken = proposal.readable()
         if readable != proposal:
             _log.warning("a proposal is cut to %d tokens: %s", len(readable), message)
-            self._context.observer.proposal_unreadable()
+            self._context.observer.count("unreadable_proposals")
             self.found_broken_draft |= is_broken
         return readable
 
     def _nothing_of(self, proposal: SealedProposal, message: str) -> SealedProposal:
         """What is verified of a proposal whose q only the target cannot read."""
         _log.warning("a proposal of %d tokens is dropped: %s", len(proposal), message)
-        self._context.observer.proposal_unreadable()
+        self._context.observer.count("unreadable_proposals")
         self.found_broken_draft = True
         return NOTHING_SEALED
 

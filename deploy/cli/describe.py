@@ -39,10 +39,8 @@ Facts = dict[str, Any]
 def collect_env(arguments: Arguments) -> int:
     """Collects and prints."""
     found = collect()
-    if arguments.json:
-        print(json.dumps(found))
-        return 0
-    print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
+    text = json.dumps(found)
+    print(text if arguments.json else yaml.safe_dump(json.loads(text), sort_keys=False).rstrip())
     return 0
 
 
@@ -62,7 +60,7 @@ def collect() -> dict[str, Facts]:
     except OutriderError as error:
         redis = f"none: {error}"
     installed = {one.name: one.version for one in metadata.distributions()}
-    machine = get_env_info()._asdict()
+    machine: Facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
 
 from outrider.errors import SettingError
 
 ROLES: Final = ("coordinator", "target", "draft")
 """Each process of a deployment serves Prometheus on a port of its own, in this order."""
 _LAST: Final = 65_535 - len(ROLES) + 1
+_PART: Final = re.compile(
+    r"otlp=https?://(?:[^\s@]*@)?(?:\[[\da-fA-F:]+\]|[\w.-]+):\d+(?:/\S*)?|prometheus=[0-9]{1,5}"
+)
 _ALLOWED: Final = "otlp=http://HOST:PORT, prometheus=PORT, or both with a comma between them"
 
 
@@ -27,18 +30,18 @@ class Destination:
     @classmethod
     def parse(cls, text: str) -> Destination:
         """From `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        values = {key: value for key, _, value in (part.partition("=") for part in parts)}
-        endpoint, port = values.get("otlp"), values.get("prometheus")
-        is_port = port is None or (port.isascii() and port.isdecimal() and int(port) <= _LAST)
-        if (
-            len(values) < len(parts)
-            or not values.keys() <= {"otlp", "prometheus"}
-            or not (endpoint is None or _is_endpoint(endpoint))
-            or not is_port
-        ):
-            raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
-        return cls(endpoint or "", None if port is None else int(port))
+        found: dict[str, str] = {}
+        for part in filter(None, map(str.strip, text.split(","))):
+            key, _, value = part.partition("=")
+            if (
+                _PART.fullmatch(part) is None
+                or key in found
+                or (key == "prometheus" and int(value) > _LAST)
+            ):
+                raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
+            found[key] = value
+        port = found.get("prometheus")
+        return cls(found.get("otlp", ""), None if port is None else int(port))
 
     @property
     def nowhere(self) -> bool:
@@ -52,11 +55,3 @@ class Destination:
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot
-
-
-def _is_endpoint(value: str) -> bool:
-    try:
-        url = urlsplit(value)
-        return bool(url.scheme in ("http", "https") and url.hostname and url.port)
-    except ValueError:
-        return False

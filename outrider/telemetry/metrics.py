@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
@@ -24,33 +24,31 @@ _SIDES: Final = get_args(Side)
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES: Final = tuple(rule.value for rule in Rule)
 
-REQUEST_COUNTERS: Final[dict[str, tuple[str, str, Iterable[str]]]] = {
-    "prompt_tokens": ("Prompt tokens of opened sessions.", "", ()),
-    "generation_tokens": ("Committed tokens.", "", ()),
-    "num_rounds": ("Rounds decided.", "", ()),
+REQUEST_COUNTERS: Final[dict[str, tuple[Any, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of opened sessions.",),
+    "generation_tokens": ("Committed tokens.",),
+    "num_rounds": ("Rounds decided.",),
     "rounds_by_num_draft_tokens": (
         "Rounds but the first of a request, by the draft tokens that were asked for.",
-        "num_draft_tokens", (),
+        "num_draft_tokens",
     ),
-    "spec_decode_num_drafts": ("Rounds with a proposal.", "", ()),
-    "spec_decode_num_draft_tokens": ("Draft tokens proposed.", "", ()),
-    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", "", ()),
+    "spec_decode_num_drafts": ("Rounds with a proposal.",),
+    "spec_decode_num_draft_tokens": ("Draft tokens proposed.",),
+    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.",),
     "spec_decode_num_accepted_tokens_per_pos": (
-        "Draft tokens accepted, by their place in the proposal.", "position", (),
+        "Draft tokens accepted, by their place in the proposal.", "position",
     ),
-    "unreadable_proposals": (
-        "Proposals whose distributions the target could not read.", "", (),
-    ),
-    "look_ahead_hits": ("Rounds whose proposal was there before they began.", "", ()),
+    "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
+    "look_ahead_hits": ("Rounds whose proposal was there before they began.",),
     "look_ahead_misses": (
-        "Rounds that a draft had looked ahead of and whose proposal was not there.", "", (),
+        "Rounds that a draft had looked ahead of and whose proposal was not there.",
     ),
-    "fallback_rounds": ("Rounds drafted here because no draft answered.", "", ()),
+    "fallback_rounds": ("Rounds drafted here because no draft answered.",),
     "request_success": (
         "Requests that got a last event.", "finished_reason",
         tuple(reason.value for reason in FinishReason),
     ),
-    "request_failure": ("Requests that got an error instead.", "error_type", ()),
+    "request_failure": ("Requests that got an error instead.", "error_type"),
     "resyncs": ("Answers of a replica that lacked the stated prefix.", "side", _SIDES),
     "session_moves": ("Sessions that went on to another replica.", "side", _SIDES),
     "audits": (
@@ -95,21 +93,21 @@ REQUEST_TIMES: Final = {
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
 """Histograms of a coordinator, by their whole names."""
-READINGS: Final[dict[str, tuple[str, str, bool]]] = {
-    "num_requests_running": ("Sessions that run.", "", False),
-    "num_requests_waiting": ("Requests being opened.", "", False),
+READINGS: Final[dict[str, tuple[Any, ...]]] = {
+    "num_requests_running": ("Sessions that run.",),
+    "num_requests_waiting": ("Requests being opened.",),
     "target_available": (
-        "Whether a target answers: without one no session makes progress. 1 or 0.", "", False,
+        "Whether a target answers: without one no session makes progress. 1 or 0.",
     ),
     "store_available": (
-        "Whether the session store answers: while it does not, sessions pause. 1 or 0.", "", False,
+        "Whether the session store answers: while it does not, sessions pause. 1 or 0.",
     ),
     "replicas_wanted": (
-        "Replicas that the deployment is to have; the same at every coordinator.", "role", False,
+        "Replicas that the deployment is to have; the same at every coordinator.", "role",
     ),
     "replicas_present": (
         "Replicas that announce themselves and do not leave; the same at every coordinator.",
-        "role", False,
+        "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),
@@ -132,7 +130,7 @@ class ObservedCounter:
         from the start, as 0: a rate cannot be taken of what appears with its first event."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
-        watch(meter, name, about, lambda: dict(self._values), label, grows=True)
+        watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
     def add(self, amount: float, value: str = "") -> None:
         """For one thread."""
@@ -142,8 +140,8 @@ class ObservedCounter:
 def watch(
     meter: Meter,
     name: str,
-    about: str,
     read: Callable[[], Mapping[str, float]],
+    about: str,
     label: str = "",
     grows: bool = False,
 ) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -24,6 +23,7 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 
+from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
@@ -54,55 +54,43 @@ PROVIDER: Final = "outrider"
 _POSITIONS: Final = tuple(str(position) for position in range(64))
 
 
-@dataclass(frozen=True, slots=True)
-class Detail:
-    """What of a request is recorded."""
-
-    first_rounds: int
-    """So many rounds at its beginning have spans ..."""
-    every_rounds: int
-    """... and after those every Nth; 0 = none."""
-    prompts: bool = False
-    """Whether text of prompts is recorded."""
-
-    def samples(self, index: int) -> bool:
-        """Whether the round at this place has spans."""
-        if index < self.first_rounds:
-            return True
-        return self.every_rounds > 0 and (index - self.first_rounds) % self.every_rounds == 0
-
-
 class ObservedRequests(Observation):
     """Traces and measures every request."""
 
     listens = True
 
-    def __init__(self, tracer: Tracer, meter: Meter, detail: Detail) -> None:
+    def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
+        """By the `trace_` settings of a configuration."""
         self.tracer = tracer
-        self.detail = detail
+        self.config = config
         self._meter = meter
         self.counters = {
             name: ObservedCounter(meter, name, *told) for name, told in REQUEST_COUNTERS.items()
         }
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
 
+    def samples(self, index: int) -> bool:
+        """Whether the round at this place has spans."""
+        beyond, every = index - self.config.trace_first_rounds, self.config.trace_every_rounds
+        return beyond < 0 or (every > 0 and beyond % every == 0)
+
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """See `Observation.begin`."""
+        """A request has come, for a model, perhaps as part of its caller's trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
-        """See `Observation.watch`."""
-        for name, (about, label, grows) in READINGS.items():
-            watch(self._meter, name, about, partial(_reading, readings, name), label, grows)
+        """Shows the coordinator's load and health. They may be read from any thread."""
+        for name, told in READINGS.items():
+            watch(self._meter, name, partial(_reading, readings, name), *told)
 
     def audited(self, rule: str, sums: AuditSums) -> None:
-        """See `Observation.audited`."""
+        """Tokens of a session that is over have been held against its target's law."""
         greedy = GREEDY_AUDIT_SUMS if rule == Rule.GREEDY.value else {}
         for field, name in (AUDIT_SUMS | greedy).items():
             self.counters[name].add(getattr(sums, field), rule)
 
     def audit_ended(self, outcome: AuditOutcome) -> None:
-        """See `Observation.audit_ended`."""
+        """A session was chosen for an audit, and this has come of it."""
         self.counters["audits"].add(1, outcome)
 
 
@@ -110,10 +98,7 @@ class ObservedRequest(RequestObserver):
     def __init__(
         self, shared: ObservedRequests, request: GenerateRequest, model: str, caller: Context | None
     ) -> None:
-        self._tracer = shared.tracer
-        self._counters = shared.counters
-        self._histograms = shared.times
-        self._detail = shared.detail
+        self._shared = shared
         self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
         operation = _operation(request)
         self._genai = {
@@ -125,8 +110,7 @@ class ObservedRequest(RequestObserver):
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
         )  # fmt: skip
-        _describe(self._span, request, shared.detail.prompts)
-        self._parent = set_span_in_context(self._span, Context())
+        _describe(self._span, request, shared.config.trace_prompts)
         self._quiet = write_traceparent(self._span, sampled=False)
         self._contexts: dict[Side, str] = dict.fromkeys(
             ("draft", "target"), write_traceparent(self._span)
@@ -141,11 +125,20 @@ class ObservedRequest(RequestObserver):
         """Of rounds since tokens were shown last, by phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         """Of the rounds before that."""
+        self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
         self._open_s = 0.0
-        self._num_sampled = self._num_resyncs = self._num_fallbacks = 0
         self._first_token_at: float | None = None
         self._last_shown_at = 0.0
         self._ended = False
+
+    def _child(
+        self, parent: Span, name: str, start_ns: int | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> Span:  # fmt: skip
+        context = set_span_in_context(parent, Context())
+        return self._shared.tracer.start_span(
+            f"outrider.{name}", context, kind, start_time=start_ns
+        )
 
     @property
     def trace_id(self) -> str:
@@ -154,9 +147,16 @@ class ObservedRequest(RequestObserver):
     def context(self, side: Side) -> str:
         return self._contexts[side]
 
+    def count(self, name: str, label: str = "", amount: int = 1) -> None:
+        """Adds to one of `REQUEST_COUNTERS`."""
+        self._shared.counters[name].add(amount, label)
+        if name in self._totals:
+            self._totals[name] += amount
+
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
+        """The request was admitted, and its session is open."""
         self._open_s = time.monotonic() - self._arrived
-        self._counters["prompt_tokens"].add(num_prompt_tokens)
+        self.count("prompt_tokens", amount=num_prompt_tokens)
         self._span.set_attributes({
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
@@ -165,96 +165,54 @@ class ObservedRequest(RequestObserver):
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
-        self._tracer.start_span(
-            "outrider.open", context=self._parent, start_time=self._arrived_ns
-        ).end()
+        self._child(self._span, "open", self._arrived_ns).end()
 
     def round_began(self, index: int) -> None:
+        """A round begins."""
         self._index = index
         self._sampled = None
-        if self._detail.samples(index) and self._span.is_recording():
-            self._num_sampled += 1
-            self._sampled = self._rounds[index] = self._tracer.start_span(
-                "outrider.round", context=self._parent, attributes={"outrider.round.index": index}
-            )
+        if self._shared.samples(index) and self._span.is_recording():
+            self._totals["sampled_rounds"] += 1
+            self._sampled = self._rounds[index] = self._child(self._span, "round")
+            self._sampled.set_attribute("outrider.round.index", index)
         else:
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
-    def chosen(self, num_draft_tokens: int) -> None:
-        self._counters["rounds_by_num_draft_tokens"].add(1, str(num_draft_tokens))
-
     def asked(self, side: Side) -> None:
+        """A side is about to be asked; its answer ends what begins here."""
         if self._sampled is not None:
-            span = self._asked[side] = self._tracer.start_span(
-                "outrider.wire", context=set_span_in_context(self._sampled, Context()),
-                kind=SpanKind.CLIENT, attributes={"outrider.peer": side},
-            )  # fmt: skip
+            span = self._asked[side] = self._child(self._sampled, "wire", kind=SpanKind.CLIENT)
+            span.set_attribute("outrider.peer", side)
             self._contexts[side] = write_traceparent(span)
 
-    def resynced(self, side: Side) -> None:
-        self._num_resyncs += 1
-        self._counters["resyncs"].add(1, side)
-        if self._sampled is not None:
-            self._asked[side].add_event("outrider.resync")
-
-    def moved(self, side: Side) -> None:
-        self._counters["session_moves"].add(1, side)
-        self._span.add_event("outrider.move", {"outrider.peer": side})
-
-    def proposal_unreadable(self) -> None:
-        self._counters["unreadable_proposals"].add(1)
-
-    def drafted(
-        self,
-        num_tokens: int,
-        by_replica: bool,
-        seconds: float,
-        queue_ms: float,
-        compute_ms: float,
-        ahead: bool = False,
-    ) -> None:
-        if ahead:
-            self._counters["look_ahead_hits"].add(1)
-        self._times.append(("draft", seconds))
-        if not by_replica:
-            self._num_fallbacks += 1
-            self._counters["fallback_rounds"].add(1)
-        if self._sampled is not None:
-            self._asked["draft"].set_attributes(
-                {"outrider.num_draft_tokens": num_tokens, "outrider.by_replica": by_replica}
-            )
-        self._answered("draft", seconds, queue_ms, compute_ms)
-
-    def look_ahead_missed(self) -> None:
-        self._counters["look_ahead_misses"].add(1)
-
-    def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
+    def answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
+        """There is a proposal or a verdict, so many seconds after it was asked for; the times in ms
+        are the replica's."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
-        self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
-        if self._index == 0:
-            self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
-        self._answered("target", seconds, queue_ms, compute_ms)
-
-    def _answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        if self._sampled is not None:
-            span = self._asked.pop(side)
-            wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
+        if side == "draft":
+            self._times.append(("draft", seconds))
+        else:
+            self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
+            if self._index == 0:
+                self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
+        if (span := self._asked.pop(side, None)) is not None:
             span.set_attributes({
-                "outrider.wire_ms": wire_ms, "outrider.queue_ms": queue_ms,
+                "outrider.wire_ms": wire_s * 1e3, "outrider.queue_ms": queue_ms,
                 "outrider.compute_ms": compute_ms,
             })  # fmt: skip
             span.end()
 
     def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
-        counters = self._counters
-        counters["num_rounds"].add(1)
+        """The round has an outcome: so many of its draft tokens were accepted, and so many tokens
+        added."""
+        self.count("num_rounds")
         if num_draft_tokens:
-            counters["spec_decode_num_drafts"].add(1)
-            counters["spec_decode_num_draft_tokens"].add(num_draft_tokens)
-            counters["spec_decode_num_accepted_tokens"].add(num_accepted)
+            self.count("spec_decode_num_drafts")
+            self.count("spec_decode_num_draft_tokens", amount=num_draft_tokens)
+            self.count("spec_decode_num_accepted_tokens", amount=num_accepted)
             for position in _POSITIONS[:num_accepted]:
-                counters["spec_decode_num_accepted_tokens_per_pos"].add(1, position)
+                self.count("spec_decode_num_accepted_tokens_per_pos", position)
         if self._sampled is not None:
             self._sampled.set_attributes({
                 "outrider.num_draft_tokens": num_draft_tokens,
@@ -263,10 +221,11 @@ class ObservedRequest(RequestObserver):
             })  # fmt: skip
 
     def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
+        """A round's tokens are committed, so long after they were decided, and go to the client."""
         now = time.monotonic()
         self._times.append(("commit", commit_seconds))
         self._record_times()
-        self._counters["generation_tokens"].add(num_tokens)
+        self.count("generation_tokens", amount=num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
             self._record("outrider.time_to_first_token_seconds", now - self._arrived)
@@ -275,26 +234,20 @@ class ObservedRequest(RequestObserver):
             each = (now - self._last_shown_at) / num_tokens
             self._record("outrider.inter_token_latency_seconds", each)
         self._last_shown_at = now
-        span = self._rounds.pop(round_index, None)
-        if span is not None:
-            self._tracer.start_span(
-                "outrider.commit", context=set_span_in_context(span, Context()),
-                start_time=time.time_ns() - int(commit_seconds * 1e9),
-            ).end()  # fmt: skip
+        if (span := self._rounds.pop(round_index, None)) is not None:
+            self._child(span, "commit", time.time_ns() - int(commit_seconds * 1e9)).end()
             span.end()
 
     def finished(self, event: Finished) -> None:
-        now = time.monotonic()
+        """The last event goes to the client."""
+        now, metrics = time.monotonic(), event.metrics
         num_tokens = event.usage.completion_tokens
-        self._counters["request_success"].add(1, event.finish_reason.value)
+        self.count("request_success", event.finish_reason.value)
         self._record("outrider.e2e_request_latency_seconds", now - self._arrived)
-        self._record("gen_ai.server.request.duration", now - self._arrived, self._genai)
         if self._first_token_at is not None and num_tokens > 1:
             each = (now - self._first_token_at) / (num_tokens - 1)
             self._record("gen_ai.server.time_per_output_token", each, self._genai)
-        metrics = event.metrics
         self._span.set_attributes({
-            "gen_ai.response.finish_reasons": [event.finish_reason.value],
             "gen_ai.usage.output_tokens": num_tokens,
             "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
             "outrider.num_rounds": metrics.num_rounds,
@@ -302,30 +255,28 @@ class ObservedRequest(RequestObserver):
             "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
             "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
         })  # fmt: skip
-        self._end()
+        self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """A client that goes away is no failure, but a cancel."""
+        """The request ends without a last event. Does nothing after `finished`. A client that goes
+        away is no failure, but a cancel."""
         if self._ended:
             return
-        labels = self._genai
-        if isinstance(error, Exception):
-            kind = type(error).__name__
-            self._counters["request_failure"].add(1, kind)
-            labels = labels | {"error.type": kind}
-            self._span.set_attribute("error.type", kind)
-            # Nothing but our own errors is sure to say nothing of the prompt.
-            message = error.message if isinstance(error, OutriderError) else kind
-            self._span.set_status(StatusCode.ERROR, message)
-        else:
-            reason = FinishReason.CANCELLED.value
-            self._counters["request_success"].add(1, reason)
-            self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
-        self._record("gen_ai.server.request.duration", time.monotonic() - self._arrived, labels)
+        if not isinstance(error, Exception):
+            self.count("request_success", FinishReason.CANCELLED.value)
+            self._end(FinishReason.CANCELLED)
+            return
+        kind = type(error).__name__
+        self.count("request_failure", kind)
+        self._genai["error.type"] = kind
+        self._span.set_attribute("error.type", kind)
+        # Nothing but our own errors is sure to say nothing of the prompt.
+        message = error.message if isinstance(error, OutriderError) else kind
+        self._span.set_status(StatusCode.ERROR, message)
         self._end()
 
     def _record(self, name: str, seconds: float, labels: dict[str, str] | None = None) -> None:
-        self._histograms[name].record(seconds, labels)
+        self._shared.times[name].record(seconds, labels)
 
     def _record_times(self) -> None:
         """Not when they are known: the next round is under way, and nothing waits for this."""
@@ -334,18 +285,20 @@ class ObservedRequest(RequestObserver):
             self._record(_PHASE_TIMES[phase], seconds)
         self._times.clear()
 
-    def _end(self) -> None:
+    def _end(self, reason: FinishReason | None = None) -> None:
         self._ended = True
         self._record_times()
+        duration_s = time.monotonic() - self._arrived
+        self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
         # Rounds that still end after this are counted and not traced.
         self._asked, self._rounds, self._sampled = {}, {}, None
-        totals = {f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()}
+        if reason is not None:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
         self._span.set_attributes({
-            **totals, "outrider.num_sampled_rounds": self._num_sampled,
-            "outrider.num_resyncs": self._num_resyncs,
-            "outrider.num_fallback_rounds": self._num_fallbacks,
+            **{f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()},
+            **{f"outrider.num_{name}": number for name, number in self._totals.items()},
         })  # fmt: skip
         self._span.end()
 

@@ -62,13 +62,13 @@ class ObservedSteps:
     def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
         """Shows how many items wait for a step, and what the steps have come to."""
         watch(
-            self._meter, "num_items_waiting", "Items that wait for a step.", lambda: {"": queued()}
+            self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
         for name, about in _FIGURES.items():
-            watch(self._meter, name, about, partial(_read, figures, name), grows=True)
+            watch(self._meter, name, partial(_read, figures, name), about, grows=True)
         for name, (attribute, about) in _PAGES.items() if figures().pages else ():
             read = partial(_read, lambda: figures().pages, attribute)
-            watch(self._meter, name, about, read, grows=name.startswith("prefix_cache"))
+            watch(self._meter, name, read, about, grows=name.startswith("prefix_cache"))
 
     def stale(self) -> None:
         """An item came for a round that is over."""

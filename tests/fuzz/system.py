@@ -22,11 +22,12 @@ from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
+from outrider.config import CoordinatorConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.sessions.redis_address import RedisAddress
-from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.tokenizer import TokenizerText
 from outrider.transport.server import RpcServer, ServerOptions, Service
@@ -34,6 +35,7 @@ from outrider.v1 import coordinator_pb2
 from tests.models import byte_level_tokenizer
 from tests.stack import Stack, running_stack
 
+UNTRACED: Final = CoordinatorConfig(trace_first_rounds=0, trace_every_rounds=0)
 VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
@@ -67,7 +69,7 @@ async def main() -> None:
                 target, draft, directory / "redis", text=text, max_sessions=256,
                 grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
                 resume_grace_ms=500, length_control=True,
-                observation=ObservedRequests(exports.tracer, exports.meter, Detail(0, 0)),
+                observation=ObservedRequests(exports.tracer, exports.meter, UNTRACED),
             ) as stack,
             AsyncExitStack() as exits,
         ):  # fmt: skip

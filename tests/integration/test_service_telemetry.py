@@ -23,16 +23,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 from stack import Stack, toy_stack
 
+from outrider.config import CoordinatorConfig
 from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.logs import JsonLines
-from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports
 from outrider.telemetry.step_spans import ObservedSteps
 from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
 
-DETAIL = Detail(first_rounds=2, every_rounds=4)
+DETAIL = CoordinatorConfig(trace_first_rounds=2, trace_every_rounds=4)
 PROMPT = "a secret that nobody may record"
 REQUEST = GenerateRequest(
     PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3
@@ -43,7 +44,7 @@ GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.req
 
 @asynccontextmanager
 async def observed_stack(
-    exports: dict[str, Exports], directory: Path, detail: Detail = DETAIL
+    exports: dict[str, Exports], directory: Path, detail: CoordinatorConfig = DETAIL
 ) -> AsyncIterator[Stack]:
     """The three services, each with exports of its own as if it had a process of its own."""
     steps = {
@@ -192,7 +193,9 @@ def _target_wires(memory: Memory) -> list[ReadableSpan]:
 async def test_a_round_that_was_run_ahead_is_not_traced_as_the_one_asked_for(
     memory: Memory, tmp_path: Path
 ) -> None:
-    async with observed_stack(memory.exports, tmp_path, Detail(1, 0)) as stack:
+    async with observed_stack(
+        memory.exports, tmp_path, CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
+    ) as stack:
         answer = await stack.client.complete(replace(REQUEST, num_draft_tokens=0))
     assert answer.metrics.num_rounds == 24
     (verify,) = memory.named("outrider.verify")

@@ -19,7 +19,7 @@ from outrider.config import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
-from outrider.telemetry.observer import Observation, RequestObserver, Side
+from outrider.telemetry.observer import Observation, RequestObserver
 from tests.simulation.adversary import Adversary
 from tests.simulation.coordinator_nodes import (
     HASTY,
@@ -74,8 +74,8 @@ class CountedMoves(Observation, RequestObserver):
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         return self
 
-    def moved(self, side: Side) -> None:
-        self.num_moves += 1
+    def count(self, name: str, *_: Any) -> None:
+        self.num_moves += name == "session_moves"
 
 
 class World:

@@ -22,7 +22,7 @@ from outrider.request import ChatMessage, GenerateRequest
 from outrider.telemetry.destination import ROLES, Destination
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
-from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import (
     Exports,
     read_sampled,
@@ -87,10 +87,9 @@ def test_trace_context_survives_the_wire() -> None:
 
 
 def test_rounds_are_sampled_at_the_beginning_and_then_now_and_then() -> None:
-    detail = Detail(first_rounds=2, every_rounds=3)
-    assert [i for i in range(12) if detail.samples(i)] == [0, 1, 2, 5, 8, 11]
-    assert [i for i in range(12) if Detail(2, 0).samples(i)] == [0, 1]
-    assert not any(Detail(0, 0).samples(i) for i in range(12))
+    for first, every, found in ((2, 3, [0, 1, 2, 5, 8, 11]), (2, 0, [0, 1]), (0, 0, [])):
+        requests = Recorded(first=first, every=every).requests
+        assert [index for index in range(12) if requests.samples(index)] == found
 
 
 def _log_line(log: Callable[[logging.Logger], None]) -> dict[str, Any]:
@@ -133,13 +132,18 @@ class Recorded:
     def __init__(
         self,
         request: GenerateRequest = REQUEST,
-        detail: Detail = Detail(1, 0),  # noqa: B008
+        first: int = 1,
+        every: int = 0,
+        prompts: bool = False,
     ) -> None:
         self.exporter = InMemorySpanExporter()
         self.reader = InMemoryMetricReader()
         self.exports = Exports("coordinator", SimpleSpanProcessor(self.exporter), [self.reader])
-        requests = ObservedRequests(self.exports.tracer, self.exports.meter, detail)
-        self.observer = requests.begin(request, "m", SAMPLED)
+        config = CoordinatorConfig(
+            trace_first_rounds=first, trace_every_rounds=every, trace_prompts=prompts
+        )
+        self.requests = ObservedRequests(self.exports.tracer, self.exports.meter, config)
+        self.observer = self.requests.begin(request, "m", SAMPLED)
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.name == name]
@@ -159,9 +163,11 @@ class Recorded:
 def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) -> None:
     observer.round_began(index)
     observer.asked("draft")
-    observer.drafted(2, by_replica, 0.004, 1.0, 2.0)
+    if not by_replica:
+        observer.count("fallback_rounds")
+    observer.answered("draft", 0.004, 1.0, 2.0)
     observer.asked("target")
-    observer.verified(0.010, 1.0, 6.0)
+    observer.answered("target", 0.010, 1.0, 6.0)
     observer.decided(2, 1, 2)
 
 
@@ -192,38 +198,30 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
 
 def test_what_happens_in_rounds_is_counted() -> None:
     recorded = Recorded()
-    for num_draft_tokens in (0, 4, 4, 0):
-        recorded.observer.chosen(num_draft_tokens)
+    for num_draft_tokens in "0440":
+        recorded.observer.count("rounds_by_num_draft_tokens", num_draft_tokens)
     assert recorded.by_attribute("rounds_by_num_draft_tokens") == {
         (("num_draft_tokens", "0"),): 2,
         (("num_draft_tokens", "4"),): 2,
     }
     for side in ("target", "draft", "draft"):
-        recorded.observer.moved(side)  # type: ignore[arg-type]
-    recorded.observer.proposal_unreadable()
-    assert recorded.total("session_moves") == 3
-    assert recorded.total("unreadable_proposals") == 1
-    recorded.observer.round_began(0)
-    recorded.observer.asked("target")
-    recorded.observer.resynced("target")
-    recorded.observer.verified(0.01, 0.0, 1.0)
-    recorded.observer.round_began(1)
-    recorded.observer.resynced("draft")
-    assert recorded.total("resyncs") == 2
-    (wire,) = recorded.named("outrider.wire")
-    assert [event.name for event in wire.events] == ["outrider.resync"]
+        recorded.observer.count("resyncs", side)
+    assert recorded.total("resyncs") == 3
+    recorded.observer.failed(Unavailable("x"))
+    (root,) = recorded.named("text_completion m")
+    assert (root.attributes or {})["outrider.num_resyncs"] == 3
 
 
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what its decode loop still does then is no error."""
-    recorded = Recorded(detail=Detail(10, 0))
+    recorded = Recorded(first=10)
     _round(recorded.observer, 0)
     recorded.observer.round_began(1)
     recorded.observer.asked("target")
     recorded.observer.failed(Unavailable("gone"))
-    recorded.observer.verified(0.01, 0.0, 1.0)
+    recorded.observer.answered("target", 0.01, 0.0, 1.0)
     recorded.observer.decided(0, 0, 1)
     recorded.observer.shown(1, 1, 0.0)
     _round(recorded.observer, 2)
@@ -238,7 +236,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
 @pytest.mark.parametrize("prompts", [False, True])
 def test_a_conversation_is_recorded_only_when_asked_for(prompts: bool) -> None:
     request = GenerateRequest((ChatMessage("system", "hush"), ChatMessage("user", "hä?")))
-    recorded = Recorded(request, Detail(1, 1, prompts=prompts))
+    recorded = Recorded(request, every=1, prompts=prompts)
     recorded.observer.failed(Unavailable("x"))
     (root,) = recorded.named("chat m")
     messages = (root.attributes or {}).get("gen_ai.input.messages")

@@ -45,11 +45,11 @@ class Counts(RequestObserver, Observation):
     def begin(self, *arguments: Any) -> RequestObserver:
         return self
 
-    def chosen(self, num_draft_tokens: int) -> None:
-        self.asked_for.append(num_draft_tokens)
-
-    def resynced(self, side: Any) -> None:
-        self.resyncs[side] += 1
+    def count(self, name: str, label: str = "") -> None:
+        if name == "rounds_by_num_draft_tokens":
+            self.asked_for.append(int(label))
+        if name == "resyncs":
+            self.resyncs[label] += 1
 
 
 @dataclass

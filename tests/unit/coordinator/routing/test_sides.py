@@ -276,8 +276,8 @@ class Unreadable(RequestObserver):
 
     num = 0
 
-    def proposal_unreadable(self) -> None:
-        self.num += 1
+    def count(self, name: str) -> None:
+        self.num += name == "unreadable_proposals"
 
 
 READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
