@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 import torch
 
@@ -32,10 +33,10 @@ from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
+from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens
 from outrider.speculation.outcome_prediction import (
     RANKS_MAX,
-    LikelyOutcome,
     OutcomeGuesses,
     OutcomeModel,
     OutcomeModels,
@@ -43,9 +44,74 @@ from outrider.speculation.outcome_prediction import (
     with_bonus,
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
+Outcome = tuple[int, ...]
+"""x_1..x_n y: the tokens that a round may commit. Empty where that is not known."""
+
+
+@dataclass(slots=True, eq=False)
+class RoundAhead:
+    """One session's newest round."""
+
+    item: DraftItem
+    committed: tuple[int, ...]
+    unseen: tuple[int, ...]
+    """Of the committed tokens those at the end that the session's own sequence lacks."""
+    bytes_left: int
+    """Of what may be pushed."""
+    num_recorded: int = 0
+    """Tokens that its table has while its own proposal grows."""
+    drafted: tuple[int, ...] = ()
+    """x_1..x_K, once they are known."""
+    wanted: AutoregressiveDraft | None = None
+    """The proposal that is waited for, as it grows."""
+    basis: AutoregressiveDraft | None = None
+    """What drafted the proposal, where its sequence still holds all of it but x_K, and what each x
+    was drawn from is known: outcomes can branch off there before the round is read."""
+    is_read: bool = False
+    guesses: OutcomeGuesses | None = None
+    """What may come of it ..."""
+    chances: dict[Outcome, float] = field(default_factory=dict)
+    """... and how likely those outcomes are that are worth the work."""
+    outcomes: dict[Outcome, AutoregressiveDraft] = field(default_factory=dict)
+    """Those that are being drafted."""
+    finished: dict[Outcome, SealedProposal] = field(default_factory=dict)
+    kept: dict[Outcome, AutoregressiveDraft] = field(default_factory=dict)
+    """Those whose sequences are left for the round that they turn out to be."""
+
+    @property
+    def session_id(self) -> str:
+        return self.item.head.session_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.item.head.params()
+
+    @property
+    def seen(self) -> Sequence[LikelyTokens]:
+        """What each x was drawn from, where that is known."""
+        return () if self.basis is None else self.basis.rows[: len(self.drafted)]
+
+    @property
+    def to_read(self) -> tuple[int, ...]:
+        """What is still to be run of it on the session's own sequence."""
+        if self.basis is not None and self.basis.sequence_id == self.session_id:
+            return self.drafted[-1:]
+        return (*self.unseen, *self.drafted)
+
+    @property
+    def reading(self) -> SequenceStep:
+        """Runs it; a row for each outcome, or for the bonus alone where the others are known."""
+        num_logits = 1 if self.basis is not None else len(self.drafted) + 1
+        return SequenceStep(self.session_id, self.to_read, num_logits)
+
+    def request(self, name: str, committed: tuple[int, ...]) -> DraftRequest:
+        return draft_request(
+            self.item.head, self.sampling, committed, len(committed),
+            session_id=name, num_draft_tokens=self.item.num_draft_tokens,
+        )  # fmt: skip
 
 
 class LookAhead:
@@ -68,8 +134,8 @@ class LookAhead:
         self._rounds: dict[str, RoundAhead] = {}
         self._outcome_models = OutcomeModels()
         self._numbers = count()
-        self._stale: list[Outcome] = []
-        """Of rounds that are over."""
+        self._stale: list[AutoregressiveDraft] = []
+        """Kept for rounds that are over."""
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether this very item's round has begun."""
@@ -81,28 +147,27 @@ class LookAhead:
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
-        self,
-        item: DraftItem,
-        committed: tuple[int, ...],
-        unseen: tuple[int, ...],
+        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
-        before = self._rounds.pop(item.head.session_id, None)
-        now = RoundAhead(item, committed, unseen, self._bytes_max)
-        self._rounds[item.head.session_id] = now
-        outcome = None if before is None else self._come_true(before, committed)
+        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), 0)
+        now = RoundAhead(item, committed, unseen, self._bytes_max, len(committed) - len(unseen))
+        self._rounds[now.session_id] = now
+        outcome = self._come_true(before, committed)
         answers: list[DraftAnswer] = []
         if item.held is not None:
             now.drafted = item.held
-        elif before is not None and outcome in before.finished:
+        elif outcome in before.finished:
             answers.append(self._answer(now, before.finished[outcome]))
         else:
-            answers += self._begin_wanted(now, self._taken(before, outcome))
-        if before is not None:
-            if now.drafted and now.basis is None:
-                self._take_basis(now, before, outcome)
-            self._end(before)
+            answers += self._begin_wanted(now, before.outcomes.pop(outcome, None))
+        branch = before.kept.get(outcome)
+        if branch is not None and now.drafted and now.basis is None:
+            is_its = tuple(branch.token_ids[: len(now.drafted)]) == now.drafted
+            if is_its and self._drafter.holds(branch):
+                now.basis = before.kept.pop(outcome)
+        self._end(before)
         return self._advanced(now, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
@@ -119,18 +184,24 @@ class LookAhead:
         for now in read:
             if now.basis is not None and now.guesses is None:
                 self._begin_outcomes(now, None)
-        outcomes = [found for now in rounds for found in now.outcomes]
-        outcomes.sort(key=lambda found: -found.chance)
-        chosen = outcomes[: room - len(read)]
+        outcomes = [
+            (now.chances[outcome], branch)
+            for now in rounds
+            for outcome, branch in now.outcomes.items()
+        ]
+        outcomes.sort(key=itemgetter(0), reverse=True)
+        chosen = [branch for _, branch in outcomes[: room - len(read)]]
         try:
-            branches = [*wanted, *(found.branch for found in chosen)]
-            logits = self._drafter.advance(branches, [now.reading for now in read])
+            logits = self._drafter.advance([*wanted, *chosen], [now.reading for now in read])
         except Exception as error:
             if not self._recover(wanted, error):
                 raise
         else:
             for now, rows in zip(read, logits, strict=True):
-                self._note_read(now, rows)
+                self._table.record(now.session_id, now.to_read)
+                now.is_read = True
+                self._begin_outcomes(now, rows)
+                self._drop_basis(now)
             if not read or len(self._stale) > self._max_num_seqs:
                 self._release(self._stale)
         for now in unread:
@@ -155,36 +226,25 @@ class LookAhead:
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)
         # The round stays, for its finished proposals, until the session's next item.
-        return Answers(tuple(answers), not now.is_over, now.wanted is not None)
+        is_over = now.is_read and not now.outcomes
+        return Answers(tuple(answers), not is_over, now.wanted is not None)
 
-    def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> tuple[int, ...] | None:
-        """What was committed since the round before began; learned from. None where the two do not
+    def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
+        """What was committed since the round before began; learned from. Empty where the two do not
         follow each other."""
-        length = len(before.committed)
-        guesses = before.guesses
-        if committed[:length] != before.committed or guesses is None:
-            return None
+        length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
-        if not 0 <= num_accepted <= guesses.num_drafted:
-            return None
-        if outcome[:-1] != before.drafted[:num_accepted]:
-            return None
-        self._outcome_model(before).note(
-            guesses, num_accepted, guesses.rank(num_accepted, outcome[-1])
-        )
+        if (
+            guesses is None
+            or not 0 <= num_accepted <= guesses.num_drafted
+            or committed[: length + num_accepted]
+            != (*before.committed, *before.drafted[:num_accepted])
+        ):
+            return ()
+        rank = guesses.rank(num_accepted, outcome[-1])
+        self._outcome_model(before).note(guesses, num_accepted, rank)
         return outcome
-
-    def _taken(
-        self, before: RoundAhead | None, outcome: tuple[int, ...] | None
-    ) -> AutoregressiveDraft | None:
-        if before is None:
-            return None
-        for found in before.outcomes:
-            if found.assumed == outcome:
-                before.outcomes.remove(found)
-                return found.branch
-        return None
 
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
@@ -193,32 +253,19 @@ class LookAhead:
         drafted. A branch with half of its tokens is answered as it is: the others are the least
         likely to be accepted, and each takes a pass. This depends on when it was asked for, and on
         no token's value."""
-        num_wanted = now.item.num_draft_tokens
         if taken is not None:
             num_held = len(taken.token_ids)
-            taken.num_wanted = min(taken.num_wanted, num_wanted)
+            taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
             if 2 * num_held >= taken.num_wanted:
                 taken.num_wanted = min(taken.num_wanted, num_held)
-        request = now.request(now.session_id, now.committed)
-        branch = taken or self._drafter.begin(request)
+        branch = taken or self._drafter.begin(now.request(now.session_id, now.committed))
         if branch is None or branch.num_wanted == 0:
             if taken is not None:
-                self._engine.release(taken.request.session_id)
+                self._release([taken])
             return [self._answer(now, NOTHING_SEALED)]
         branch.deadline = now.item.deadline
         now.wanted = branch
         return [self._answer_wanted(now, branch)] if branch.is_whole else []
-
-    def _take_basis(
-        self, now: RoundAhead, before: RoundAhead, outcome: tuple[int, ...] | None
-    ) -> None:
-        """The sequence that drafted the proposal, if it is still there."""
-        for found in before.kept:
-            branch = found.branch
-            drafted = tuple(branch.token_ids[: len(now.drafted)])
-            if found.assumed == outcome and drafted == now.drafted and self._is_intact(branch):
-                before.kept.remove(found)
-                now.basis = Basis(found.name, branch.rows[: len(drafted)])
 
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
@@ -243,123 +290,107 @@ class LookAhead:
             and max(now.to_read) < info.vocab_size
         )
 
-    def _note_read(self, now: RoundAhead, logits: torch.Tensor) -> None:
-        self._table.record(now.session_id, now.to_read)
-        now.is_read = True
-        self._begin_outcomes(now, logits)
-        self._drop_basis(now)
-
     def _begin_outcomes(self, now: RoundAhead, logits: torch.Tensor | None) -> None:
         """Branches off for each outcome that is worth it, as long as there are pages; ends those
         that were begun and are not. Without `logits` the bonus is not among them."""
-        seen = () if now.basis is None else now.basis.seen
-        vocabulary = self._drafter.vocabulary
+        vocabulary, sampling, noise = self._drafter.vocabulary, now.sampling, now.item.head.noise
         try:
-            if now.guesses is None or logits is None or now.basis is None:
-                guesses = guess_outcomes(
-                    logits, now.sampling, now.noise, now.drafted, RANKS_MAX, vocabulary, seen
+            if now.guesses is None or now.basis is None or logits is None:
+                now.guesses = guess_outcomes(
+                    logits, sampling, noise, now.drafted, RANKS_MAX, vocabulary, now.seen
                 )
             else:
-                guesses = with_bonus(
-                    now.guesses, logits, now.sampling, now.noise, RANKS_MAX, vocabulary
+                now.guesses = with_bonus(
+                    now.guesses, logits, sampling, noise, RANKS_MAX, vocabulary
                 )
         except OutriderError as error:
             _log.debug("the outcomes of a round cannot be guessed: %s", error)
             return
-        now.guesses = guesses
-        plan = self._outcome_model(now).plan(guesses, now.item.look_ahead)
-        begun = {found.assumed: found for found in now.outcomes}
-        now.outcomes = []
-        for place, guess in enumerate(plan):
-            assumed = _assumed(now, guesses, guess)
-            if assumed in begun:
-                now.outcomes.append(begun.pop(assumed))
-                continue
-            if assumed in now.finished:
-                continue
-            try:
-                self._branch_off(now, guess, assumed)
-            except OutOfPages:  # Even now that no other round keeps any.
-                rest = {_assumed(now, guesses, guess) for guess in plan[place:]}
-                now.outcomes += [begun.pop(name) for name in rest & begun.keys()]
-                break
-        for found in begun.values():
-            self._engine.release(found.name)
+        corrections = now.guesses.corrections
+        now.chances = {
+            (*now.drafted[: one.num_accepted], corrections[one.num_accepted][one.rank]): one.chance
+            for one in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
+        }
+        begun, now.outcomes = now.outcomes, {}
+        try:
+            for outcome in now.chances:
+                if outcome in begun:
+                    now.outcomes[outcome] = begun.pop(outcome)
+                elif outcome not in now.finished:
+                    self._branch_off(now, outcome)
+        except OutOfPages:  # Even now that no other round keeps any.
+            now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
+        self._release([*begun.values()])
 
-    def _branch_off(self, now: RoundAhead, guess: LikelyOutcome, assumed: tuple[int, ...]) -> None:
+    def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
         """Begins an outcome. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
-        source = now.session_id if now.is_read or now.basis is None else now.basis.name
+        at_basis = now.basis is not None and not now.is_read
+        source = now.basis.sequence_id if now.basis and at_basis else now.session_id
         try:
             self._engine.fork(source, name)
         except OutOfPages:
-            self._release_kept()
+            # What has been pushed goes before what has not been drafted.
+            self._release(self._stale)
+            for found in self._rounds.values():
+                self._release(found.kept)
             self._engine.fork(source, name)
-        self._engine.keep(name, len(now.committed) + guess.num_accepted)
-        branch = self._drafter.begin(now.request(name, (*now.committed, *assumed)))
+        self._engine.keep(name, len(now.committed) + len(outcome) - 1)
+        branch = self._drafter.begin(now.request(name, (*now.committed, *outcome)))
         if branch is None or branch.num_wanted == 0:
             self._engine.release(name)
         else:
-            now.outcomes.append(Outcome(assumed, guess.chance, branch))
+            now.outcomes[outcome] = branch
 
     def _harvest(self, now: RoundAhead) -> list[DraftAnswer]:
         answers: list[DraftAnswer] = []
-        if now.wanted is not None:
-            self._record_wanted(now, now.wanted)
-            if now.wanted.is_whole:
-                answers.append(self._answer_wanted(now, now.wanted))
-        for found in [one for one in now.outcomes if one.branch.is_whole]:
-            now.outcomes.remove(found)
-            self._keep_or_release(now, found)
-            if found.branch.error is None:
-                sealed = SealedProposal.of(found.branch.proposal)
-                answers += self._pushed(now, found.assumed, sealed)
+        wanted = now.wanted
+        if wanted is not None:
+            if wanted.sequence_id == now.session_id and self._drafter.holds(wanted):
+                run = (*now.committed, *wanted.token_ids)
+                now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
+            if wanted.is_whole:
+                answers.append(self._answer_wanted(now, wanted))
+        for outcome, branch in [*now.outcomes.items()]:
+            if not branch.is_whole:
+                continue
+            del now.outcomes[outcome]
+            # Its sequence is of use if it comes true.
+            if branch.is_seen and self._drafter.holds(branch):
+                now.kept[outcome] = branch
+            else:
+                self._release([branch])
+            if branch.token_ids:
+                answers += self._pushed(now, outcome, SealedProposal.of(branch.proposal))
         return answers
-
-    def _keep_or_release(self, now: RoundAhead, found: Outcome) -> None:
-        """The sequence of one that is whole is of use if that comes true."""
-        if found.branch.is_seen and self._is_intact(found.branch):
-            now.kept.append(found)
-        else:
-            self._engine.release(found.name)
-
-    def _record_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> None:
-        if branch.request.session_id == now.session_id and self._is_intact(branch):
-            run = (*now.committed, *branch.token_ids)
-            now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
         """Answers with the proposal that was waited for; the round is to be read then."""
         now.wanted = None
-        name = branch.request.session_id
+        is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
-            if name != now.session_id:
-                self._engine.release(name)
+            if not is_own:
+                self._release([branch])
             return refusal(now.item.head.key, branch.error)
         answer = self._answer(now, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
-        if branch.is_seen and self._is_intact(branch):
-            now.basis = Basis(name, branch.rows[: len(now.drafted)])
-        elif name != now.session_id:
-            self._engine.release(name)
+        if branch.is_seen and self._drafter.holds(branch):
+            now.basis = branch
+        elif not is_own:
+            self._release([branch])
         elif branch.token_ids or not branch.deadline.has_cut:  # Else nothing was run.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer
 
     def _pushed(
-        self, now: RoundAhead, assumed: tuple[int, ...], proposal: SealedProposal
+        self, now: RoundAhead, outcome: Outcome, proposal: SealedProposal
     ) -> list[ProposalReply]:
         key, length = now.item.head.key, len(now.committed)
         reply = ProposalReply(
-            key=ReplyKey(key.session_id, key.epoch, key.round + 1),
-            proposal=proposal,
-            base_length=length,
-            cached_length=length + len(assumed) - 1,
-            assumed=assumed,
-        )
-        if not proposal:
-            return []
-        now.finished[assumed] = proposal
+            ReplyKey(key.session_id, key.epoch, key.round + 1), proposal, length,
+            length + len(outcome) - 1, assumed=outcome,
+        )  # fmt: skip
+        now.finished[outcome] = proposal
         if reply.num_bytes > now.bytes_left:  # It is there when it is asked for.
             return []
         now.bytes_left -= reply.num_bytes
@@ -367,59 +398,47 @@ class LookAhead:
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
         """A pass has failed: nothing is worked out ahead for now. False where the error may be the
-        engine's own, and nobody's drawn tokens would be lost by that."""
+        engine's own, and nobody's drawn tokens would be lost by that. Those without any are run
+        again, alone; one whose sequence the engine forgot has nothing to go on from."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
         if not is_own and not any(branch.token_ids for branch in wanted):
             return False
         for branch in wanted:
-            if is_own and not branch.token_ids:
-                self._advance_alone(branch)
-            else:
+            if not is_own or branch.token_ids:
                 self._drafter.end(branch, error)
+            elif not self._drafter.holds(branch):
+                branch.stop()
+            else:
+                try:
+                    self._drafter.advance([branch])
+                except EngineLost:
+                    raise
+                except OutriderError as its_own:
+                    self._drafter.end(branch, its_own)
         return True
-
-    def _advance_alone(self, branch: AutoregressiveDraft) -> None:
-        """Again for one of those whose pass has failed. That left the sequence as it was, or
-        forgot it: then there is nothing to go on from."""
-        if not self._is_intact(branch):
-            branch.num_wanted = 0
-            return
-        try:
-            self._drafter.advance([branch])
-        except EngineLost:
-            raise
-        except OutriderError as error:
-            self._drafter.end(branch, error)
 
     def _drop_evicted(self, now: RoundAhead) -> None:
         """Gives up what has lost its pages to somebody older; what was drawn stays proposed."""
-        if now.wanted is not None and not self._is_intact(now.wanted):
-            now.wanted.num_wanted = len(now.wanted.token_ids)
-        now.outcomes = [found for found in now.outcomes if self._is_intact(found.branch)]
+        if now.wanted is not None and not self._drafter.holds(now.wanted):
+            now.wanted.stop()
+        now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
 
-    def _is_intact(self, branch: AutoregressiveDraft) -> bool:
-        held = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
-        return self._engine.length(branch.request.session_id) == held
-
-    def _release_kept(self) -> None:
-        """What has been pushed goes before what has not been drafted."""
-        self._release(self._stale)
-        for found in self._rounds.values():
-            self._release(found.kept)
-
-    def _release(self, outcomes: list[Outcome]) -> None:
-        for found in outcomes:
-            self._engine.release(found.name)
-        outcomes.clear()
+    def _release(
+        self, branches: list[AutoregressiveDraft] | dict[Outcome, AutoregressiveDraft]
+    ) -> None:
+        """Releases the sequences of all."""
+        for branch in branches.values() if isinstance(branches, dict) else branches:
+            self._engine.release(branch.sequence_id)
+        branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
         """It is over: what it holds goes, its proposal as it grows included. What has been pushed
         goes after the next pass, which somebody may wait for."""
-        if now.wanted is not None and now.wanted.request.session_id != now.session_id:
-            self._engine.release(now.wanted.request.session_id)
-        self._stale += now.kept
+        if now.wanted is not None and now.wanted.sequence_id != now.session_id:
+            self._release([now.wanted])
+        self._stale += now.kept.values()
         now.kept.clear()
         self._drop(now)
 
@@ -429,117 +448,12 @@ class LookAhead:
         self._drop_basis(now)
 
     def _drop_basis(self, now: RoundAhead) -> None:
-        if now.basis is not None and now.basis.name != now.session_id:
-            self._engine.release(now.basis.name)
+        if now.basis is not None and now.basis.sequence_id != now.session_id:
+            self._release([now.basis])
             now.basis = None
 
     def _outcome_model(self, now: RoundAhead) -> OutcomeModel:
         head = now.item.head
         return self._outcome_models.of(
             now.session_id, head.seed, head.rule, now.sampling.temperature
-        )
-
-
-def _assumed(now: RoundAhead, guesses: OutcomeGuesses, guess: LikelyOutcome) -> tuple[int, ...]:
-    correction = guesses.corrections[guess.num_accepted][guess.rank]
-    return (*now.drafted[: guess.num_accepted], correction)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """One that is being drafted, or has been."""
-
-    assumed: tuple[int, ...]
-    chance: float
-    branch: AutoregressiveDraft
-
-    @property
-    def name(self) -> str:
-        return self.branch.request.session_id
-
-
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """A sequence that holds a round's committed tokens and x_1..x_{K-1}, for it drafted them, and
-    what each x was drawn from."""
-
-    name: str
-    seen: Sequence[LikelyTokens]
-
-
-class RoundAhead:
-    """One session's newest round."""
-
-    __slots__ = (
-        "basis", "bytes_left", "committed", "drafted", "finished", "guesses", "is_read", "item",
-        "kept", "num_recorded", "outcomes", "sampling", "unseen", "wanted",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        item: DraftItem,
-        committed: tuple[int, ...],
-        unseen: tuple[int, ...],
-        bytes_left: int,
-    ) -> None:
-        self.item = item
-        self.sampling = item.head.params()
-        self.committed = committed
-        self.unseen = unseen
-        """Of the committed tokens those at the end that the session's own sequence lacks."""
-        self.bytes_left = bytes_left
-        """Of what may be pushed."""
-        self.num_recorded = len(committed) - len(unseen)
-        """Tokens that its table has while its own proposal grows."""
-        self.drafted: tuple[int, ...] = ()
-        """x_1..x_K, once they are known."""
-        self.wanted: AutoregressiveDraft | None = None
-        """The proposal that is waited for, as it grows."""
-        self.basis: Basis | None = None
-        """Where outcomes can branch off before the round is read."""
-        self.is_read = False
-        self.guesses: OutcomeGuesses | None = None
-        """What may come of it."""
-        self.outcomes: list[Outcome] = []
-        self.finished: dict[tuple[int, ...], SealedProposal] = {}
-        """By what is assumed."""
-        self.kept: list[Outcome] = []
-        """Those whose sequences are left for the round that they turn out to be."""
-
-    @property
-    def session_id(self) -> str:
-        return self.item.head.session_id
-
-    @property
-    def noise(self) -> RoundNoise:
-        return self.item.head.noise
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_read and not self.outcomes
-
-    @property
-    def to_read(self) -> tuple[int, ...]:
-        """What is still to be run of it on the session's own sequence."""
-        if self.basis is not None and self.basis.name == self.session_id:
-            return self.drafted[-1:]
-        return (*self.unseen, *self.drafted)
-
-    @property
-    def reading(self) -> SequenceStep:
-        """Runs it; a row for each outcome, or for the bonus alone where the others are known."""
-        num_logits = 1 if self.basis is not None else len(self.drafted) + 1
-        return SequenceStep(self.session_id, self.to_read, num_logits)
-
-    def request(self, name: str, committed: tuple[int, ...]) -> DraftRequest:
-        head = self.item.head
-        return DraftRequest(
-            session_id=name,
-            tenant=head.tenant,
-            token_ids=committed,
-            prompt_length=head.prompt_length,
-            num_draft_tokens=self.item.num_draft_tokens,
-            sampling=self.sampling,
-            rule=head.rule,
-            noise=RoundNoise(head.seed, head.rule, len(committed)),
         )

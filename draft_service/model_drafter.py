@@ -77,7 +77,7 @@ class ModelDrafter:
         unless a proposal that goes on is part of it."""
         branches = [self._begin_or_go_on(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
-        kept = [branch for branch in active if branch.request.session_id in self._unfinished]
+        kept = [branch for branch in active if branch.sequence_id in self._unfinished]
         fresh = [branch for branch in active if branch not in kept]
         at_once = [branch for branch in fresh if _needs_no_look(branch) and branch.goes_on()]
         if not self._grow_at_once(at_once, active):
@@ -100,13 +100,17 @@ class ModelDrafter:
             self._unfinished.pop(request.session_id, None)
             return self.begin(request)
         branch = self._unfinished[request.session_id]
-        length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
-        if self._engine.length(request.session_id) != length:
+        if not self.holds(branch):
             branch.stop()
         return branch
 
+    def holds(self, branch: AutoregressiveDraft) -> bool:
+        """Whether the engine has all that was run of a branch, which has lost no pages then."""
+        length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
+        return self._engine.length(branch.sequence_id) == length
+
     def _result(self, branch: AutoregressiveDraft) -> Proposal | OutriderError | Unended:
-        session_id = branch.request.session_id
+        session_id = branch.sequence_id
         if branch.token_ids and not branch.is_whole:
             branch.unseen = (branch.token_ids[-1],)
             self._unfinished[session_id] = branch
@@ -237,7 +241,7 @@ class ModelDrafter:
     def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
         if not branch.token_ids:
             return
-        session_id = branch.request.session_id
+        session_id = branch.sequence_id
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
         if self._engine.length(session_id) > length:
             self._engine.keep(session_id, length)
@@ -252,7 +256,7 @@ def _needs_no_look(branch: AutoregressiveDraft) -> bool:
 
 def _step(branch: AutoregressiveDraft) -> SequenceStep:
     num_logits = 1 if branch.num_wanted > 0 else 0
-    return SequenceStep(branch.request.session_id, branch.unseen, num_logits)
+    return SequenceStep(branch.sequence_id, branch.unseen, num_logits)
 
 
 def _that_go_on(

@@ -63,6 +63,11 @@ class AutoregressiveDraft:
         """Why nothing could be drawn."""
 
     @property
+    def sequence_id(self) -> str:
+        """Of the sequence that it grows on."""
+        return self.request.session_id
+
+    @property
     def is_whole(self) -> bool:
         """Whether it has all its tokens, or will never have one more."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
