@@ -11,7 +11,7 @@ from .learners import Learner
 from .measuring import Measured
 from .options import DistillOptions, draft_model
 from .teacher import TeacherCache
-from .training import Trainer
+from .training import Progress, Trainer
 
 if TYPE_CHECKING:
     from outrider.models.drafter_checkpoint import TrainedDescription
@@ -29,17 +29,16 @@ def render_card(
     trainer: Trainer,
     dataset: Dataset,
     seconds: Mapping[str, float],
-    measured: Measured,
-    of_prompts: Measured | None,
+    measured: Sequence[Measured],
 ) -> str:
     """`seconds` by stage; acceptance in held-out texts, and in answers to `options.measure`."""
-    learner, cache = trainer.learner, dataset.cache
+    learner, cache, now = trainer.learner, dataset.cache, trainer.now
     learned = [cache.documents[index] for index in dataset.learned]
-    passes = trainer.num_tokens / sum(document.num_learned for document in learned)
+    passes = now.num_tokens / sum(document.num_learned for document in learned)
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     how, before, unknown = _history(learner, learned)
     prompts = ""
-    if of_prompts is not None:
+    for of_prompts in measured[1:]:
         prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
 
 The prompts were given to measure with: no conversation that was learned from begins with one of
@@ -56,13 +55,13 @@ are not stored here. Serve it with `outrider serve {description.target} --draft-
 {draft_model(options.kind, "DIR")}`.
 
 - Of the kind `{options.kind}`.
-- {learner.num_parameters / 1e6:.1f} million parameters of its own in {learner.shape}, begun
+- {sum(w.numel() for w in learner.weights.values()) / 1e6:.1f} million parameters of its own, begun
   as {learner.began}.
 - Of the head it has the rows for {len(learner.token_ids):,} tokens, to which the target gives at
-  least {cache.covered_share(learner.token_ids):.1%} of its probability in held-out answers; other \
+  least {measured[0].covered:.1%} of its probability in held-out answers; other \
 tokens are never proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
-- {trainer.num_steps:,} steps over {trainer.num_tokens:,} tokens, repetitions included: all that
+- {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included: all that
   there is to learn from {passes:,.2f} times. Seed {options.seed}; {times}.
 
 ## Data
@@ -85,13 +84,13 @@ The target's 64 likeliest tokens at every place were what was learned:
 Of conversations the answers alone are measured, which the target wrote at the temperature that is
 stated; of texts by others everything.
 
-{_tables(measured)}
+{_tables(measured[0])}
 
 ## Training
 
 | step | tokens | loss | greedy | sampled |
 | --- | --- | --- | --- | --- |
-{_curve(trainer)}
+{_curve(now)}
 """
 
 
@@ -121,10 +120,10 @@ def _data(cache: TeacherCache) -> str:
     return "\n".join(sources)
 
 
-def _curve(trainer: Trainer) -> str:
+def _curve(now: Progress) -> str:
     return "\n".join(
         f"| {p.step:,} | {p.num_tokens:,} | {p.loss:.3f} | {p.greedy:.3f} | {p.sampled:.3f} |"
-        for p in trainer.points
+        for p in now.points
     )
 
 

@@ -17,6 +17,7 @@ folder              what it holds                   its key names
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ from .measuring import (
     measure,
 )
 from .options import DRAFT_VOCAB, DistillOptions
-from .storage import CARD_FILE, Stopwatch, alone_in, check_out, filled, folder_name
+from .storage import CARD_FILE, alone_in, check_out, filled, folder_name
 from .teacher import Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
@@ -68,8 +69,6 @@ and half of its time is for reading them."""
 _TOGETHER: Final = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
 _GPU_SHARE: Final = 0.6
-_ANSWERING_PART: Final = 0.9
-"""Of the work on prompts to measure with, the target's answers; the rest is to ask about these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def distill(options: DistillOptions, target: Target, cache: Path, report: Report
     fingerprint = tensors_fingerprint(target.directory)
     place = cache / "distillation" / fingerprint[:16]
     with alone_in(place):
-        return _Run(options, target, fingerprint, place, files, report).finish()
+        return _Run(options, target, place, files, report).finish(fingerprint)
 
 
 class _Run:
@@ -104,23 +103,21 @@ class _Run:
         self,
         options: DistillOptions,
         target: Target,
-        fingerprint: str,
         place: Path,
-        files: list[Path],
+        files: Sequence[Path],
         report: Report,
     ) -> None:
-        self._options, self._target, self._report = options, target, report
-        self._fingerprint, self._place = fingerprint, place
+        self._options, self._target, self._report, self._place = options, target, report, place
         self._module, self._info = module, info = target.load()
         check_head(module)
         use_plain_attention(module)
         self._learner = LEARNERS[TrainedKind(options.kind)](options, module)
         if options.start_from is not None:
             self._learner.load(options.start_from, target)
-        self._vocab_size: int = module.get_input_embeddings().weight.shape[0]
-        self._tokens_max = tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
+        self._vocab_size = len(module.get_input_embeddings().weight)
+        self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         texts = read_corpus(
-            files, self._vocab_size, target.encode, tokens_max, target.template.num_bare
+            files, self._vocab_size, target.encode, self._tokens_max, target.template.num_bare
         )
         self._given = self._long_enough([piece for text in texts for piece in text])
         num_given = sum(document.num_learned for document in self._given)
@@ -128,17 +125,15 @@ class _Run:
         self._missing = max(0.0, 1 - num_given / enough)
         """Part of what is to be learned from that the target writes."""
         longest = min(MEASURED_PROMPT_TOKENS_MAX, info.max_model_len - 1)
-        _check_prompts("prompts", options.prompts, tokens_max - 1)
+        _check_prompts("prompts", options.prompts, self._tokens_max - 1)
         _check_prompts("measure", options.measure, longest)
         _check_apart(options, self._given)
 
-    def finish(self) -> Distilled:
+    def finish(self, fingerprint: str) -> Distilled:
         """All stages. What is to be measured with comes first: it is the target's answers to
         prompts that may not fit its pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
-        asked, measuring = None, Stopwatch()
-        if options.measure:
-            asked, measuring = self._ask_to_measure()
+        measured_by = self._ask_to_measure() if options.measure else []
         corpus = self._write(WRITING_SHARE * self._missing * seconds)
         # Told by steps alone, a run must not depend on the time.
         share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
@@ -153,41 +148,42 @@ class _Run:
             for weight in learner.weights.values():
                 weight.copy_(as_stored(weight.detach()))
         self._report("measuring", 0.0, None)
-        of_prompts = None
-        with measuring.working():
-            measured = measure(learner, dataset, dataset.held_out)
-            if asked is not None:
-                prompts = Dataset(asked, learner.token_ids)
-                of_prompts = measure(learner, prompts, prompts.held_out)
+        began = time.monotonic()
+        measured = [
+            measure(learner, one, one.held_out)
+            for one in (dataset, *(Dataset(asked, learner.token_ids) for asked, _ in measured_by))
+        ]
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": cache.spent.seconds,
             "training": trainer.spent.seconds,
-            "measuring": measuring.seconds,
+            "measuring": time.monotonic() - began + sum(took for _, took in measured_by),
         }
         description = TrainedDescription(
             format=FORMAT,
             kind=options.kind,
             target=self._target.name,
-            target_fingerprint=self._fingerprint,
+            target_fingerprint=fingerprint,
             vocab_size=self._vocab_size,
             draft_vocab_size=len(learner.token_ids),
         )
-        card = render_card(options, description, trainer, dataset, spent, measured, of_prompts)
+        card = render_card(options, description, trainer, dataset, spent, measured)
         with filled(options.out) as directory:
             learner.save(directory, description)
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
-        return Distilled(options.out, measured, of_prompts, trainer.num_steps, sum(spent.values()))
+        of_prompts = measured[1] if options.measure else None
+        return Distilled(
+            options.out, measured[0], of_prompts, trainer.now.num_steps, sum(spent.values())
+        )
 
-    def _ask_to_measure(self) -> tuple[TeacherCache, Stopwatch]:
+    def _ask_to_measure(self) -> list[tuple[TeacherCache, float]]:
         """The target's answers to prompts that are not learned from, with what it says of them; and
         the time that both took."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
-        key = (options.seed, prompts, sorted(info.eos_token_ids), tokens_max)
         corpus = WrittenCorpus(
-            self._place / folder_name("measured", str(self._module.dtype), *key),
+            self._folder("measured", options.seed, prompts, tokens_max),
             self._target.template,
             prompts,
             options.seed,
@@ -203,39 +199,38 @@ class _Run:
                     f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
                     f"and values takes {engine.info.max_model_len}",
                 )
-            self._let_write(corpus, engine, "prompts", _ANSWERING_PART)
+            self._let_write(corpus, engine, "prompts")
         answered = self._long_enough(corpus.documents())
         if not answered:
             raise SettingError("measure", "the target's answers to these are too short to measure")
         cache = self._cache([replace(document, is_held_out=True) for document in answered])
-        rest = 1 - _ANSWERING_PART
-        cache.fill(
-            math.inf, lambda part: self._report("prompts", _ANSWERING_PART + rest * part, None)
-        )
-        return cache, Stopwatch(corpus.spent.seconds + cache.spent.seconds)
+        cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
+        return [(cache, corpus.spent.seconds + cache.spent.seconds)]
 
     def _write(self, seconds: float) -> WrittenCorpus:
         options, template = self._options, self._target.template
-        key = (options.seed, options.prompts, template, sorted(self._info.eos_token_ids),
-               self._tokens_max, options.tokens is None)  # fmt: skip
         corpus = WrittenCorpus(
-            self._place / folder_name("written", str(self._module.dtype), *key),
+            self._folder("written", options.seed, options.prompts, template, self._tokens_max,
+                         options.tokens is None),
             template,
             options.prompts,
             options.seed,
             self._tokens_max,
             tokens=options.tokens,
             seconds=None if options.tokens is not None else seconds,
-        )
+        )  # fmt: skip
         if corpus.part < 1.0:
             self._let_write(corpus, self._engine(), "writing")
         return corpus
 
-    def _let_write(
-        self, corpus: WrittenCorpus, engine: PagedEngine, stage: str, share: float = 1.0
-    ) -> None:
+    def _folder(self, kind: str, *key: object) -> Path:
+        """Of what the target writes."""
+        ends = sorted(self._info.eos_token_ids)
+        return self._place / folder_name(kind, str(self._module.dtype), ends, *key)
+
+    def _let_write(self, corpus: WrittenCorpus, engine: PagedEngine, stage: str) -> None:
         together = _TOGETHER[self._module.device.type]
-        corpus.write(engine, together, lambda part: self._report(stage, share * part, None))
+        corpus.write(engine, together, lambda part: self._report(stage, part, None))
 
     def _engine(self) -> PagedEngine:
         module, info = self._target.load()
@@ -270,7 +265,7 @@ class _Run:
         return cache
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
-        return TeacherCache(self._place, documents, self._module, self._learner.features)
+        return TeacherCache(self._place, documents, self._module, self._learner.layer)
 
     def _long_enough(self, documents: Sequence[Document]) -> list[Document]:
         least = self._learner.num_learned_min

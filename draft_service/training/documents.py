@@ -81,6 +81,11 @@ class Document:
         return len(self.token_ids) - self.first
 
     @property
+    def num_asked(self) -> int:
+        """Of the learned tokens those before the answer."""
+        return self.answer_first - self.first
+
+    @property
     def prompt(self) -> tuple[int, ...] | None:
         """What a conversation's answer is to; None for a text by others."""
         return (
@@ -103,15 +108,15 @@ def conversation(
     temperature: float,
     tokens_max: int,
     num_bare: int = 1,
-) -> Document | None:
-    """One that the target wrote, learned from `first` of the prompt on; None where nothing of the
+) -> list[Document]:
+    """One that the target wrote, learned from `first` of the prompt on; none where nothing of the
     answer fits into `tokens_max`. It is held out by its prompt, as answers to one prompt are alike;
     by its beginning where the prompt has `num_bare` tokens or fewer, which begin any text."""
     if len(prompt) >= tokens_max or not answer:
-        return None
+        return []
     token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
     held = is_kept_back(prompt if len(prompt) > num_bare else [*prompt, *answer[:BEGINNING]])
-    return Document(token_ids, max(1, first), len(prompt), temperature, held)
+    return [Document(token_ids, max(1, first), len(prompt), temperature, held)]
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
@@ -159,10 +164,12 @@ def read_corpus(
                 place = path.name if is_text else f"{path.name}:{number}"
                 found.append(_pieces(record.text, place, encode, tokens_max))
             else:
-                known = conversation(
-                    record.prompt, record.answer, first, record.temperature, tokens_max, num_bare
-                )
-                found.append([] if known is None else [known])
+                found.append(
+                    conversation(
+                        record.prompt, record.answer, first, record.temperature, tokens_max,
+                        num_bare,
+                    )
+                )  # fmt: skip
     return [[replace(piece, is_given=True) for piece in pieces] for pieces in found if pieces]
 
 

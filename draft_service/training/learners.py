@@ -30,7 +30,6 @@ from outrider.models.drafter_checkpoint import (
     TrainedDescription,
     TrainedKind,
     head_of,
-    own_names,
     save_head,
 )
 from outrider.models.eagle import EagleHead, load_eagle_on
@@ -51,7 +50,7 @@ from outrider.speculation.text_acceptance import acceptance_of_windows, conditio
 
 from .dataset import Batch
 from .options import HEADS, LAYERS, DistillOptions
-from .teacher import Features, Target
+from .teacher import Target
 
 NUM_DEPTHS: Final = 3
 """Tokens of the chains that an EAGLE head learns from, and is measured with."""
@@ -84,6 +83,8 @@ class Learner:
     num_learned_min: ClassVar[int] = 2
     """Learned tokens of a document that something can be drafted for: the first one may be the
     newest token of the first draft."""
+    layer: int | None = 0
+    """What of the target it learns from beside its answers: see `TeacherCache`."""
     began: str
     """What it begins as; for people."""
     num_depths: int | None = None
@@ -91,6 +92,11 @@ class Learner:
     steps."""
     key: str
     """What tells it from every other of the same target and texts."""
+    module: Any
+    weights: dict[str, nn.Parameter]
+    """Those that learn."""
+    token_ids: npt.NDArray[np.int64]
+    """[N], ascending: of its logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         """On the target's module. Raises `SettingError` for what it cannot have."""
@@ -99,26 +105,6 @@ class Learner:
         self._embeddings = target.get_input_embeddings().weight
         self._width: int = self._embeddings.shape[1]
         self.is_trained = False
-        self.module: Any = None
-        self.weights: dict[str, nn.Parameter] = {}
-        """Those that learn."""
-        self.token_ids = np.zeros(0, dtype=np.int64)
-        """[N], ascending: of its logits."""
-
-    @property
-    def num_parameters(self) -> int:
-        """That learn."""
-        return sum(weight.numel() for weight in self.weights.values())
-
-    @property
-    def features(self) -> Features | None:
-        """What of the target it learns from beside its answers; None = nothing."""
-        return Features()
-
-    @property
-    def shape(self) -> str:
-        """What its weights are parts of; for people."""
-        return "a layer over features"
 
     @property
     def head(self) -> torch.Tensor:
@@ -141,9 +127,8 @@ class Learner:
     def make(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Makes a new one for a head of these tokens [N], ascending. New weights depend on the seed
         and on their shapes alone."""
-        module = self._make(torch.from_numpy(token_ids))
-        self._train(module, token_ids)
-        self.key = f"{self.shape}, {self.began}, {len(token_ids)}"
+        self._train(self._make(torch.from_numpy(token_ids)), token_ids)
+        self.key = f"{self.began}, {len(token_ids)}"
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Draft token 1, 2, .. that a step finds in each text, given the tokens before it; with a
@@ -171,12 +156,14 @@ class Learner:
 
     def _train(self, module: Any, token_ids: npt.NDArray[np.int64]) -> None:
         self.module, self.token_ids = module.requires_grad_(False), token_ids
-        self.weights = {name: module.get_parameter(name) for name in self._own_names()}
+        shared = {weight.data_ptr() for weight in (self._embeddings, self.head)}
+        self.weights = {
+            name: weight
+            for name, weight in module.named_parameters()
+            if weight.data_ptr() not in shared
+        }
         for weight in self.weights.values():
             weight.requires_grad_(True)
-
-    def _own_names(self) -> list[str]:
-        return own_names(self.module)
 
     def _rows(self, token_ids: torch.Tensor) -> nn.Parameter:
         return head_of(self._target.get_output_embeddings().weight, token_ids)
@@ -199,11 +186,6 @@ class Medusa(Learner):
     """Heads on the target: a step drafts one token with each."""
 
     kind = TrainedKind.MEDUSA
-    began = "heads that pass on what the target's own head reads"
-
-    @property
-    def shape(self) -> str:
-        return f"{self.num_depths} heads"
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains that the documents are long enough for; those of row r begin with its hidden
@@ -227,8 +209,8 @@ class Medusa(Learner):
         return loaded.module, loaded.token_ids
 
     def _make(self, token_ids: torch.Tensor) -> Any:
-        inner = _CHAIN_INNER_WIDTHS * self._width
-        num_heads = self._options.heads or HEADS
+        inner, num_heads = _CHAIN_INNER_WIDTHS * self._width, self._options.heads or HEADS
+        self.began = f"{num_heads} heads that pass on what the target's own head reads"
         module = DraftHeads(self._embeddings, self._rows(token_ids), inner, num_heads)
         self._fill(module.heads, ("down",))
         return module
@@ -283,34 +265,25 @@ class EarlyExit(Learner):
 
     kind = TrainedKind.EARLY_EXIT
     num_learned_min = 1
-    began = "the target's own norm and head there"
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
         num_layers = target.config.get_text_config().num_hidden_layers
-        self.num_layers: int = options.layers or max(1, round(num_layers / _LAYERS_FOR_EACH))
-        """Of the target, before the head."""
+        self.layer: int = options.layers or max(1, round(num_layers / _LAYERS_FOR_EACH))
         with blaming("kind" if options.layers is None else "layers"):
-            check_exit(target, self.num_layers)
-
-    @property
-    def shape(self) -> str:
-        return f"a head behind the target's layer {self.num_layers}"
-
-    @property
-    def features(self) -> Features:
-        return Features(self.num_layers)
+            check_exit(target, self.layer)
+        self.began = f"the target's own norm and head behind its layer {self.layer}"
 
     def draft(self, batch: Batch) -> list[Depth]:
         return _next_tokens(self.module(batch.features.to(self.head.dtype)))
 
     def save(self, directory: Path, description: TrainedDescription) -> None:
         token_ids = torch.from_numpy(self.token_ids)
-        save_head(directory, self.module, token_ids, description, self.num_layers)
+        save_head(directory, self.module, token_ids, description, self.layer)
 
     def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
         loaded = load_exit(start, self._target, **names)
-        self.num_layers = loaded.num_layers
+        self.layer = loaded.num_layers
         return loaded.module, loaded.token_ids
 
     def _make(self, token_ids: torch.Tensor) -> Any:
@@ -329,6 +302,7 @@ class Student(Learner):
 
     kind = TrainedKind.STUDENT
     num_learned_min = 1
+    layer = None
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
@@ -337,14 +311,6 @@ class Student(Learner):
             num_layers = target.config.get_text_config().num_hidden_layers
             self._layers = kept_layers(options.layers or LAYERS, num_layers, copying_layers(target))
             self.began = f"the target's layers {', '.join(map(str, self._layers))}"
-
-    @property
-    def features(self) -> None:
-        return None
-
-    @property
-    def shape(self) -> str:
-        return f"{self.module.config.get_text_config().num_hidden_layers} layers"
 
     @property
     def head(self) -> torch.Tensor:
@@ -397,10 +363,6 @@ class Student(Learner):
     def _train(self, module: Any, token_ids: npt.NDArray[np.int64]) -> None:
         super()._train(module, token_ids)
         use_plain_attention(module)
-
-    def _own_names(self) -> list[str]:
-        shared = {id(self.module.get_input_embeddings().weight), id(self.head)}
-        return [name for name, w in self.module.named_parameters() if id(w) not in shared]
 
 
 LEARNERS: Final = {learner.kind: learner for learner in (Student, Medusa, Eagle, EarlyExit)}

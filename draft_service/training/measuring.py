@@ -36,6 +36,9 @@ class TemperatureRates:
     """Share of places where both find the same token likeliest."""
     sampled: float
     """Mean of sum min(p, q) at temperature 1, with the q that would go on the wire."""
+    covered: float = 0.0
+    """Mean probability, in the target's law, of the tokens that can be proposed, at least: one that
+    the target did not list counts as impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,62 +57,60 @@ class Measured:
     @property
     def greedy(self) -> float:
         """Over text written at temperature 0, where there is some; else over all."""
-        return self._rate(0.0, "greedy")
+        return self._rate("greedy", 0.0)
 
     @property
     def sampled(self) -> float:
         """Over text written at temperature 1, where there is some; else over all."""
-        return self._rate(1.0, "sampled")
+        return self._rate("sampled", 1.0)
 
-    def _rate(self, temperature: float, name: str) -> float:
-        chosen = [r for r in self.by_temperature if r.temperature == temperature]
-        chosen = chosen or list(self.by_temperature)
+    @property
+    def covered(self) -> float:
+        """Over all."""
+        return self._rate("covered")
+
+    def _rate(self, name: str, temperature: float | None = None) -> float:
+        own = [r for r in self.by_temperature if temperature in (r.temperature, None)]
+        chosen = own or self.by_temperature
         weights = [rates.num_tokens for rates in chosen]
         return float(np.average([getattr(rates, name) for rates in chosen], weights=weights))
 
 
-def measure(
-    learner: Learner, dataset: Dataset, indices: Sequence[int], *, is_first_alone: bool = False
-) -> Measured:
+def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measured:
     """Drafts along these documents. What stands before their answers is not measured: the target
     did not write it as it writes answers. Temperatures of the target's texts and of the two
     distributions are different things: the latter are always at temperature 1. The rates are of
-    first draft tokens; with `is_first_alone` nothing else is looked at."""
+    first draft tokens."""
     found: dict[float | None, list[npt.NDArray[np.float64]]] = {}
     texts: list[list[npt.NDArray[np.float64]]] = []
     for chosen in dataset.cache.batches(indices, _TOKENS_OF_A_PASS):
-        depths = _read(learner, dataset.batch(chosen), is_first_alone)
+        depths = _read(learner, dataset.batch(chosen))
         first = 0
         for document in (dataset.cache.documents[index] for index in chosen):
-            start, end = (
-                first + document.answer_first - document.first,
-                first + document.num_learned,
-            )
+            start, end = first + document.num_asked, first + document.num_learned
             parts = [
                 scores[slice(*np.searchsorted(rows, [start + depth, end]))]
                 for depth, (rows, scores) in enumerate(depths)
             ]
             found.setdefault(document.temperature, []).append(parts[0])
             if document.temperature == 1.0:
-                texts.append([part[:, 2] for part in parts])
+                texts.append([part[:, 3] for part in parts])
             first = end
     rates = []
     for temperature in sorted(found, key=lambda t: (t is None, t or 0.0)):
         scores = np.concatenate(found[temperature])
-        greedy, sampled = scores[:, :2].mean(axis=0).tolist()
-        rates.append(TemperatureRates(temperature, len(scores), greedy, sampled))
+        rates.append(TemperatureRates(temperature, len(scores), *scores[:, :3].mean(0).tolist()))
     return Measured(tuple(rates), learner.by_position(texts))
 
 
 _Depth = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-"""Of one draft token of C chains: their rows of the batch, and `_scores` [C, 3]."""
+"""Of one draft token of C chains: their rows of the batch, and `_scores` [C, 4]."""
 
 
-def _read(learner: Learner, batch: Batch, is_first_alone: bool) -> list[_Depth]:
+def _read(learner: Learner, batch: Batch) -> list[_Depth]:
     found = []
     with torch.inference_mode():
-        depths = learner.draft(batch)
-        for depth in depths[:1] if is_first_alone else depths:
+        for depth in learner.draft(batch):
             blocks = zip(*(torch.split(part, _ROWS_OF_A_BLOCK) for part in depth), strict=True)
             parts = [_scores(block @ learner.head.t(), batch, some) for block, some in blocks]
             found.append((depth.rows.cpu().numpy(), torch.cat(parts).double().cpu().numpy()))
@@ -117,8 +118,9 @@ def _read(learner: Learner, batch: Batch, is_first_alone: bool) -> list[_Depth]:
 
 
 def _scores(logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """[C, 3] of `logits` [C, N] that are scored against these rows [C]: whether the likeliest
-    tokens agree, sum min(p, q), and min(1, q(x) / p(x)) of the token x that stands there."""
+    """[C, 4] of `logits` [C, N] that are scored against these rows [C]: whether the likeliest
+    tokens agree, sum min(p, q), the sum of p, and min(1, q(x) / p(x)) of the token x that stands
+    there."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)
@@ -127,4 +129,5 @@ def _scores(logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Ten
     overlap = torch.minimum(q.gather(1, teacher.columns), teacher.mass).sum(dim=1)
     drafted = q.gather(1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
     ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
-    return torch.stack([kept.indices[:, 0] == batch.likeliest[rows], overlap, ratio], dim=1)
+    is_same = kept.indices[:, 0] == batch.likeliest[rows]
+    return torch.stack([is_same, overlap, teacher.mass.sum(dim=1), ratio], dim=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,7 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from outrider.engine.interface import ModelInfo
-from outrider.errors import ConfigError, InvariantError
+from outrider.errors import ConfigError
 from outrider.models.early_exit import watched_layer
 from outrider.models.loading import load_model
 from outrider.speculation.logits_processing import largest
@@ -62,15 +63,6 @@ class Target:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What of the target is kept beside its answers."""
-
-    layer: int | None = None
-    """What the last of so many layers puts out, divided by its root mean square, as an exit head
-    does first: it may be beyond float16; None = what the head reads."""
-
-
 class TeacherCache:
     """The answers about one list of documents, of which the first ones are known."""
 
@@ -79,21 +71,23 @@ class TeacherCache:
         place: Path,
         documents: Sequence[Document],
         module: Any,
-        features: Features | None = None,
+        layer: int | None = None,
     ) -> None:
-        """In a folder of `place`, of the target's module, with these features; None = without."""
+        """In a folder of `place`, of the target's module. With a `layer` with what the last of so
+        many layers puts out, divided by its root mean square, as an exit head does first (it may be
+        beyond float16); 0 = with what the head reads."""
         size = _DOCUMENTS_OF_A_FILE
         pools = [documents[start : start + size] for start in range(0, len(documents), size)]
         self.documents = [
             one for pool in pools for one in sorted(pool, key=lambda one: len(one.token_ids))
         ]
-        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), features)
-        self.spent = Stopwatch(directory=place / self.name)
+        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), layer)
+        self.spent = Stopwatch(place / self.name)
         self.vocab_size: int = module.get_input_embeddings().weight.shape[0]
         self.device: torch.device = module.get_input_embeddings().weight.device
         self._directory = place / self.name
         self._module = module
-        self._features = features
+        self._layer = layer
         lengths = [document.num_learned for document in self.documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self._files: list[Any] = []
@@ -104,20 +98,16 @@ class TeacherCache:
     def known(self) -> list[Document]:
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.known) == len(self.documents)
-
     def answers(self, indices: Iterable[int]) -> dict[str, npt.NDArray[Any]]:
         """The arrays of these documents, one after another."""
-        parts: list[dict[str, npt.NDArray[Any]]] = []
-        for index in indices:
-            number = index // _DOCUMENTS_OF_A_FILE
-            first = self._starts[number * _DOCUMENTS_OF_A_FILE]
-            rows = slice(*(self._starts[index : index + 2] - first).tolist())
-            file = self._files[number]
-            parts.append({name: file.get_slice(name)[rows] for name in file.keys()})  # noqa: SIM118
-        return _joined(parts)
+        return _joined(self._answer(index) for index in indices)
+
+    def _answer(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        number = index // _DOCUMENTS_OF_A_FILE
+        first = self._starts[number * _DOCUMENTS_OF_A_FILE]
+        rows = slice(*(self._starts[index : index + 2] - first).tolist())
+        file = self._files[number]
+        return {name: file.get_slice(name)[rows] for name in file.keys()}  # noqa: SIM118
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
         """In batches of documents of similar length: up to so many tokens, with what pads each to
@@ -135,14 +125,13 @@ class TeacherCache:
         earlier runs included, is over; about some in any case."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
-            while not self.is_whole and (not self._files or self.spent.seconds < seconds):
-                start = len(self.known)
+            while (start := len(self.known)) < len(self.documents) and (
+                not self._files or self.spent.seconds < seconds
+            ):
                 pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
                 answers = _joined(
-                    [
-                        ask(self._module, [self.documents[i] for i in batch], self._features)
-                        for batch in self.batches(pool, size)
-                    ]
+                    ask(self._module, [self.documents[i] for i in batch], self._layer)
+                    for batch in self.batches(pool, size)
                 )
                 with replacing(self._path) as partial:
                     save_file(answers, partial)
@@ -151,31 +140,16 @@ class TeacherCache:
                 by_time = self.spent.seconds / max(seconds, 1e-9)
                 progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
-    def mass(self, *, is_held_out: bool) -> tuple[npt.NDArray[np.float64], int]:
-        """The target's probability of each token [V] that it lists, summed over the learned places
-        of documents, or over the answers of those that are held out; and their number."""
-        mass, num_rows = np.zeros(self.vocab_size), 0
-        for index, document in enumerate(self.known):
-            if document.is_held_out == is_held_out:
-                start = document.answer_first - document.first if is_held_out else 0
-                answers = self.answers([index])
-                ids, logprobs = answers["ids"][start:], answers["logprobs"][start:]
-                weights = np.exp(logprobs.astype(np.float32)).ravel()
-                mass += np.bincount(ids.ravel(), weights, minlength=self.vocab_size)
-                num_rows += len(ids)
-        return mass, num_rows
-
     def likeliest_tokens(self, num_wanted: int) -> npt.NDArray[np.int64]:
         """The tokens [N], ascending, with the most of the target's probability over the documents
         that are learned from (ties: lowest ids)."""
-        mass, _ = self.mass(is_held_out=False)
+        mass = np.zeros(self.vocab_size)
+        for index, document in enumerate(self.known):
+            if not document.is_held_out:
+                answer = self._answer(index)
+                weights = np.exp(answer["logprobs"].astype(np.float32)).ravel()
+                mass += np.bincount(answer["ids"].ravel(), weights, minlength=self.vocab_size)
         return np.sort(np.argsort(-mass, kind="stable")[:num_wanted])
-
-    def covered_share(self, token_ids: npt.NDArray[np.int64]) -> float:
-        """The part of the target's probability, of 1, that these tokens have in the answers of
-        held-out documents, at least: a token that the target did not list counts as impossible."""
-        mass, num_rows = self.mass(is_held_out=True)
-        return float(mass[token_ids].sum() / max(num_rows, 1))
 
     @property
     def _path(self) -> Path:
@@ -196,52 +170,40 @@ def _fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _joined(parts: Iterable[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    first, *others = parts
+    return {name: np.concatenate([first[name], *(part[name] for part in others)]) for name in first}
 
 
 def ask(
-    module: Any, documents: Sequence[Document], features: Features | None
+    module: Any, documents: Sequence[Document], layer: int | None
 ) -> dict[str, npt.NDArray[Any]]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
-    of the arrays."""
+    of the arrays; `layer` as for `TeacherCache`."""
     device = module.get_input_embeddings().weight.device
-    ids, rows, following = packed(documents)
-    block = _ROWS_OF_A_BLOCK[device.type]
-    with torch.inference_mode():
-        hidden, shown = _read(module, torch.from_numpy(ids).to(device), features)
-        where = torch.from_numpy(rows).to(device)
-        wanted, shown = (part.reshape(-1, part.shape[-1])[where] for part in (hidden, shown))
-        follow = torch.from_numpy(following).to(device)
-        parts = zip(torch.split(wanted, block), torch.split(follow, block), strict=True)
-        found = [_likeliest(module, part, token_ids) for part, token_ids in parts]
+    ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
+    watching = watched_layer(module, layer) if layer else nullcontext()
+    with torch.inference_mode(), watching as watched:
+        # Padding stands behind every text, where a causal model does not look: no mask is needed.
+        hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        shown: Any = hidden if watched is None else watched.output
+        hidden, shown = (part.flatten(0, 1)[rows] for part in (hidden, shown))
+        blocks = (torch.split(part, _ROWS_OF_A_BLOCK[device.type]) for part in (hidden, following))
+        found = [_likeliest(module, *block) for block in zip(*blocks, strict=True)]
     tokens, logprobs, written = (
         torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
     )
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
     answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
                "written": written}  # fmt: skip
-    if features is not None:
+    if layer is not None:
+        if layer:
+            shown = nn.functional.rms_norm(shown.float(), shown.shape[-1:])
         kept = shown.half()
         if not kept.isfinite().all():
             raise ConfigError("what the target's head reads is beyond the range of float16")
         answers["features"] = kept.cpu().numpy()
     return answers
-
-
-def _read(
-    module: Any, token_ids: torch.Tensor, features: Features | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target's head reads of B texts, and what is to be kept of them: both [B, T, D]."""
-    # Padding stands behind every text, where a causal model does not look: no mask is needed.
-    if features is None or features.layer is None:
-        hidden = module.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden, hidden
-    with watched_layer(module, features.layer) as watched:
-        hidden = module.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    if watched.output is None:
-        raise InvariantError("a layer of the target was not called")
-    return hidden, nn.functional.rms_norm(watched.output.float(), watched.output.shape[-1:])
 
 
 def packed(

@@ -8,11 +8,12 @@ run that is killed goes on from there as if it had not been.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
@@ -88,17 +89,17 @@ def likelihood_share(part: float, is_trained: bool) -> float:
     return _LIKELIHOOD_SHARE * min(1.0, max(0.0, over))
 
 
-class _Progress(BaseModel):
+class Progress(BaseModel):
     """What a checkpoint holds beside weights and moments."""
 
     num_steps: int = 0
     num_tokens: int = 0
+    """Learned so far, repetitions included."""
     epoch: int = 0
     done_of_epoch: int = 0
     """Batches."""
     batch_tokens: int = 0
     """Of this epoch's batches."""
-    seconds: float = 0.0
     losses: list[float] = []
     """Of the steps since the last measurement."""
     points: list[Point] = []
@@ -123,7 +124,7 @@ class Trainer:
         self._seed = seed
         self._num_steps = num_steps
         self._seconds = seconds
-        directory.mkdir(parents=True, exist_ok=True)
+        self.spent = Stopwatch(directory)
         self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS[self._device.type]
@@ -131,67 +132,46 @@ class Trainer:
             name: torch.nn.Parameter(weight.detach().float().clone())
             for name, weight in learner.weights.items()
         }
-        decayed = [values for values in self._masters.values() if values.dim() > 1]
-        others = [values for values in self._masters.values() if values.dim() <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": _WEIGHT_DECAY},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            betas=_BETAS,
-            fused=True,
-        )
-        self._now = _Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
+        groups = [
+            {"params": [one for one in self._masters.values() if (one.dim() > 1) == is_matrix],
+             "weight_decay": _WEIGHT_DECAY * is_matrix}
+            for is_matrix in (True, False)
+        ]  # fmt: skip
+        self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+        self.now = Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
         if self._path.exists():
             self._resume()
-        self.spent = Stopwatch(self._now.seconds)
-        self._num_saved = self._now.num_steps
-        self._is_between_steps = True
-        self._running = _first_tokens(dataset, _RUNNING_TOKENS)
-
-    @property
-    def num_steps(self) -> int:
-        return self._now.num_steps
-
-    @property
-    def num_tokens(self) -> int:
-        """Learned so far, repetitions included."""
-        return self._now.num_tokens
-
-    @property
-    def points(self) -> list[Point]:
-        return self._now.points
+        learned = np.cumsum([dataset.cache.documents[i].num_learned for i in dataset.held_out])
+        num_measured = np.searchsorted(learned, _RUNNING_TOKENS) + 1
+        self._measured = dataset.held_out[:num_measured]
 
     @property
     def part(self) -> float:
+        """Of the budget that is over."""
         if self._num_steps is not None:
-            return min(1.0, self.num_steps / self._num_steps)
+            return min(1.0, self.now.num_steps / self._num_steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
         """Trains until the budget is over; tells `progress` what part is, and what was measured
-        last. However it ends, what was learned is kept, but for a step that was broken off."""
+        last. What it learned is kept now and then, and at the end."""
+        now = self.now
         with self.spent.working():
-            if not self._now.points:
-                self._measure()
             saved = time.monotonic()
             batches = self._batches()
-            try:
-                while self.part < 1.0:
+            while self.part < 1.0 or not now.points:
+                if now.points:
                     self._step(next(batches))
-                    is_due = self.part * _NUM_MEASUREMENTS >= len(self._now.points)
-                    if is_due:
-                        self._measure()
-                    if is_due or time.monotonic() - saved > _CHECKPOINT_S:
-                        self._save()
-                        saved = time.monotonic()
-                    progress(self.part, self.points[-1])
-            finally:
-                if self._is_between_steps and self._num_saved < self.num_steps:
+                is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
+                if is_due:
+                    self._measure()
+                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
                     self._save()
+                    saved = time.monotonic()
+                progress(self.part, now.points[-1])
 
     def _batches(self) -> Iterator[list[int]]:
-        now = self._now
+        now = self.now
         while True:
             batches = self._dataset.epoch(self._seed, now.epoch, now.batch_tokens)
             yield from batches[now.done_of_epoch :]
@@ -210,14 +190,12 @@ class Trainer:
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
-        self._is_between_steps = False
         self._optimizer.step()
         self._put_weights()
-        self._now.num_steps += 1
-        self._now.num_tokens += len(batch.rows)
-        self._now.done_of_epoch += 1
-        self._now.losses.append(float(loss.detach()))
-        self._is_between_steps = True
+        self.now.num_steps += 1
+        self.now.num_tokens += len(batch.rows)
+        self.now.done_of_epoch += 1
+        self.now.losses.append(float(loss.detach()))
 
     def _put_weights(self) -> None:
         with torch.no_grad():
@@ -225,39 +203,38 @@ class Trainer:
                 weight.copy_(self._masters[name])
 
     def _loss(self, batch: Batch, share: float) -> torch.Tensor:
-        total, weights, weight = torch.zeros((), device=self._device), 0.0, 1.0
-        for hidden, rows in self.learner.draft(batch):
-            teacher = batch.teacher.at(rows)
-            total = total + weight * overlap_loss(hidden, self.learner.head, teacher, share)
-            weights, weight = weights + weight, weight * _DEPTH_SHARE
-        return total / weights
+        weights, losses = [], []
+        for depth, (hidden, rows) in enumerate(self.learner.draft(batch)):
+            weights.append(_DEPTH_SHARE**depth)
+            loss = overlap_loss(hidden, self.learner.head, batch.teacher.at(rows), share)
+            losses.append(weights[-1] * loss)
+        return torch.stack(losses).sum() / sum(weights)
 
     def _measure(self) -> None:
-        measured = measure(self.learner, self._dataset, self._running, is_first_alone=True)
-        losses, self._now.losses = self._now.losses, []
+        measured = measure(self.learner, self._dataset, self._measured)
+        losses, self.now.losses = self.now.losses, []
         point = Point(
-            step=self.num_steps,
+            step=self.now.num_steps,
             seconds=round(self.spent.seconds, 1),
-            num_tokens=self.num_tokens,
+            num_tokens=self.now.num_tokens,
             loss=sum(losses) / max(len(losses), 1),
             greedy=measured.greedy,
             sampled=measured.sampled,
         )
-        self._now.points.append(point)
+        self.now.points.append(point)
 
     def _save(self) -> None:
-        self._now.seconds = self.spent.seconds
+        self.spent.save()
         tensors = {name: master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             moments = self._optimizer.state[master].items()
             tensors |= {f"{name}:{key}": values for key, values in moments}
         with replacing(self._path) as partial:
-            save_file(tensors, partial, metadata={"now": self._now.model_dump_json()})
-        self._num_saved = self.num_steps
+            save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
 
     def _resume(self) -> None:
         with safe_open(self._path, framework="pt", device=str(self._device)) as file:
-            self._now = _Progress.model_validate_json(file.metadata()["now"])
+            self.now = Progress.model_validate_json(file.metadata()["now"])
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 parameter, _, key = name.partition(":")
                 master, values = self._masters[parameter], file.get_tensor(name)
@@ -266,16 +243,6 @@ class Trainer:
                 else:
                     master.data.copy_(values)
         self._put_weights()
-
-
-def _first_tokens(dataset: Dataset, num_tokens: int) -> Sequence[int]:
-    """The first held-out documents, of about so many learned tokens together."""
-    found: list[int] = []
-    for index in dataset.held_out:
-        if num_tokens > 0:
-            found.append(index)
-            num_tokens -= dataset.cache.documents[index].num_learned
-    return found
 
 
 ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
@@ -289,39 +256,17 @@ def overlap_loss(
 ) -> torch.Tensor:
     """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
     [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
-    loss: torch.Tensor = _OverlapLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, teacher, likelihood_share
-    )
-    return loss
-
-
-class _OverlapLoss(torch.autograd.Function):
-    """Makes the gradient on the way forward, where the logits are."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        head: torch.Tensor,
-        teacher: TeacherRows,
-        share: float,
-    ) -> torch.Tensor:
-        num_rows = len(hidden)
-        size = ROWS_OF_A_BLOCK[hidden.device.type]
-        by_hidden = torch.empty_like(hidden)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
+    loss, slopes = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
+    with torch.no_grad():  # The gradient is made where the logits are, which are not kept.
         for start in range(0, num_rows, size):
-            rows = slice(start, min(start + size, num_rows))
+            rows = slice(start, start + size)
             q = (hidden[rows] @ head.t()).float()
-            total += _differentiate(q, teacher.at(rows), share)
-            torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=by_hidden[rows])
-        ctx.save_for_backward(by_hidden)
-        return total / num_rows
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        [by_hidden] = ctx.saved_tensors
-        return by_hidden * slopes[0].to(by_hidden), None, None, None
+            loss += _differentiate(q, teacher.at(rows), likelihood_share)
+            torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=slopes[rows])
+    # Its value is the loss, and its gradient by `hidden` the slopes.
+    surrogate = (hidden * slopes).sum()
+    return surrogate - surrogate.detach() + loss / num_rows
 
 
 def _differentiate(logits: torch.Tensor, teacher: TeacherRows, share: float) -> torch.Tensor:

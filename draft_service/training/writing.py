@@ -54,7 +54,7 @@ class WrittenCorpus:
         self.answer_tokens_max = answer_tokens_max
         self._prompts = prompts
         self._tokens, self._seconds = tokens, seconds
-        self.spent = Stopwatch(directory=directory)
+        self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
         self._records: dict[int, dict[str, Any]] = {}
         """By index."""
@@ -75,21 +75,15 @@ class WrittenCorpus:
             while missing > 0 and len(records) < self._num_first:
                 records.append(self._records[len(records)])
                 missing -= len(records[-1]["answer"])
-        found: list[Document | None] = []
+        found: list[Document] = []
         for record in records:
-            prompt = record["prompt"]
+            prompt, template = record["prompt"], self.template
             is_given = record["index"] < len(self._prompts)
-            found.append(
-                conversation(
-                    prompt,
-                    record["answer"],
-                    len(prompt) if is_given else len(self.template.before),
-                    record["temperature"],
-                    self.tokens_max,
-                    self.template.num_bare,
-                )
-            )
-        return [document for document in found if document is not None]
+            found += conversation(
+                prompt, record["answer"], len(prompt if is_given else template.before),
+                record["temperature"], self.tokens_max, template.num_bare,
+            )  # fmt: skip
+        return found
 
     @property
     def part(self) -> float:

@@ -221,7 +221,7 @@ def test_a_drafter_learns_on(
     assert points[-1].sampled > points[0].sampled
     card, first = ((p / "out" / "README.md").read_text() for p in (tmp_path, whole[0]))
     for words, are_of_both in (
-        ("in 1 layers, begun\n  as the drafter `of-mine`.", False),
+        ("begun\n  as the drafter `of-mine`.", False),
         ("What the drafter `of-mine` had learned from before is not listed.", False),
         ("what the drafter `of-mine` had learned from before is not known here.", False),
         ("mostly by the likelihood that a draft is accepted, from the first step on", False),

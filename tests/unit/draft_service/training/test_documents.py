@@ -117,7 +117,7 @@ def test_a_prompt_in_which_nobody_says_anything_tells_no_texts_apart() -> None:
 
     def held_out(prompt: list[int], num_bare: int = 1) -> set[bool]:
         found = (conversation(prompt, [i, 7], 1, 1.0, 9, num_bare) for i in range(200))
-        return {document.is_held_out for document in found if document is not None}
+        return {document.is_held_out for [document] in found}
 
     assert held_out([5]) == held_out([5, 6], num_bare=2) == {False, True}
     assert len(held_out([5, 6])) == len(held_out([5, 6, 7], num_bare=2)) == 1
@@ -129,7 +129,7 @@ def test_an_answer_that_was_cut_off_is_held_out_where_the_whole_one_is() -> None
     def held_out(num_answered: int) -> list[bool]:
         answers = ([i, *range(40)][:num_answered] for i in range(200))
         found = (conversation([5], answer, 1, 1.0, 50) for answer in answers)
-        return [document.is_held_out for document in found if document is not None]
+        return [document.is_held_out for [document] in found]
 
     assert held_out(BEGINNING) == held_out(30) == held_out(41)
     assert set(held_out(BEGINNING)) == {False, True}

@@ -86,7 +86,7 @@ def dataset_of(
     place = tmp_path_factory.mktemp("answers")
 
     def make(learner: Learner) -> Dataset:
-        cache = TeacherCache(place, documents, module, learner.features)
+        cache = TeacherCache(place, documents, module, learner.layer)
         cache.fill(1e9, lambda part: None)
         return Dataset(cache, TOKEN_IDS)
 
@@ -104,7 +104,7 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
             hidden = learner.module.base_model(ids[None]).last_hidden_state[0]
             yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
         elif learner.kind == "early-exit":
-            hidden = learner.module(read[learner.num_layers][0])
+            hidden = learner.module(read[learner.layer][0])
             yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
         elif learner.kind == "medusa":
             for newest in range(first, length - 1):
@@ -165,6 +165,7 @@ def test_what_is_measured_is_what_serving_would_find(
     measured = measure(learner, dataset, dataset.held_out)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
     overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
+    covered: list[float] = []
     texts: list[list[list[float]]] = []
     for index in dataset.held_out:
         document = dataset.cache.documents[index]
@@ -184,12 +185,14 @@ def test_what_is_measured_is_what_serving_would_find(
                     likeliest = TOKEN_IDS[int(logits.argmax())] == p[at].argmax()
                     hits[document.temperature or 0.0].append(bool(likeliest))
                     overlaps[document.temperature or 0.0].append(np.minimum(p[at], q).sum())
+                    covered.append(p[at, TOKEN_IDS].sum())
         if document.temperature == 1.0:
             texts.append(ratios)
     assert {rates.temperature: rates.num_tokens for rates in measured.by_temperature} == {
         temperature: len(found) for temperature, found in hits.items()
     }
     assert measured.greedy == pytest.approx(np.mean(hits[0.0]), abs=0.02)
+    assert measured.covered == pytest.approx(np.mean(covered), abs=5e-3)
     assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=5e-3)
     expected = conditional_acceptance([firsts for firsts, *_ in texts])
     if kind == "medusa":
@@ -266,8 +269,8 @@ def test_layers_before_an_exit_are_a_fifth_or_as_many_as_asked_for() -> None:
     config = tiny_config("llama", VOCAB)
     config.num_hidden_layers = 9
     module = tiny_module(config)
-    assert new(module, "early-exit", layers=None).num_layers == 2
-    assert new(module, "early-exit", layers=8).num_layers == 8
+    assert new(module, "early-exit", layers=None).layer == 2
+    assert new(module, "early-exit", layers=8).layer == 8
     with pytest.raises(SettingError, match=r"layers: .* behind 9 of its 9 layers; 1 to 8 are"):
         new(module, "early-exit", layers=9)
 
@@ -295,7 +298,7 @@ def test_later_draft_tokens_count_less(
     trainer = Trainer(learner, dataset_of(learner), tmp_path, 0, 1, 0.0)
     trainer.run(lambda part, point: None)
     expected = (1.0 + 0.8 * 10.0 + 0.64 * 100.0) / (1 + 0.8 + 0.64)
-    assert trainer.points[-1].loss == pytest.approx(expected)
+    assert trainer.now.points[-1].loss == pytest.approx(expected)
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:

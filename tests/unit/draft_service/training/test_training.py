@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from models import tiny_config, tiny_module
-from safetensors import safe_open
 
 from draft_service.training import training
 from draft_service.training.dataset import Dataset
@@ -80,59 +78,37 @@ def stopping(clock: list[float], num_steps: int) -> Callable[[float, Any], None]
     return progress
 
 
-def kept(place: Path) -> dict[str, Any]:
-    with safe_open(place / "checkpoint.safetensors", "pt") as file:
-        state: dict[str, Any] = json.loads(file.metadata()["now"])
-        return state
-
-
-def test_steps_that_were_done_are_kept_with_their_time(
-    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path
-) -> None:
-    """Of a budget in time, of which nothing is saved on the way."""
+def test_steps_that_were_done_are_kept_now_and_then_with_their_time(
+    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of a budget in time, which counts on."""
+    monkeypatch.setattr(training, "_CHECKPOINT_S", 2.5)
     first = trainer(tmp_path, MINUTES)
     with pytest.raises(KeyboardInterrupt):
-        first.run(stopping(clock, 7))
-    assert first.num_steps == 7
+        first.run(stopping(clock, 8))
+    assert first.now.num_steps == 7
     again = trainer(tmp_path, MINUTES)
-    assert (again.num_steps, again.spent.seconds) == (7, 7.0)
-    assert again.part == pytest.approx(7.0 / MINUTES[1])
-    with pytest.raises(KeyboardInterrupt):
-        again.run(stopping(clock, 3))
-    assert (kept(tmp_path)["num_steps"], kept(tmp_path)["seconds"]) == (10, 10.0)
+    assert (again.now.num_steps, again.spent.seconds) == (6, 8.0)
+    assert again.part == pytest.approx(8.0 / MINUTES[1])
 
 
-@pytest.mark.parametrize(("where", "num_kept"), [("in a step", 7), ("in an update", 6)])
-def test_a_step_that_was_broken_off_is_done_again(
-    trainer: Callable[[Path, Budget], Trainer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    num_kept: int,
+def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
+    trainer: Callable[[Path, Budget], Trainer], tmp_path: Path
 ) -> None:
-    """From the same batch on, to the same weights."""
+    """From the last step that was kept on, to the same weights."""
     whole = trainer(tmp_path / "whole", STEPS)
     whole.run(lambda part, point: None)
     first = trainer(tmp_path / "broken", STEPS)
 
-    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            found = function(*arguments)
-            if first.num_steps == 7:
-                raise KeyboardInterrupt
-            return found
+    def stop(part: float, point: Any) -> None:
+        if first.now.num_steps == 7:
+            raise KeyboardInterrupt
 
-        return call
-
-    with monkeypatch.context() as patch:
-        if where == "in a step":
-            patch.setattr(training, "overlap_loss", broken(training.overlap_loss))
-        else:
-            patch.setattr(first._optimizer, "step", broken(first._optimizer.step))
-        with pytest.raises(KeyboardInterrupt):
-            first.run(lambda part, point: None)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(stop)
     again = trainer(tmp_path / "broken", STEPS)
-    assert again.num_steps == num_kept
+    assert again.now.num_steps == 6
     again.run(lambda part, point: None)
     for name, weight in whole.learner.weights.items():
         assert torch.equal(again.learner.weights[name], weight), name
