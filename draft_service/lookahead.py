@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 
@@ -51,35 +50,37 @@ Outcome = tuple[int, ...]
 """x_1..x_n y: the tokens that a round may commit. Empty where that is not known."""
 
 
-@dataclass(slots=True, eq=False)
 class RoundAhead:
     """One session's newest round."""
 
-    item: DraftItem
-    committed: tuple[int, ...]
-    unseen: tuple[int, ...]
-    """Of the committed tokens those at the end that the session's own sequence lacks."""
-    bytes_left: int
-    """Of what may be pushed."""
-    num_recorded: int = 0
-    """Tokens that its table has while its own proposal grows."""
-    drafted: tuple[int, ...] = ()
-    """x_1..x_K, once they are known."""
-    wanted: AutoregressiveDraft | None = None
-    """The proposal that is waited for, as it grows."""
-    basis: AutoregressiveDraft | None = None
-    """What drafted the proposal, where its sequence still holds all of it but x_K, and what each x
-    was drawn from is known: outcomes can branch off there before the round is read."""
-    is_read: bool = False
-    guesses: OutcomeGuesses | None = None
-    """What may come of it ..."""
-    chances: dict[Outcome, float] = field(default_factory=dict)
-    """... and how likely those outcomes are that are worth the work."""
-    outcomes: dict[Outcome, AutoregressiveDraft] = field(default_factory=dict)
-    """Those that are being drafted."""
-    finished: dict[Outcome, SealedProposal] = field(default_factory=dict)
-    kept: dict[Outcome, AutoregressiveDraft] = field(default_factory=dict)
-    """Those whose sequences are left for the round that they turn out to be."""
+    def __init__(
+        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], bytes_left: int
+    ) -> None:
+        self.item = item
+        self.committed = committed
+        self.unseen = unseen
+        """Of the committed tokens those at the end that the session's own sequence lacks."""
+        self.bytes_left = bytes_left
+        """Of what may be pushed."""
+        self.num_recorded = len(committed) - len(unseen)
+        """Tokens that its table has while its own proposal grows."""
+        self.drafted: tuple[int, ...] = ()
+        """x_1..x_K, once they are known."""
+        self.wanted: AutoregressiveDraft | None = None
+        """The proposal that is waited for, as it grows."""
+        self.basis: AutoregressiveDraft | None = None
+        """What drafted the proposal, where its sequence still holds all of it but x_K, and what
+        each x was drawn from is known: outcomes can branch off there before the round is read."""
+        self.is_read = False
+        self.guesses: OutcomeGuesses | None = None
+        """What may come of it ..."""
+        self.chances: dict[Outcome, float] = {}
+        """... and how likely those outcomes are that are worth the work."""
+        self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
+        """Those that are being drafted."""
+        self.finished: dict[Outcome, SealedProposal] = {}
+        self.kept: dict[Outcome, AutoregressiveDraft] = {}
+        """Those whose sequences are left for the round that they turn out to be."""
 
     @property
     def session_id(self) -> str:
@@ -152,7 +153,7 @@ class LookAhead:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), 0)
-        now = RoundAhead(item, committed, unseen, self._bytes_max, len(committed) - len(unseen))
+        now = RoundAhead(item, committed, unseen, self._bytes_max)
         self._rounds[now.session_id] = now
         outcome = self._come_true(before, committed)
         answers: list[DraftAnswer] = []
