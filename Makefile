@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 programs: ## List the programs that some tests need and this machine lacks, with the packages to install.
 	@for entry in chromium:chromium chromedriver:chromium-driver promtool:prometheus \
-			redis-server:redis-server openssl:openssl node:nodejs; do \
+			redis-server:redis-server node:nodejs; do \
 		command -v "$${entry%%:*}" >/dev/null \
 			|| echo "$${entry%%:*}: apt-get install $${entry##*:}"; \
 	done

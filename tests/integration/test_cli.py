@@ -217,29 +217,6 @@ def test_a_second_deployment_is_refused(served: Shell) -> None:
     assert served.record()["grpc_address"] in line
 
 
-def test_bench_peers_prints_one_json_object(served: Shell, tmp_path: Path) -> None:
-    """It measures the deployment that runs beside the library's plain decoding and prompt lookup
-    on the same target, and says why another peer is not there."""
-    prompts = tmp_path / "prompts.jsonl"
-    text = "Repeat this: one two three four five six seven eight."
-    prompts.write_text(json.dumps({"prompt": text, "category": "rewrite"}) + "\n", "utf-8")
-    completed = served.run(
-        "bench", "peers", "--json", "--prompts", str(prompts), "--max-tokens", "12",
-        "--temperature", "0", "--concurrency", "1", "--peers", "vllm,transformers",
-        "--environments", str(tmp_path),
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    found = json.loads(completed.stdout)
-    [level] = found["levels"]
-    assert set(level["sides"]) == {
-        "outrider plain", "outrider speculative", "transformers", "transformers prompt lookup",
-    }  # fmt: skip
-    assert all(0 < side["num_tokens"] <= 12 for side in level["sides"].values())
-    assert level["plain_ratio"] > 0
-    assert level["speculative_ratio"] > 0
-    assert found["missing"] == {"vllm": "not installed; `make peers` installs it"}
-
-
 def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
     """`upgrade --grpc-port`, and back: with one coordinator, new connections by HTTP and
     `generate` are answered all the time."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_certificates import Made
 from redis_servers import free_port
 from session_model import new_session
 
@@ -22,28 +23,10 @@ from outrider.sessions.redis_store import RedisStore
 pytestmark = pytest.mark.xdist_group("redis")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a self-signed certificate for localhost, in one file."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed: there is no certificate to test TLS with")
-    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-         "-keyout", str(path), "-out", str(path.with_suffix(".crt"))],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    with path.open("a") as both:
-        both.write(path.with_suffix(".crt").read_text())
-    return path
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """For localhost, signed by itself."""
+    return Made(tmp_path_factory.mktemp("tls"), "localhost", "localhost")
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,11 +41,11 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def test_tls_is_checked_against_the_given_authority(
-    server: EmbeddedRedis, certificate: Path
+    server: EmbeddedRedis, made: Made
 ) -> None:
     """A TLS end before the real server: with its authority it works, without it is refused."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+    context.load_cert_chain(made.file, made.key_file)
     path = server.url.removeprefix("unix://")
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +54,7 @@ async def test_tls_is_checked_against_the_given_authority(
 
     async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
         url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"
-        store = await RedisStore.connect(url, ca_file=str(certificate.with_suffix(".crt")))
+        store = await RedisStore.connect(url, ca_file=str(made.file))
         await store.open(new_session("e" * 32))
         await store.close()
         with pytest.raises(ConfigError, match="cannot be reached"):
@@ -79,7 +62,7 @@ async def test_tls_is_checked_against_the_given_authority(
         with pytest.raises(ConfigError, match="cannot be reached"):
             await RedisStore.connect(
                 url.replace("localhost", "127.0.0.1"),
-                ca_file=str(certificate.with_suffix(".crt")),
+                ca_file=str(made.file),
             )
 
 
@@ -89,15 +72,15 @@ def _listens(port: int) -> bool:
 
 
 @pytest.fixture
-def watched(certificate: Path, tmp_path: Path) -> Iterator[str]:
+def watched(made: Made, tmp_path: Path) -> Iterator[str]:
     """The Sentinel's port of a server and a Sentinel that speak nothing but TLS."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed: the bundled one has no TLS")
     ports = free_port(), free_port()
     secure = (
-        f"port 0\ntls-cert-file {certificate}\ntls-key-file {certificate}\ntls-auth-clients no\n"
-        f"tls-ca-cert-file {certificate.with_suffix('.crt')}\ntls-replication yes\n"
+        f"port 0\ntls-cert-file {made.file}\ntls-key-file {made.key_file}\ntls-auth-clients no\n"
+        f"tls-ca-cert-file {made.file}\ntls-replication yes\n"
     )
     configs = (
         f"{secure}tls-port {ports[0]}\nmaxmemory-policy noeviction\n",
@@ -122,14 +105,14 @@ def watched(certificate: Path, tmp_path: Path) -> Iterator[str]:
             one.wait()
 
 
-async def test_sentinels_and_servers_are_reached_by_tls(watched: str, certificate: Path) -> None:
+async def test_sentinels_and_servers_are_reached_by_tls(watched: str, made: Made) -> None:
     """Both with the same authority, which is asked for."""
     url = f"rediss+sentinel://{watched}/chat"
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + 10
     while True:  # Until they answer, and Sentinel has heard of the server.
         try:
-            store = await RedisStore.connect(url, ca_file=str(certificate.with_suffix(".crt")))
+            store = await RedisStore.connect(url, ca_file=str(made.file))
             break
         except ConfigError:
             if loop.time() > give_up_at:
