@@ -21,12 +21,7 @@ from types import MappingProxyType
 
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
 from outrider.errors import InvariantError, OutOfPages, check
-from outrider.kv_cache.prefix_cache import (
-    PagedSequence,
-    Prefix,
-    PrefixIndex,
-    require_whole,
-)
+from outrider.kv_cache.prefix_cache import PagedSequence, Prefix, PrefixIndex
 
 Copy = tuple[int, int]
 """(from, to)."""
@@ -41,8 +36,6 @@ class BlockPool:
     """
 
     def __init__(self, num_pages: int, page_size: int = 16) -> None:
-        check(num_pages > 0, f"{num_pages} pages; at least one is needed")
-        check(page_size > 0, f"{page_size} slots a page; at least one is needed")
         self._num_pages = num_pages
         self._page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -105,12 +98,12 @@ class BlockPool:
         """See `Engine.attach`; the sequence is busy."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
-        sequence = self._sequences[sequence_id] = PagedSequence(salt, is_branch=False)
+        sequence = self._sequences[sequence_id] = PagedSequence(salt)
         for prefix in self._known_prefixes(token_ids, salt):
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
             self._hold(sequence, prefix.page)
-        sequence.length = len(sequence.pages) * self._page_size
+        sequence.length = sequence.chain_length = len(sequence.pages) * self._page_size
         self._prefix_queries += len(token_ids)
         self._prefix_hits += sequence.length
         return sequence.length
@@ -157,8 +150,10 @@ class BlockPool:
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing. Slots that are not `whole` are never shared, and `keep` gives them back before any
         that are whole; else `InvariantError` is raised."""
-        if whole:
-            require_whole(self._sequences, steps)
+        for step in steps if whole else ():
+            sequence = self._sequences.get(step.sequence_id)
+            is_whole = sequence is None or not sequence.num_shallow
+            check(is_whole, f"{step.sequence_id}: its last slots are shallow")
         if not self._is_roomy(steps):
             self._make_room(steps)
         size = self._page_size
@@ -166,7 +161,7 @@ class BlockPool:
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is None:
-                sequence = self._sequences[step.sequence_id] = PagedSequence("", is_branch=False)
+                sequence = self._sequences[step.sequence_id] = PagedSequence("")
             elif not sequence.busy:
                 self._wake(step.sequence_id, sequence)
             if sequence.length % size:
@@ -178,9 +173,9 @@ class BlockPool:
     def name(self, sequence_id: str, token_ids: Sequence[int]) -> None:
         """The last slots of a step that was appended, whose tokens were not known then, hold these.
         `written` follows."""
-        sequence, size = self._sequences[sequence_id], self._page_size
-        for slot, token_id in enumerate(token_ids, start=sequence.length - len(token_ids)):
-            self._ids[sequence.pages[slot // size] * size + slot % size] = token_id
+        sequence = self._sequences[sequence_id]
+        for place, token_id in enumerate(token_ids, start=sequence.length - len(token_ids)):
+            self._ids[self._slot(sequence.pages, place)] = token_id
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
         """The slots that `append` has taken for these steps hold their tokens: whole pages of them
@@ -249,7 +244,7 @@ class BlockPool:
             busy.update(sequence.pages if sequence.busy else ())
             for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
                 ids = self._packed_ids(page)
-                check(prefix.packed_ids == ids, f"page {page} of {sequence_id} is corrupt")
+                check(prefix.key[1] == ids, f"page {page} of {sequence_id} is corrupt")
         pages = range(self._num_pages)
         check(self._holders == [holders[page] for page in pages], "holders are miscounted")
         check(self._busy_holders == [busy[p] for p in pages], "busy holders are miscounted")
@@ -392,22 +387,22 @@ class BlockPool:
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
         """The known prefixes of these tokens, the shortest first; none of them is all of them."""
         size, ids = self._page_size, array(_ID_TYPE, token_ids)
-        prefix = None
+        parent: Prefix | str = salt
         for end in range(size, len(ids), size):
-            prefix = self._prefixes.find(salt, prefix, ids[end - size : end].tobytes())
+            prefix = self._prefixes.find(parent, ids[end - size : end].tobytes())
             if prefix is None:
                 return
             yield prefix
+            parent = prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
         """Makes the whole pages of the sequence's chain known."""
         prefixes = sequence.prefixes
-        while prefixes and not prefixes[-1].known:
+        while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
         for page in sequence.pages[len(prefixes) : sequence.chain_length // self._page_size]:
-            parent = prefixes[-1] if prefixes else None
-            prefix = self._prefixes.add(sequence.salt, parent, self._packed_ids(page), page)
-            prefixes.append(prefix)
+            parent = prefixes[-1] if prefixes else sequence.salt
+            prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 
     def _forget(self, page: int) -> None:
         """Forgets the prefix that a page holds and all that continue it."""
@@ -440,17 +435,8 @@ class BlockPool:
             for _ in range(missing):
                 pages.append(self._free.pop())
                 self._hold(sequence, pages[-1])
-        if len(token_ids) == 1:
-            self._ids[pages[-1] * size + start % size] = token_ids[0]
-            return
-        ids = array(_ID_TYPE, token_ids)
-        done = 0
-        while done < len(ids):
-            index, place = divmod(start + done, size)
-            num = min(len(ids) - done, size - place)
-            slot = pages[index] * size + place
-            self._ids[slot : slot + num] = ids[done : done + num]
-            done += num
+        for place, token_id in enumerate(token_ids, start=start):
+            self._ids[pages[place // size] * size + place % size] = token_id
 
     def _move(
         self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
@@ -462,16 +448,18 @@ class BlockPool:
         self._make_room_beside(sequence_id, sequence, num_shared)
         for index in indices:
             self._own(sequence, index)
-        moves: list[Copy] = []
         first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
-        for place, slot in enumerate([*range(first, length), *path], start=first):
-            origin = before[slot // size] * size + slot % size
-            moves.append((origin, sequence.pages[place // size] * size + place % size))
-        for (_, target), token_id in zip(
-            moves, [self._ids[origin] for origin, _ in moves], strict=True
-        ):
+        origins = [self._slot(before, slot) for slot in (*range(first, length), *path)]
+        token_ids = [self._ids[origin] for origin in origins]
+        targets = [self._slot(sequence.pages, first + place) for place in range(len(origins))]
+        for target, token_id in zip(targets, token_ids, strict=True):
             self._ids[target] = token_id
-        return moves
+        return list(zip(origins, targets, strict=True))
+
+    def _slot(self, pages: Sequence[int], place: int) -> int:
+        """The number of a sequence's slot, given its place on these pages."""
+        index, rest = divmod(place, self._page_size)
+        return pages[index] * self._page_size + rest
 
     def _hold(self, sequence: PagedSequence, page: int) -> None:
         """Counts the sequence among those that hold the page."""

@@ -86,17 +86,18 @@ class SessionTable:
         """
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
-        entry = self._entry(head)
-        sequence = entry.sequence
+        session_id, sequence = head.session_id, self._entry(head).sequence
         if not sequence.holds(head.base_length, head.prefix_digest):
-            return self._resync(head, entry)
-        entry.confirmed_length = head.committed_length
+            return self._resync(head)
+        self._entries[session_id].confirmed_length = head.committed_length
         if not head.append:
             again = sequence.since(head.base_length - 1)[:1]
-            self._cut(head.session_id, sequence, head.base_length - 1)
+            self._cut(session_id, sequence, head.base_length - 1)
             return Aligned(sequence, again)
-        num_held = _common_length(head.append[:-1], sequence, head.base_length)
-        self._cut(head.session_id, sequence, head.base_length + num_held)
+        held = sequence.since(head.base_length, head.committed_length - 1)
+        pairs = enumerate(zip(head.append, held, strict=False))
+        num_held = next((i for i, (given, known) in pairs if given != known), len(held))
+        self._cut(session_id, sequence, head.base_length + num_held)
         return Aligned(sequence, head.append[num_held:])
 
     def begin(self, head: RoundHead) -> Aligned:
@@ -112,30 +113,23 @@ class SessionTable:
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Notes that these tokens were run after those held: as many of them as the engine has
         taken slots for; all of them without an engine. Returns the length held now."""
-        entry = self._entries.get(session_id)
-        if entry is None:
-            raise InvariantError(f"session {session_id} is not in the table")
-        sequence = entry.sequence
-        if self._engine is None:
-            sequence.extend(token_ids)
-            return len(sequence)
-        missing = self._engine.length(session_id) - len(sequence)
-        check(
-            0 <= missing <= len(token_ids),
-            f"the engine holds {missing} slots more than the table; {len(token_ids)} were run",
-        )
+        sequence = self._known(session_id).sequence
+        missing = len(token_ids)
+        if self._engine is not None:
+            missing = self._engine.length(session_id) - len(sequence)
+            check(
+                0 <= missing <= len(token_ids),
+                f"the engine holds {missing} slots more than the table; {len(token_ids)} were run",
+            )
         sequence.extend(token_ids[:missing])
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
         """Gives up what a session holds behind its first `length` tokens. Returns the length held
         now, which is less where the engine has evicted it."""
-        entry = self._entries.get(session_id)
-        if entry is None:
-            raise InvariantError(f"session {session_id} is not in the table")
-        self._forget_evicted(session_id, entry)
-        self._cut(session_id, entry.sequence, min(length, len(entry.sequence)))
-        return len(entry.sequence)
+        sequence = self._synced(session_id, self._known(session_id))
+        self._cut(session_id, sequence, min(length, len(sequence)))
+        return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
         """Cuts a session that was aligned back to its committed tokens but the last, which can be
@@ -143,8 +137,7 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is None:
             return None
-        self._forget_evicted(session_id, entry)
-        sequence, length = entry.sequence, entry.confirmed_length
+        sequence, length = self._synced(session_id, entry), entry.confirmed_length
         if len(sequence) < length or length == 0:
             return None
         last = sequence.since(length - 1, length)
@@ -154,10 +147,7 @@ class SessionTable:
     def length(self, session_id: str) -> int:
         """Tokens held of a session; 0 for an unknown one."""
         entry = self._entries.get(session_id)
-        if entry is None:
-            return 0
-        self._forget_evicted(session_id, entry)
-        return len(entry.sequence)
+        return 0 if entry is None else len(self._synced(session_id, entry))
 
     def age_rank(self, session_id: str) -> float:
         """Orders sessions by when they were first seen: the smaller, the older. Those that are
@@ -185,12 +175,11 @@ class SessionTable:
     def free(self, session_id: str) -> None:
         """Frees the slots of a session that is not forgotten; unknown ones are ignored."""
         entry = self._entries.get(session_id)
-        if entry is None:
-            return
-        entry.sequence.truncate(0)
-        entry.confirmed_length = 0
-        if self._engine is not None:
-            self._engine.release(session_id)
+        if entry is not None:
+            entry.sequence.truncate(0)
+            entry.confirmed_length = 0
+            if self._engine is not None:
+                self._engine.release(session_id)
 
     def release(self, session_id: str) -> None:
         """Forgets the session and frees its slots; unknown ones are ignored."""
@@ -206,10 +195,17 @@ class SessionTable:
                 slots, tokens = self._engine.length(session_id), len(entry.sequence)
                 check(slots in (0, tokens), f"{session_id}: {slots} slots for {tokens} tokens")
 
+    def _known(self, session_id: str) -> _Entry:
+        entry = self._entries.get(session_id)
+        if entry is None:
+            raise InvariantError(f"session {session_id} is not in the table")
+        return entry
+
     def _entry(self, head: RoundHead) -> _Entry:
         entry = self._entries.get(head.session_id)
         if entry is None:
-            self._make_room()
+            while len(self._entries) >= self._sequences_max:
+                self.release(next(iter(self._entries)))
             self._num_seen += 1
             entry = self._entries[head.session_id] = _Entry(self._num_seen)
             if self._engine is not None:
@@ -217,30 +213,27 @@ class SessionTable:
             return entry
         entry.parked = False
         self._entries.move_to_end(head.session_id)
-        self._forget_evicted(head.session_id, entry)
+        self._synced(head.session_id, entry)
         return entry
 
-    def _make_room(self) -> None:
-        while len(self._entries) >= self._sequences_max:
-            oldest = next(iter(self._entries))
-            self.release(oldest)
-
-    def _forget_evicted(self, session_id: str, entry: _Entry) -> None:
-        """After the engine has evicted a session, its tokens have no slots."""
-        if self._engine is None:
-            return
-        slots = self._engine.length(session_id)
-        if slots < len(entry.sequence):
-            entry.sequence.truncate(slots)
+    def _synced(self, session_id: str, entry: _Entry) -> TokenSequence:
+        """The session's tokens, of which those without slots are forgotten: the engine may have
+        evicted them."""
+        sequence = entry.sequence
+        slots = len(sequence) if self._engine is None else self._engine.length(session_id)
+        if slots < len(sequence):
+            sequence.truncate(slots)
             entry.confirmed_length = min(entry.confirmed_length, slots)
-        elif slots > len(entry.sequence):
+        elif slots > len(sequence) and self._engine is not None:
             # A step that failed between `forward` and `record` left slots of unknown tokens.
-            self._engine.keep(session_id, len(entry.sequence))
+            self._engine.keep(session_id, len(sequence))
+        return sequence
 
-    def _resync(self, head: RoundHead, entry: _Entry) -> Resync:
+    def _resync(self, head: RoundHead) -> Resync:
         """What was committed once stays committed, so the confirmed prefix is the safe offer.
         It holds no guesses, which the whole sequence would. Where it is not shorter than the
         stated prefix, the two views have parted inside it, at an unknown place."""
+        entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0
         digest = entry.sequence.digest(length) if length else EMPTY_DIGEST
@@ -252,12 +245,3 @@ class SessionTable:
         if self._engine is not None:
             self._engine.keep(session_id, length)
         sequence.truncate(length)
-
-
-def _common_length(token_ids: Sequence[int], sequence: TokenSequence, start: int) -> int:
-    """How many of `token_ids`, from the first on, stand in the sequence from `start` on."""
-    held = sequence.since(start, start + len(token_ids))
-    for index, (given, known) in enumerate(zip(token_ids, held, strict=False)):
-        if given != known:
-            return index
-    return len(held)

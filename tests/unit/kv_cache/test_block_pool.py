@@ -67,7 +67,6 @@ def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: BlockPool) -> None:
     """Its slots lie side by side, but do not follow each other."""
     run(pool, "a", 1, 2)
     append(pool, [step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
-    pool.keep("a", 8)
     assert pool.attach("b", (1, 2, 3, 4, 5)) == 0
     first, second = (page * SIZE for page in pool.pages("a"))
     moves = pool.keep("a", 2, (3, 4, 6, 7))
