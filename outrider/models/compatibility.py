@@ -97,17 +97,12 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
     """Runs the trial; raises `ConfigError` unless its logits are `expected` [T, V]."""
     ids = trial_tokens(engine.info)
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
-    whole = SequenceStep("whole", ids, len(ids))
-    if chunk:
-        first = engine.forward([SequenceStep("chunks", ids[:chunk], chunk)])
-        second = SequenceStep("chunks", ids[chunk:], len(ids) - chunk)
-        rest, other = engine.forward([second, whole])
-        answers = [torch.cat([*first, rest]), other]
-    else:
-        answers = engine.forward([whole])
+    whole, rest = SequenceStep("whole", ids, len(ids)), len(ids) - chunk
+    first = engine.forward([SequenceStep("chunks", ids[:chunk], chunk)]) if chunk else []
+    last, other = engine.forward([SequenceStep("chunks", ids[chunk:], rest), whole])
     if expected.shape[-1] == 0:
         return  # of the ranks that share a model, only the leader has logits
-    for answer in answers:
+    for answer in (torch.cat([*first, last]), other):
         _check_close(
             answer.flatten(), expected.flatten(),
             "with paged attention its logits differ from its own by {} of their norm",

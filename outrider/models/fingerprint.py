@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -69,9 +69,12 @@ def tensors_fingerprint(directory: Path) -> str:
     entries: dict[str, bytes] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
-            header = _safetensors_header(path, file)
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_BYTES_MAX:
+                raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
+            header = json.loads(file.read(length))
             start = file.tell()
-            for name, entry in json.loads(header).items():
+            for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
                     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -84,13 +87,6 @@ def tensors_fingerprint(directory: Path) -> str:
     return whole.hexdigest()
 
 
-def _safetensors_header(path: Path, file: BinaryIO) -> bytes:
-    length = int.from_bytes(file.read(8), "little")
-    if length > _HEADER_BYTES_MAX:
-        raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
-    return file.read(length)
-
-
 def _add_range(
     digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
 ) -> None:
@@ -101,71 +97,50 @@ def _add_range(
         digest.update(file.read(min(_BLOCK_BYTES, end - begin)))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerTable:
-    """What the ids of a tokenizer mean.
+TokenizerTable = dict[str, str]
+"""What the ids of a tokenizer mean: "id N" -> token as the vocabulary spells it, added and special
+ones included, and "merge N" -> the pair that a byte-pair encoding merges then.
 
-    Which ids begin, end or pad a text is left out: a base model may draft for its instruction-tuned
-    sibling, which ends texts with another id of the same table.
-    """
-
-    tokens: dict[int, str]
-    """id -> token as the vocabulary spells it, added and special ones included."""
-    merges: tuple[str, ...]
-    """Of a byte-pair encoding, in order; else empty."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The same for equal tables, in every process."""
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        content = [sorted(self.tokens.items()), self.merges]
-        digest.update(json.dumps(content, ensure_ascii=True).encode())
-        return digest.hexdigest()
+Which ids begin, end or pad a text is left out: a base model may draft for its instruction-tuned
+sibling, which ends texts with another id of the same table.
+"""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
     """The table of a loaded tokenizer of the transformers library."""
-    tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    tokens = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges: list[Any] = []
     if backend is not None:
         merges = json.loads(backend.to_str())["model"].get("merges", [])
     spelled = (m if isinstance(m, str) else " ".join(m) for m in merges)
-    return TokenizerTable(tokens, tuple(spelled))
+    table = {f"id {token_id}": token for token, token_id in tokens}
+    return table | {f"merge {rank}": pair for rank, pair in enumerate(spelled)}
+
+
+def tokenizer_fingerprint(tokenizer: Any | None) -> str:
+    """Of a loaded tokenizer: the same for equal tables, in every process; empty without one."""
+    if tokenizer is None:
+        return ""
+    content = json.dumps([*tokenizer_table(tokenizer).items()])
+    return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def compare_tokenizers(
-    target_name: str,
-    target: TokenizerTable | None,
-    draft_name: str,
-    draft: TokenizerTable | None,
+    target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """Raises `ConfigError` with both names and the first difference unless every id means the same.
+    """Raises `ConfigError` with both names and a difference unless every id means the same.
 
     How wide the models' logits are does not matter: padding has no tokens. Two models without
     tokenizers (None) are taken as made for each other.
     """
-    if target is None and draft is None:
+    if target == draft:
         return
     introduction = f"draft model {draft_name} does not share the tokenizer of target {target_name}"
     if target is None or draft is None:
-        without = target_name if target is None else draft_name
-        raise ConfigError(f"{introduction}: {without} has none")
-    for token_id in sorted(target.tokens.keys() | draft.tokens.keys()):
-        ours, theirs = target.tokens.get(token_id), draft.tokens.get(token_id)
-        if ours != theirs:
-            raise ConfigError(
-                f"{introduction}: id {token_id} is {_spell(ours)} in the target, "
-                f"{_spell(theirs)} in the draft"
-            )
-    for rank in range(max(len(target.merges), len(draft.merges))):
-        a, b = target.merges[rank : rank + 1], draft.merges[rank : rank + 1]
-        if a != b:
-            raise ConfigError(
-                f"{introduction}: merge {rank} is {_spell(*a)} in the target, "
-                f"{_spell(*b)} in the draft"
-            )
-
-
-def _spell(token: str | None = None) -> str:
-    return "missing" if token is None else repr(token)
+        raise ConfigError(
+            f"{introduction}: {target_name if target is None else draft_name} has none"
+        )
+    key = next(key for key in target | draft if target.get(key) != draft.get(key))
+    ours, theirs = (repr(table[key]) if key in table else "missing" for table in (target, draft))
+    raise ConfigError(f"{introduction}: {key} is {ours} in the target, {theirs} in the draft")

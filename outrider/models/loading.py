@@ -16,8 +16,8 @@ from torch import nn
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
 from outrider.models.fingerprint import (
-    TokenizerTable,
     compare_tokenizers,
+    tokenizer_fingerprint,
     tokenizer_table,
     weights_fingerprint,
 )
@@ -185,9 +185,8 @@ def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, 
     that is not stated, and its tokenizer's fingerprint, empty where it has none. Raises
     `ConfigError` for files that cannot be read."""
     text_config = _config(path, trust_remote_code).get_text_config()
-    width = int(getattr(text_config, "vocab_size", None) or 0)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return width, tokenizer_fingerprint(tokenizer)
+    return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -204,19 +203,18 @@ def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
     """Raises `ConfigError` unless a draft and a target, given by name, share their tokenizer."""
-    tables: list[TokenizerTable | None] = []
+    tables = []
     for name in (target, draft):
         path = resolve_model(name, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        tables.append(None if tokenizer is None else tokenizer_table(tokenizer))
+        tables.append(tokenizer and tokenizer_table(tokenizer))
     compare_tokenizers(target, tables[0], draft, tables[1])
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
     """Where the model goes; sets the threads. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
-    num_threads = options.get("num_threads")
-    if num_threads is not None:
+    if (num_threads := options.get("num_threads")) is not None:
         if num_threads < 1:
             raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
         torch.set_num_threads(num_threads)
@@ -257,24 +255,16 @@ def _config(path: Path, trust_remote_code: bool) -> Any:
         )
 
 
-def tokenizer_fingerprint(tokenizer: Any | None) -> str:
-    """Of a loaded tokenizer; empty for a model without one."""
-    return "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
-
-
 def _logits_width(module: Any) -> int:
-    head = module.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if weight is not None:
-        return int(weight.shape[0])
-    return int(module.config.get_text_config().vocab_size)
+    weight = getattr(module.get_output_embeddings(), "weight", None)
+    return int(module.config.get_text_config().vocab_size if weight is None else len(weight))
 
 
 def _max_model_len(config: Any, override: int | None, name: str) -> int:
     stated = _stated_length(config)
     if override is None:
         return stated or MAX_MODEL_LEN_DEFAULT
-    if override < 1 or (stated is not None and override > stated):
+    if not 1 <= override <= (stated or override):
         raise SettingError(
             "max_model_len", f"{override} given; model {name} allows 1..{stated or 'any'}"
         )
@@ -283,15 +273,13 @@ def _max_model_len(config: Any, override: int | None, name: str) -> int:
 
 def _stated_length(config: Any) -> int | None:
     text_config = config.get_text_config()
-    stated = next((v for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
-    return None if stated is None else int(stated)
+    return next((int(v) for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
 
 
 def _eos_token_ids(module: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """All ids that any of a model's files names as the end of a text."""
     found = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
-    width = _logits_width(module)
-    return tuple(i for i in found if i < width)
+    return tuple(i for i in found if i < _logits_width(module))
 
 
 def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:

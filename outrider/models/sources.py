@@ -33,7 +33,6 @@ _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
 """Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_REMOTE_CODE_FILES = ("*.py",)
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ def _looks_like_path(name: str) -> bool:
 def _snapshot(name: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SNAPSHOT_FILES, *(_REMOTE_CODE_FILES if trust_remote_code else ())]
+    patterns = [*_SNAPSHOT_FILES, *(["*.py"] if trust_remote_code else [])]
     _log.info("looking up model %s on the hub", name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -204,14 +203,13 @@ def _convert(gguf: Path, directory: Path) -> None:
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)
     directory.mkdir()
-    _write_model(gguf, directory)
-    _write_tokenizer(gguf, directory)
+    _write(gguf, directory)
     _log.info("converted %s", gguf.name)
 
 
-def _write_model(gguf: Path, directory: Path) -> None:
+def _write(gguf: Path, directory: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
@@ -220,27 +218,18 @@ def _write_model(gguf: Path, directory: Path) -> None:
         tensors = load_gguf_checkpoint(
             str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
         )["tensors"]
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"model {gguf}: this GGUF file cannot be read ({error})") from error
     result = module.load_state_dict(tensors, strict=False)
     tied = getattr(module, "_tied_weights_keys", None) or ()
-    missing = [key for key in result.missing_keys if key not in tied]
-    if missing or result.unexpected_keys:
-        wrong = (missing or result.unexpected_keys)[0]
+    wrong = [*(key for key in result.missing_keys if key not in tied), *result.unexpected_keys]
+    if wrong:
         raise ConfigError(
-            f"model {gguf}: its tensors do not fit its architecture, first at {wrong}"
+            f"model {gguf}: its tensors do not fit its architecture, first at {wrong[0]}"
         )
     module.tie_weights()
     if hasattr(module.config, "quantization_config"):
         del module.config.quantization_config
     module.save_pretrained(directory)
-
-
-def _write_tokenizer(gguf: Path, directory: Path) -> None:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"model {gguf}: its tokenizer cannot be read ({error})") from error
     tokenizer.save_pretrained(directory)

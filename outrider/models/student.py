@@ -30,6 +30,7 @@ from outrider.models.drafter_checkpoint import (
     save_files,
     stored_weights,
 )
+from outrider.models.fingerprint import tokenizer_fingerprint
 from outrider.models.loading import (
     LoadOptions,
     describe,
@@ -39,7 +40,6 @@ from outrider.models.loading import (
     read_weights,
     refusing,
     stored_names,
-    tokenizer_fingerprint,
     use_device,
 )
 

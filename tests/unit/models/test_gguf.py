@@ -44,8 +44,7 @@ def _fake_write(gguf: Path, directory: Path) -> None:
 
 def test_changed_files_are_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory's name holds the content's fingerprint."""
-    monkeypatch.setattr(sources, "_write_model", _fake_write)
-    monkeypatch.setattr(sources, "_write_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sources, "_write", _fake_write)
     gguf = tmp_path / "model.Q4_1.gguf"
     gguf.write_bytes(b"one")
     first = converted(gguf, tmp_path)
@@ -67,8 +66,7 @@ def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         others.wait(20)
         _fake_write(gguf, directory)
 
-    monkeypatch.setattr(sources, "_write_model", write)
-    monkeypatch.setattr(sources, "_write_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sources, "_write", write)
     gguf = tmp_path / "m.gguf"
     gguf.write_bytes(b"data")
     results: list[Path] = []

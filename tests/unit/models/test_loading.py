@@ -18,7 +18,7 @@ from outrider.models import loading, sources
 from outrider.models.fingerprint import (
     TokenizerTable,
     compare_tokenizers,
-    tokenizer_table,
+    tokenizer_fingerprint,
     weights_fingerprint,
 )
 from outrider.models.loading import check_same_tokenizer, load_model, load_tokenizer
@@ -92,7 +92,7 @@ def test_load_model_tells_what_it_is(spoken: Path) -> None:
     assert info.eos_token_ids == (0,)  # the tokenizer's <|end|>
     assert not module.training
     assert not any(p.requires_grad for p in module.parameters())
-    assert info.tokenizer_fingerprint == tokenizer_table(load_tokenizer(spoken)).fingerprint
+    assert info.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(spoken))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -164,7 +164,8 @@ def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
 
 
 def table(*tokens: str, merges: tuple[str, ...] = ()) -> TokenizerTable:
-    return TokenizerTable(dict(enumerate(tokens)), merges)
+    table = {f"id {token_id}": token for token_id, token in enumerate(tokens)}
+    return table | {f"merge {rank}": pair for rank, pair in enumerate(merges)}
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,6 @@ def test_the_first_difference_between_tokenizers_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=f"draft model D does not .* target T: {difference}"):
         compare_tokenizers("T", target, "D", draft)
-    if target is not None and draft is not None:
-        assert target.fingerprint != draft.fingerprint
 
 
 def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(
