@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -82,19 +81,9 @@ class Group:
     slots: torch.Tensor
     """[N * L]; a segment with fewer repeats its first one."""
     bias: torch.Tensor | None
-    """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere."""
+    """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere, but
+    in fixed shapes."""
     _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _biases: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def bias_by_row(self, shared: int) -> torch.Tensor | None:
-        """[N, 1, shared * T, L]: `bias` for the rows of `shared` heads, one head's T after
-        another's. Made once for all layers."""
-        if self.bias is None:
-            return None
-        known = self._biases.get(shared)
-        if known is None:
-            known = self._biases[shared] = self.bias.repeat(1, 1, shared, 1)
-        return known
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> torch.Tensor:
         """[heads * N * L]: `slots` of each head, where one head's `num_slots` follow another's.
@@ -216,18 +205,18 @@ def _padded(array: _Ints) -> _Ints:
 def rows_of(sequences: Sequence[HeldSequence], page_size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """Token ids, positions and slots [T] of a step's new tokens, and the rows [R] among them whose
     logits are wanted."""
-    ids, positions, slots, wanted = [], [], [], []
+    parts = []
     row = 0
     for held in sequences:
         step, num = held.step, len(held.step.token_ids)
         places = np.arange(held.length, held.length + num)
-        pages = np.array(held.pages, dtype=np.int64)
-        ids.append(np.array(step.token_ids, dtype=np.int64))
-        positions.append(held.length + tree_of(step.parents).depths if step.parents else places)
-        slots.append(pages[places // page_size] * page_size + places % page_size)
+        positions = held.length + tree_of(step.parents).depths if step.parents else places
         row += num
-        wanted.append(np.arange(row - step.num_logits, row))
-    return tuple(np.concatenate(parts) for parts in (ids, positions, slots, wanted))  # type: ignore[return-value]
+        wanted = np.arange(row - step.num_logits, row)
+        pages = np.array(held.pages)
+        slots = pages[places // page_size] * page_size + places % page_size
+        parts.append((np.array(step.token_ids), positions, slots, wanted))
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
 def slots_of(held: HeldSequence, page_size: int) -> _Ints:
@@ -308,57 +297,47 @@ def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
 
 
 def _group(members: Sequence[_Segment], view: _View) -> Group:
-    num_tokens = view.num_tokens(members[0])
+    num, num_tokens = len(members), view.num_tokens(members[0])
     begins = [view.begin(segment) for segment in members]
     width = max(view.num_slots(segment) for segment in members)
-    slots = np.empty((len(members), width), dtype=np.int64)
+    slots = np.empty((num, width), dtype=np.int64)
     sees_all = num_tokens == 1
     for row, segment, begin in zip(slots, members, begins, strict=True):
         size = segment.end - begin
         row[:size] = segment.slots[begin : segment.end]
         row[size:] = row[0]
         sees_all = sees_all and size == width and begin == view.first_seen(segment)
-    first_rows = [segment.first_row for segment in members]
-    is_run = view.spare_row is None and all(b - a == num_tokens for a, b in pairwise(first_rows))
+    firsts = np.array([segment.first_row for segment in members])[:, None]
+    lasts = np.array([segment.num_tokens - 1 for segment in members])[:, None]
+    tokens = np.arange(num_tokens)
+    rows = firsts + np.minimum(tokens, lasts)
+    first = members[0].first_row
+    is_run = view.spare_row is None and rows[-1, -1] == first + rows.size - 1
     arrays = [slots.reshape(-1)]
     if not is_run:
-        places = _places(members, num_tokens)
-        rows = np.array(first_rows, dtype=np.int64)[:, None] + places
         arrays.append(rows.reshape(-1))
-        if view.spare_row is not None:
-            is_padding = places < np.arange(num_tokens)
-            arrays.append(np.where(is_padding, view.spare_row, rows).reshape(-1))
+    if view.spare_row is not None:
+        arrays.append(np.where(tokens > lasts, view.spare_row, rows).reshape(-1))
     shipped = _shipped(arrays, view.device)
-    run = slice(first_rows[0], first_rows[0] + len(members) * num_tokens)
     return Group(
-        num_segments=len(members),
+        num_segments=num,
         num_tokens=num_tokens,
-        rows=run if is_run else shipped[1],
+        rows=slice(first, first + rows.size) if is_run else shipped[1],
         targets=None if view.spare_row is None else shipped[2],
         slots=shipped[0],
-        bias=None if sees_all else _bias(members, begins, num_tokens, width, view),
+        bias=None if sees_all else _bias(members, begins, rows - firsts, width, view),
     )
 
 
-def _places(members: Sequence[_Segment], num_tokens: int) -> _Ints:
-    """[N, T]: tokens of each segment by their place in it; the last one pads it."""
-    lasts = np.array([segment.num_tokens - 1 for segment in members], dtype=np.int64)
-    return np.minimum(np.arange(num_tokens), lasts[:, None])
-
-
 def _bias(
-    members: Sequence[_Segment],
-    begins: Sequence[int],
-    num_tokens: int,
-    width: int,
-    view: _View,
+    members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
 ) -> torch.Tensor:
-    """[N, 1, T, L]; a segment's column is slot `begin` + column of its sequence."""
+    """[N, 1, T, L]: of the tokens at these places [N, T] of their segments; a segment's column is
+    slot `begin` + column of its sequence."""
     window = view.window
-    places = _places(members, num_tokens)
-    firsts = np.array([segment.position for segment in members], dtype=np.int64)
-    queries = (firsts[:, None] + places)[..., None]
-    slots = np.array(begins, dtype=np.int64)[:, None, None] + np.arange(width)
+    firsts = np.array([segment.position for segment in members])[:, None]
+    queries = (firsts + places)[..., None]
+    slots = np.array(begins)[:, None, None] + np.arange(width)
     allowed = slots <= queries
     if window is not None:
         allowed &= slots > queries - window

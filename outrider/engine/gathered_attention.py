@@ -5,49 +5,40 @@ whose rounding it shares. For what an engine runs that is quicker on most CPUs t
 `scaled_dot_product_attention`: with bfloat16, 3 key heads of width 64 for 9 query heads, on one
 thread, a layer takes for 16 sequences of 300 slots 0.5 of its time (one new token each, or five),
 for 128 tokens of a prompt over 1,000 slots 0.4, for one sequence 0.8 (five tokens) to 1.1 (one).
-
-CPUs with matrix tiles (AMX) are the other way round with bfloat16: of the plain products' time the
-fused operator takes there 0.6 for one sequence (one new token, or five), 0.6 to 0.8 for 128 tokens
-of a prompt, 0.9 to 1.0 for 16 sequences; with 8 key heads of width 128 for 32 query heads 0.7 to
-1.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache as once
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import SPLIT_SLOTS, Group, HeldSequence, plan_step
-from outrider.errors import InvariantError
 from outrider.kv_cache.storage import KeysAndValues
 
 
-def attend(
-    query: torch.Tensor,
-    layer: LayerPages,
-    groups: Sequence[Group],
-) -> torch.Tensor:
+def attend(query: torch.Tensor, layer: LayerPages, groups: Sequence[Group]) -> torch.Tensor:
     """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
-    whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq, and no key
-    is repeated for that: the query heads that share one are rows of one matrix."""
+    whose keys and values are in the cache; 0 for rows that are in no group. Query head h reads key
+    head h * Hkv // Hq, and no key is repeated for that: the query heads that share one are rows of
+    one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
-    num_heads, num_tokens, _ = queries.shape
-    output = queries.new_empty((num_tokens, num_heads, layer.cache.values.shape[2]))
+    num_heads, num_rows, _ = queries.shape
+    # What is made of padding is put behind the last row.
+    output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
     for group in groups:
         rows = group.rows
         if isinstance(rows, slice):
             output[rows] = _attend_group(queries[:, rows], layer, group)
         else:
-            chosen = queries.index_select(1, rows)
-            output.index_copy_(0, rows, _attend_group(chosen, layer, group))
-    return output[None]
+            attend_them = _attend_group if group.targets is None else _attend_group_in_splits
+            found = attend_them(queries.index_select(1, rows), layer, group)
+            output.index_copy_(0, rows if group.targets is None else group.targets, found)
+    return output[None, :num_rows]
 
 
 def _gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,40 +54,16 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.T
 
 def _attend_group(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
     """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
-    key_heads, _, key_width = layer.cache.keys.shape
-    # [key heads, heads that share one, N, T, width]
-    split = queries.view(key_heads, -1, group.num_segments, group.num_tokens, key_width)
-    if queries.is_cpu and layer.softcap is None and _fused_is_quicker(queries.dtype):
-        by_head = _attend_fused(split, layer, group)
-    else:
-        by_head = _attend_in_products(split, layer, group)
-    heads_last = by_head.permute(2, 3, 0, 1, 4)
-    return heads_last.reshape(queries.shape[1], queries.shape[0], layer.cache.values.shape[2])
-
-
-def _attend_fused(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
-    """[key heads, shared, N, T, value width] of queries [key heads, shared, N, T, key width]."""
-    key_heads, shared, num, size, key_width = queries.shape
+    num, size = group.num_segments, group.num_tokens
     keys, values = _gathered(layer.cache, group)
-    output = functional.scaled_dot_product_attention(
-        queries.permute(2, 0, 1, 3, 4).reshape(num, key_heads, shared * size, key_width),
-        keys.view(key_heads, num, -1, key_width).transpose(0, 1),
-        values.view(key_heads, num, -1, values.shape[2]).transpose(0, 1),
-        attn_mask=group.bias_by_row(shared),
-        scale=layer.scaling,
-    )
-    return output.view(num, key_heads, shared, size, -1).permute(1, 2, 0, 3, 4)
-
-
-def _attend_in_products(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
-    """As `_attend_fused`."""
-    key_heads, shared, num, size, key_width = queries.shape
-    keys, values = _gathered(layer.cache, group)
-    keys = keys.view(key_heads * num, -1, key_width)
-    values = values.view(key_heads * num, -1, values.shape[2])
-    rows = queries.transpose(1, 2).reshape(key_heads * num, shared * size, key_width)
-    scores, scaling, softcap = torch.bmm(rows, keys.transpose(1, 2)), layer.scaling, layer.softcap
-    by_token = scores.view(key_heads, num, shared, size, keys.shape[1])
+    products, num_heads = len(keys) * num, len(queries)
+    keys = keys.view(products, -1, keys.shape[2])
+    values = values.view(products, -1, values.shape[2])
+    # [key heads, N, heads that share one, T, width]
+    rows = queries.view(len(layer.cache.keys), -1, num, size, queries.shape[2]).transpose(1, 2)
+    scores = torch.bmm(rows.reshape(products, -1, queries.shape[2]), keys.transpose(1, 2))
+    scaling, softcap = layer.scaling, layer.softcap
+    by_token = scores.view(-1, num, num_heads // len(layer.cache.keys), size, keys.shape[1])
     if softcap is not None:
         scores.mul_(scaling / softcap).tanh_().mul_(softcap)
         if group.bias is not None:
@@ -106,38 +73,12 @@ def _attend_in_products(queries: torch.Tensor, layer: LayerPages, group: Group) 
     else:
         torch.add(group.bias, by_token, alpha=scaling, out=by_token)
     torch.softmax(scores, -1, out=scores)
-    output = torch.bmm(scores, values)
-    return output.view(key_heads, num, shared, size, -1).transpose(1, 2)
+    output = torch.bmm(scores, values).view(*by_token.shape[:4], values.shape[2])
+    return output.permute(1, 3, 0, 2, 4).reshape(num * size, num_heads, values.shape[2])
 
 
-@once
-def _fused_is_quicker(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU multiplies matrices of that dtype in tiles."""
-    return dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
-
-def attend_in_splits(
-    query: torch.Tensor,
-    layer: LayerPages,
-    groups: Sequence[Group],
-) -> torch.Tensor:
-    """`attend` of groups in fixed shapes; 0 for rows that are in no group."""
-    queries = query[0]
-    num_heads, num_rows, _ = queries.shape
-    output = queries.new_zeros((num_rows + 1, num_heads, layer.cache.values.shape[2]))
-    for group in groups:
-        if group.targets is None or isinstance(group.rows, slice) or group.bias is None:
-            raise InvariantError("a group is not in fixed shapes")
-        chosen = queries.index_select(1, group.rows)
-        attended = _attend_group_in_splits(chosen, layer, group, group.bias)
-        output.index_copy_(0, group.targets, attended)
-    return output[None, :num_rows]
-
-
-def _attend_group_in_splits(
-    queries: torch.Tensor, layer: LayerPages, group: Group, bias: torch.Tensor
-) -> torch.Tensor:
-    """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
+def _attend_group_in_splits(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
+    """As `_attend_group`, of a group in fixed shapes."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]
@@ -157,7 +98,9 @@ def _attend_group_in_splits(
     else:
         scores.mul_(layer.scaling / layer.softcap).tanh_().mul_(layer.softcap)
     weights = scores.view(key_heads, num, splits, shared, size, SPLIT_SLOTS)
-    weights.add_(bias.view(num, 1, size, splits, SPLIT_SLOTS).permute(0, 3, 1, 2, 4))
+    if group.bias is not None:
+        bias = group.bias.view(num, 1, size, splits, SPLIT_SLOTS)
+        weights.add_(bias.permute(0, 3, 1, 2, 4))
     weights.sub_(weights.amax((2, 5), keepdim=True)).exp_()
     sums = _in_order(weights.sum(-1), wide)
     parts = torch.bmm(scores.to(queries.dtype), values)
@@ -211,10 +154,9 @@ class GatheredSteps(Steps):
         plan = plan_step(
             sequences, self._windows, self._page_size, self._device, self._dtype, self._fixed_shapes
         )
-        attention = attend_in_splits if self._fixed_shapes else attend
 
         def attend_layer(query: torch.Tensor, layer: LayerPages) -> torch.Tensor:
-            return attention(query, layer, plan.groups[layer.window])
+            return attend(query, layer, plan.groups[layer.window])
 
         with running(self._layers, plan.slots, attend_layer):
             return self._forward(plan.token_ids, plan.position_ids, plan.logit_rows)

@@ -154,13 +154,13 @@ class Engine(Protocol):
     def take_step_seconds(self) -> float:
         """Time that the steps since the last call must appear to have taken, and resets it.
         0 for an engine whose steps take their own time; emulated engines state theirs."""
-        ...
+        return 0.0
 
     @property
     def stated_seconds(self) -> float:
         """What `take_step_seconds` would return now: how far a step that runs is ahead of the
         clock."""
-        ...
+        return 0.0
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy.typing as npt
 import torch
 
-from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
+from outrider.engine.attention import LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
@@ -225,19 +225,17 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         """Runs the trial, with what accelerates steps or, where that fails, without."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
         self._use_pages(num_pages)
-        if self._decoder is not None:
-            if self._passes(partial(self._check_trial, *expected)):
-                return
-            self._decoder, self.rows_are_equal = None, False
-            self._use_pages(num_pages)
+        trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
         if isinstance(self._steps, CudaRunner):
-            # Of the ranks that share a model, only the leader has logits to look at.
-            trials = (self._steps.try_kernel, partial(self._check_trial, *expected))
-            if all(self._all_agree(self._passes(trial)) for trial in trials):
-                return
-            self._backend = None
+            trials.insert(0, self._steps.try_kernel)
+        elif self._decoder is None:
+            self._check_trial(*expected)
+            return
+        # Of the ranks that share a model, only the leader has logits to look at.
+        if not all(self._all_agree(self._passes(trial)) for trial in trials):
+            self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
-        self._check_trial(*expected)
+            self._check_trial(*expected)
 
     def _check_trial(self, logits: torch.Tensor, shallow: torch.Tensor | None) -> None:
         check_answers(self, logits)
@@ -261,43 +259,27 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
         self._pool = BlockPool(num_pages, self._page_size)
-        layers = self._layers
-        shapes = [layer.shape for layer in layers]
-        decoder = self._decoder
-        self._cache = KVCache(
-            shapes, num_pages + self._num_spare_pages, self._page_size, decoder is not None
-        )
+        shapes = [layer.shape for layer in self._layers]
+        num_pages += self._num_spare_pages
+        self._cache = KVCache(shapes, num_pages, self._page_size, self._decoder is not None)
+        self._steps = self._new_steps(len(self._layers), self._call, self._backend)
         self._shallow_steps: Steps | None = None
-        if decoder is not None:
-            steps = partial(
-                FusedSteps, decoder, self._cache.layers, self._page_size, self._span_limits
-            )
-            self._steps: Steps = steps()
-            if self.exit_head is not None:
-                self._shallow_steps = steps(num_layers=self.exit_head.num_layers)
-            return
+        if self.exit_head is not None:
+            num_layers = self.exit_head.num_layers
+            call = partial(self._call_shallow, first_layers(self._module, num_layers))
+            unrecorded = self._backend and replace(self._backend, new_recorder=None)
+            self._shallow_steps = self._new_steps(num_layers, call, unrecorded)
+
+    def _new_steps(self, num_layers: int, call: Forward, backend: DeviceBackend | None) -> Steps:
+        """Steps of the first layers, which a call runs, on the pages of the pool."""
+        layers, caches = self._layers[:num_layers], self._cache.layers[:num_layers]
+        if self._decoder is not None:
+            is_whole = num_layers == len(self._layers)
+            return FusedSteps(self._decoder, caches, self._page_size, self._span_limits, is_whole)
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
-            for layer, cache in zip(layers, self._cache.layers, strict=True)
+            for layer, cache in zip(layers, caches, strict=True)
         }
-        self._steps = self._new_steps(self._call, layers, pages, self._backend)
-        if self.exit_head is not None:
-            shallow = first_layers(self._module, self.exit_head.num_layers)
-            blocks = set(shallow.modules())
-            first = [layer for layer in layers if layer.block in blocks]
-            own = {layer.block: pages[layer.block] for layer in first}
-            unrecorded = self._backend and replace(self._backend, new_recorder=None)
-            call = partial(self._call_shallow, shallow)
-            self._shallow_steps = self._new_steps(call, first, own, unrecorded)
-
-    def _new_steps(
-        self,
-        call: Forward,
-        layers: Sequence[AttentionLayer],
-        pages: dict[torch.nn.Module, LayerPages],
-        backend: DeviceBackend | None,
-    ) -> Steps:
-        """Steps of a module with these layers, on these pages of the pool."""
         if backend is None:
             return GatheredSteps(
                 call, pages, self._page_size, self._device, self._dtype,
@@ -332,30 +314,22 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not steps:
             return []
-        with self._appended(steps) as lengths:
-            rows = self._run(self._steps, steps, lengths)
+        rows, sizes = self._run(self._steps, steps)
         self._pool.written(steps)
-        # The copy is made outside of inference mode, so that callers may change it in place.
-        sizes = [step.num_logits for step in steps]
         if self._head is not None:
             if self._decoder is not None:
                 self._seen = self._head.read[0]  # type: ignore[index]
             self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
+        # The copy is made outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
         check(not any(step.parents for step in steps), "shallow steps have no trees")
-        if not steps:
-            return []
-        with self._appended(steps, whole=False) as lengths:
-            rows = self._run(self._shallow_steps, steps, lengths)
-        return list(torch.split(rows, [step.num_logits for step in steps]))
+        return list(torch.split(*self._run(self._shallow_steps, steps))) if steps else []
 
     @property
     def shows_features(self) -> bool:
@@ -379,18 +353,15 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not self._pool.can_hold(steps):
             return None
-        with self._appended(steps) as lengths, torch.inference_mode():
+        with self._appended(steps) as held, torch.inference_mode():
             found = self._steps.run_multi_step(
-                [
-                    HeldSequence(each.step, length, self._pool.pages(each.step.sequence_id))
-                    for each, length in zip(sequences, lengths, strict=True)
-                ],
+                [replace(one, step=each.step) for one, each in zip(held, sequences, strict=True)],
                 [each.num_tokens for each in sequences],
                 draws,
             )
             drawn = None if found is None else found[:, : len(sequences)].cpu()
         if drawn is None:
-            self._undo(steps, lengths)
+            self._undo(held)
             return None
         for each, token_ids in zip(sequences, drawn[:, :, 0].unbind(1), strict=True):
             self._pool.name(each.step.sequence_id, token_ids[: each.num_tokens - 1].tolist())
@@ -437,44 +408,40 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
     def release(self, sequence_id: str) -> None:
         self._pool.release(sequence_id)
 
-    def take_step_seconds(self) -> float:
-        """0: these steps take their own time."""
-        return 0.0
-
-    @property
-    def stated_seconds(self) -> float:
-        return 0.0
-
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless every page is where it is said to be."""
         self._pool.check_integrity()
 
     @contextmanager
-    def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[list[int]]:
-        """Gives the lengths of the sequences before a step, whose slots they have within. Where it
-        fails they have them no more."""
+    def _appended(
+        self, steps: Sequence[SequenceStep], whole: bool = True
+    ) -> Iterator[list[HeldSequence]]:
+        """The sequences of a step, which have its slots within. Where it fails they have them no
+        more."""
         lengths = [self.length(step.sequence_id) for step in steps]
         copies = self._pool.append(steps, whole)
+        held = [
+            HeldSequence(step, length, self._pool.pages(step.sequence_id))
+            for step, length in zip(steps, lengths, strict=True)
+        ]
         missing = {page for _, page in copies}
         try:
             self._cache.copy_pages(copies)
             missing.clear()
-            yield lengths
+            yield held
         except BaseException:
-            self._undo(steps, lengths, missing)
+            self._undo(held, missing)
             raise
 
-    def _undo(
-        self, steps: Sequence[SequenceStep], lengths: Sequence[int], missing: Collection[int] = ()
-    ) -> None:
+    def _undo(self, sequences: Sequence[HeldSequence], missing: Collection[int] = ()) -> None:
         """Gives back the slots of a step that was not run, before others can share what was not
         written to them. A sequence with a page of `missing`, which was to be a copy, is
         forgotten."""
-        for step, length in zip(steps, lengths, strict=True):
-            if any(page in missing for page in self._pool.pages(step.sequence_id)):
-                self._pool.forget(step.sequence_id)
+        for held in sequences:
+            if any(page in missing for page in held.pages):
+                self._pool.forget(held.step.sequence_id)
             else:
-                self._pool.keep(step.sequence_id, length)
+                self._pool.keep(held.step.sequence_id, held.length)
 
     @contextmanager
     def _forgetting(self, sequence_id: str) -> Iterator[None]:
@@ -485,42 +452,35 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             self._pool.forget(sequence_id)
             raise
 
-    def _run(
-        self, runner: Steps, steps: Sequence[SequenceStep], lengths: Sequence[int]
-    ) -> torch.Tensor:
-        """[L, any]: a row for each that is wanted of the steps."""
-        sequences = [
-            HeldSequence(step, length, self._pool.pages(step.sequence_id))
-            for step, length in zip(steps, lengths, strict=True)
-        ]
+    def _run(self, runner: Steps, steps: Sequence[SequenceStep]) -> tuple[torch.Tensor, list[int]]:
+        """A row [any] for each that is wanted, and how many each step wants."""
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
         num_tokens = sum(len(step.token_ids) for step in steps)
-        with torch.inference_mode():
-            if self._contended is None:
-                rows = runner.run(sequences)
-            else:
-                narrow = num_tokens < WIDE_STEP_ROWS
-                kind = (runner is self._steps, num_tokens.bit_length()) if narrow else None
-                with self._contended.step(kind):
-                    rows = runner.run(sequences)
-        return rows[: sum(step.num_logits for step in steps)]
+        is_whole = runner is self._steps
+        kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
+        contended = self._contended.step(kind) if self._contended else nullcontext()
+        with self._appended(steps, is_whole) as sequences, torch.inference_mode(), contended:
+            rows = runner.run(sequences)
+        sizes = [step.num_logits for step in steps]
+        return rows[: sum(sizes)], sizes
 
     def _call(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
+        """`Forward` of the whole model."""
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
-            input_ids=token_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            return_dict=True,
+            input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True,
             **selection,
-        )
-        logits: torch.Tensor = output.logits[0]
+        )  # fmt: skip
+        # What the head read or made of the rows that were asked for.
+        wanted = slice(None) if self._selects_logits else logit_rows
         if self._head is not None:
             if self._head.read is None:
                 raise ConfigError("its head is not called as a module: what it reads is not known")
-            self._seen = self._wanted(self._head.read[0], logit_rows)
-        return self._wanted(logits, logit_rows)
+            self._seen = self._head.read[0][wanted]
+        logits: torch.Tensor = output.logits[0][wanted]
+        return logits
 
     def _call_shallow(
         self,
@@ -529,14 +489,10 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         position_ids: torch.Tensor,
         wanted_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `_call`, of the first layers: what they put out, [L, D]."""
+        """`Forward` of the first layers: what they put out, [L, D]."""
         output = shallow(input_ids=token_ids, position_ids=position_ids, use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden.index_select(0, wanted_rows)
-
-    def _wanted(self, rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Of what the head read or made the rows that were asked for."""
-        return rows if self._selects_logits else rows.index_select(0, logit_rows)
 
 
 def watch_head(module: Any) -> Watched:

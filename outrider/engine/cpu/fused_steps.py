@@ -61,15 +61,16 @@ class FusedSteps(Steps):
         caches: Sequence[BlockedKeysAndValues],
         page_size: int,
         limits: SpanLimits = NO_LIMITS,
-        num_layers: int | None = None,
+        is_whole: bool = True,
     ) -> None:
-        """With `num_layers` the first layers alone are run, and rows are what they put out."""
+        """Runs as many of the first layers as there are caches. If those are not the `whole` model,
+        rows are what they put out."""
         self._decoder = decoder
         self._page_size = page_size
         self._limits = limits
-        self._num_layers = num_layers
-        self._keys = [cache.keys for cache in caches[:num_layers]]
-        self._values = [cache.values for cache in caches[:num_layers]]
+        self._is_whole = is_whole
+        self._keys = [cache.keys for cache in caches]
+        self._values = [cache.values for cache in caches]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
             self._layers: Any = torch.jit.script(decoder.layers.eval())
@@ -101,8 +102,8 @@ class FusedSteps(Steps):
                 copies.made() if has_trees else None,
             )  # fmt: skip
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
-            shallow = self._num_layers is not None
-            output: torch.Tensor = found + residual if shallow else decoder.logits(found, residual)
+            whole = self._is_whole
+            output: torch.Tensor = decoder.logits(found, residual) if whole else found + residual
             return output[0]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.engine import batch, gathered_attention
 from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, StepPlan, padded_rows, plan_step
-from outrider.engine.gathered_attention import attend, attend_in_splits
+from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
@@ -97,8 +97,7 @@ def compare(
     cache.keys[:, unused] = cache.values[:, unused] = math.nan
     num_tokens = plan.token_ids.shape[1]
     query = torch.randn((1, 4, num_tokens, 5), dtype=torch.float64, generator=generator)
-    attention = attend_in_splits if fixed_shapes else attend
-    actual = attention(query, LayerPages(cache, window, 0.7, softcap), plan.groups[window])
+    actual = attend(query, LayerPages(cache, window, 0.7, softcap), plan.groups[window])
     expected = by_definition(query, cache, sequences, page_size, window, 0.7, softcap)
     assert actual.shape[1] == num_tokens
     actual, padding = actual.split_with_sizes(
@@ -126,9 +125,6 @@ def test_every_token_sees_what_it_should(
     if not sequences:
         return
     plan = compare(sequences, page_size, window, softcap)
-    with pytest.MonkeyPatch.context() as patch:  # And so with the fused operator.
-        patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
-        compare(sequences, page_size, window, softcap)
     slots, positions, rows, row = [], [], [], 0
     for held in sequences:
         num = len(held.step.token_ids)
@@ -191,13 +187,9 @@ def test_like_sequences_share_a_group() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_comes_later_does_not_change_a_tokens_sums(
-    fused: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_later_does_not_change_a_tokens_sums(window: int | None) -> None:
     """A token before four others has bit for bit what it has behind them, wherever the sequence
     ends. Both are in products of as many rows, of which a kernel may make what it likes."""
-    monkeypatch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: fused)
     generator = torch.Generator().manual_seed(0)
     cache = KeysAndValues(LayerShape(2, 16, 16, torch.bfloat16, CPU), 256)
     for tensor in (cache.keys, cache.values):
