@@ -5,20 +5,21 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from benchmarks.report import table
-from outrider.engine.step_costs import StepCosts
 from outrider.errors import ConfigError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-from .choosing import Option, TemperaturePlan
-from .rehearsal import Validation
+from .choosing import LEVEL, RESAMPLES, TemperaturePlan
+from .round_times import Option
+from .simulation import Pair
 
 SIGNIFICANT: Final = 6
 """Digits of a number in JSON: seconds and shares of very different sizes."""
@@ -34,32 +35,37 @@ class PlanReport:
     max_tokens: int
     concurrency: int
     round_trip_ms: float
-    shares_device: bool
-    target_costs: StepCosts
-    draft_costs: StepCosts | None
     plans: tuple[TemperaturePlan, ...]
     flags: tuple[str, ...] = ()
     """Further ones of the deployment that was measured."""
 
-    def values(
-        self, validation: Validation | None, fleets: Sequence[Mapping[str, Any]] = ()
-    ) -> dict[str, Any]:
-        """For JSON; `fleets` are those that were simulated."""
+    @property
+    def pair(self) -> Pair:
+        """What was chosen for the first temperature."""
+        plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
+        return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
+
+    def values(self) -> dict[str, Any]:
+        """For JSON."""
         found = asdict(self)
         plans = zip(self.plans, found.pop("plans"), strict=True)
         found["temperatures"] = {
             f"{plan.temperature:g}": entry | {"at_edge": plan.at_edge} for plan, entry in plans
         }
-        found["validation"] = None if validation is None else validation.values()
-        return found | {"fleets": list(fleets)}
+        return found | {"pair": asdict(self.pair)}
 
-    def render(self, validation: Validation | None, fleets: Iterable[RenderableType] = ()) -> Group:
-        """The report for people; `fleets` are tables of those that were simulated."""
-        parts: list[RenderableType] = []
+    def tables(self) -> Iterator[RenderableType]:
+        """The report for people."""
+        link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
         for plan in self.plans:
-            parts += [self._acceptance(plan), self._options(plan)]
-            parts += [Text(self._sentence(plan.chosen), style="bold"), _certainty(plan)]
-        return Group(*parts, *([] if validation is None else validation.render()), *fleets)
+            yield self._acceptance(plan)
+            title = f"Expected at temperature {plan.temperature:g}, {self.concurrency} at a time"
+            options = (plan.plain, *plan.options)
+            found = figures_table(f"{title}{link}", [asdict(option) for option in options])
+            found.rows[options.index(plan.chosen)].style = "bold"
+            yield found
+            yield Text(self._sentence(plan.chosen), style="bold")
+            yield _certainty(plan)
 
     def plot(self) -> str:
         """The speed-up over K for every temperature and rule, as an SVG. Raises `ConfigError`
@@ -87,34 +93,16 @@ class PlanReport:
         return text.getvalue()
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
-        rows = [
-            (name, rule, *("-" if chance is None else f"{chance:.2f}" for chance in chances))
-            for name, found in plan.acceptance.items()
-            for rule, chances in found.by_position.items()
-        ]
-        return table(
+        return figures_table(
             f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: accepted, "
             "given those before it",
-            ("prompts", "rule", *map(str, range(1, len(rows[0]) - 1))),
-            rows,
+            [
+                {"prompts": name, "rule": rule}
+                | {str(depth): chance for depth, chance in enumerate(chances, start=1)}
+                for name, found in plan.acceptance.items()
+                for rule, chances in found["by_position"].items()
+            ],
         )
-
-    def _options(self, plan: TemperaturePlan) -> RenderableType:
-        link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
-        found = table(
-            f"Expected at temperature {plan.temperature:g}, {self.concurrency} at a time{link}",
-            ("rule", "K", "fan-out", "drafts", "tokens a round", "hits", "tokens/s", "speed-up"),
-            (),
-        )
-        for option in (plan.plain, *plan.options):
-            found.add_row(
-                option.rule.value, str(option.num_draft_tokens), str(option.look_ahead),
-                str(option.draft_replicas), f"{option.tokens_per_round:.2f}",
-                "-" if option.hit_rate is None else f"{option.hit_rate:.2f}",
-                f"{option.tokens_per_second:.1f}", f"{option.speedup:.2f}x",
-                style="bold" if option == plan.chosen else "",
-            )  # fmt: skip
-        return found
 
     def _sentence(self, chosen: Option) -> str:
         """The command that deploys what was chosen, and what is expected of it."""
@@ -129,14 +117,25 @@ class PlanReport:
         expected = f"{chosen.tokens_per_second:.1f} tokens/s are expected"
         if chosen.num_draft_tokens == 0:
             return f"Decode plainly by `{command}`: {expected}, and no draft is faster."
-        drafts = ""
-        if chosen.draft_replicas:
-            replicas = "replica" if chosen.draft_replicas == 1 else "replicas"
-            drafts = f" and {chosen.draft_replicas} draft {replicas} for each target replica"
         return (
-            f"Deploy by `{command}`, with rule {chosen.rule.value}{drafts}: {expected}, "
-            f"{chosen.speedup:.2f} times plain decoding."
+            f"Deploy by `{command}`, with rule {chosen.rule.value} and {chosen.draft_replicas} "
+            f"drafts for each target replica: {expected}, {chosen.speedup:.2f} times plain "
+            "decoding."
         )
+
+
+def figures_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row each, whose names are the headings."""
+    headings = [name.replace("_", " ") for name in rows[0]]
+    return table(title, headings, [[_cell(value) for value in row.values()] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(map(_cell, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def as_json(value: Mapping[str, object]) -> str:
@@ -157,11 +156,10 @@ def _certainty(plan: TemperaturePlan) -> str:
         said = f"K = {k} is the largest that was looked at{bound}: a larger one may be faster. "
     if found is None:
         return f"{said}One prompt says nothing of how sure this is: take more (--prompts FILE)."
-    (low, high), (least, most) = found.speedup, found.num_draft_tokens
-    found_k = f"K = {most}" if least == most else f"a K of {least} to {most}"
+    low, high = found.speedup
     return (
-        f"{said}How sure this is: of {found.num_resamples} samples drawn from these "
-        f"{found.num_texts} prompts, {found.level:.0%} have a speed-up of {low:.2f} to {high:.2f} "
-        f"this way; {found.same_share:.0%} lead to the same rule and K, {found.level:.0%} to "
-        f"{found_k}. What errors of the measured times add is not in that."
+        f"{said}How sure this is: of {RESAMPLES} samples drawn from these {found.num_texts} "
+        f"prompts, {LEVEL:.0%} have a speed-up of {low:.2f} to {high:.2f} this way; "
+        f"{found.same_share:.0%} lead to the same rule and K. What errors of the measured times "
+        "add is not in that."
     )

@@ -1,17 +1,17 @@
-"""What rounds take: an engine's cost table, moved to where measured rounds stood."""
+"""What rounds take: engines' cost tables, put on lines through the times of measured rounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import check
 from outrider.limits import ENGINE_SEQUENCES_MAX
+from outrider.speculation.sampling_params import Rule
 
 from .rounds import Rounds
 
@@ -20,8 +20,6 @@ NOISE: Final = 0.15
 FACTOR_SPREAD: Final = 0.5
 """... and of what a factor may turn out to be, about 1."""
 FACTOR_MAX: Final = 4.0
-LINE_STEPS: Final = 4.0
-"""Steps of one size that weigh as much as the line through those of all sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,60 +51,28 @@ def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
     return Line(float(y.mean() - factor * x.mean()), factor)
 
 
-class MeasuredStep(NamedTuple):
-    """One step of one session."""
-
-    rows: int
-    context: int
-    seconds: float
-
-
-def rebased(costs: StepCosts, steps: Sequence[MeasuredStep]) -> StepCosts:
-    """The table with its base moved to where steps stood: to the line over it that they are fitted
-    by, and for each number of rows as close to these steps' mean as they are many; it never
-    falls. What sessions and contexts cost is the table's."""
-    found: dict[int, list[float]] = {rows: [] for rows in costs.rows}
-    for rows, context, seconds in steps:
-        base_s = seconds - costs.attention_seconds(rows, context)
-        found.setdefault(rows, []).append(base_s)
-    pairs = [(costs.step_seconds(rows), one) for rows, times in found.items() for one in times]
-    line, all_rows = fitted(pairs), sorted(found)
-    weights = [LINE_STEPS + len(found[num]) for num in all_rows]
-    moved = [
-        max(0.0, (LINE_STEPS * line.at(costs.step_seconds(num)) + sum(found[num])) / weight)
-        for num, weight in zip(all_rows, weights, strict=True)
-    ]
-    return replace(costs, rows=tuple(all_rows), seconds=_rising(moved, weights))
-
-
-def _rising(values: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
-    """The closest values that never fall, by weighted squares: neighbours that do are pooled."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values, weights, strict=True):
-        num = 1
-        while pools and pools[-1][0] > value:
-            before, heavy, others = pools.pop()
-            value = (before * heavy + value * weight) / (heavy + weight)
-            weight, num = weight + heavy, num + others
-        pools.append((value, weight, num))
-    return tuple(value for value, _, num in pools for _ in range(num))
-
-
-GROUPS_IN_STEP: Final = 2
-"""Groups that settle into taking turns; of more, each comes at any time, and where it finds a step
-running it waits for half of one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What a target replica is given."""
+class Option:
+    """A way to decode, and what it is expected to bring."""
 
-    sessions: int = 1
-    """That decode at a time, at least one."""
-    round_trip_s: float = 0.0
-    """Of the link between coordinator and draft, beside what messages take on one machine."""
-    draft_replicas: int = 1
-    """That share the sessions of this target replica."""
+    rule: Rule
+    num_draft_tokens: int
+    """K; 0 = plain decoding."""
+    look_ahead: int = 0
+    """Outcomes of a round worked out ahead; 0 = the draft is waited for."""
+    draft_replicas: int = 0
+    """For each target replica; 0 for plain decoding and look-ups."""
+    hit_rate: float | None = None
+    """Share of the rounds whose proposal is there before they begin; None without look-ahead."""
+    tokens_per_second: float = 0.0
+    """Of all sessions of a target replica together, prompts included."""
+    speedup: float = 1.0
+    """Over plain decoding of as many sessions."""
+    tokens_per_round: float = 1.0
+    proposed_per_round: float = 0.0
+    """Draft tokens, mean over the rounds with a draft ..."""
+    steps_per_round: float = 0.0
+    """... and steps of its model: fewer than K where a look-up proposes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +80,10 @@ class ServiceTimes:
     """The times of one target replica and its drafts."""
 
     target: StepCosts
-    """The target's steps on their own."""
-    verify: StepCosts
-    """The target's steps in rounds with a draft."""
     draft: StepCosts | None
     """None = a look-up, for which no replica is asked."""
+    verify: Line = AS_TOLD
+    """A step of the target in a round with a draft, over its table."""
     plain: Line = AS_TOLD
     """A round of plain decoding over the target's step."""
     wait: Line = AS_TOLD
@@ -127,8 +92,12 @@ class ServiceTimes:
     """What a round with a draft takes beside these two."""
     first: Line = AS_TOLD
     """The time to the first token over the target's step of the prompt."""
+    round_trip_s: float = 0.0
+    """Of the link between coordinator and draft, beside what messages take on one machine."""
+    target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
+    """Sequences that share a step of the target ..."""
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
-    """Sequences that share a step of the draft."""
+    """... and of the draft."""
     shares_device: bool = False
     """Whether draft and target compute on the same cores, and so never at the same time."""
 
@@ -136,106 +105,86 @@ class ServiceTimes:
         """To the first tokens of so many prompts, one after the other."""
         return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
-    def plain_seconds(self, rounds: Rounds, load: Load) -> float:
-        """All rounds but the first ones, of sessions of which so many decode at a time."""
-        num = load.sessions
-        table_s = self.target.step_seconds(num, num, round(num * rounds.context))
-        return rounds.num_later * self.plain.at(table_s)
+    def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
+        """All rounds but the first ones, decoded in this way, where so many sessions decode at a
+        time."""
+        if way.num_draft_tokens == 0:
+            table_s = self.target.step_seconds(sessions, sessions, sessions * rounds.context)
+            return rounds.num_later * self.plain.at(table_s)
+        steps = _SharedSteps(self, rounds, max(1, way.draft_replicas))
+        if way.hit_rate is None:
+            return steps.drafted_seconds(sessions)
+        return rounds.num_later * steps.look_ahead_s(sessions, way, way.hit_rate)
 
-    def drafted_seconds(self, rounds: Rounds, load: Load) -> float:
-        """The same with a draft that is waited for. Sessions that share a step go on together: they
-        gather in as many groups as keep the busier side busy."""
-        shared = _SharedSteps(self, rounds, load)
-        groups = 1 if self.shares_device else min(GROUPS_IN_STEP, load.sessions)
-        while groups < load.sessions and not self.shares_device:
-            together = load.sessions / (groups + 1)
-            if (groups + 1) * shared.busiest_s(together) > shared.round_s(together):
-                break
-            groups += 1
-        together = load.sessions / groups
-        alone_s, busy_s = shared.round_s(together), shared.busiest_s(together)
-        queue_s = max(0.0, groups * busy_s - alone_s)
-        if groups > GROUPS_IN_STEP:
-            queue_s += (groups - 1) * busy_s / alone_s * busy_s / 2
+
+@dataclass(frozen=True, slots=True)
+class _SharedSteps:
+    """Rounds whose steps are shared with others of the same mean."""
+
+    times: ServiceTimes
+    rounds: Rounds
+    draft_replicas: int
+
+    def drafted_seconds(self, sessions: int) -> float:
+        """All rounds, with drafts that are waited for. Sessions that share a step go on together;
+        they form as many groups as make the cycle shortest, in which each session has a round. One
+        side works for one group at a time."""
+        mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
+
+        def cycle_s(groups: int) -> float:
+            together = sessions / groups
+            draft_s = self.times.wait.factor * self._drafted_s(together, mean[1])
+            busiest_s = max(self._verify_s(together, mean[0]), draft_s)
+            return max(self._round_s(together, *mean), groups * busiest_s)
+
+        groups = 1
+        if not self.times.shares_device:
+            while groups < sessions and cycle_s(groups + 1) < cycle_s(groups):
+                groups += 1
+        together = sessions / groups
+        queue_s = cycle_s(groups) - self._round_s(together, *mean)
         return sum(
-            number * (shared.round_s(together, 1.0 + proposed, steps) + queue_s)
-            for proposed, steps, number in rounds.kinds()
+            number * (self._round_s(together, 1.0 + proposed, steps) + queue_s)
+            for proposed, steps, number in self.rounds.kinds()
         )
 
-    def look_ahead_seconds(
-        self, rounds: Rounds, load: Load, num_draft_tokens: int, num_outcomes: int, hit_rate: float
-    ) -> float:
-        """The same with a draft that looks ahead: that works out so many outcomes while the target
-        verifies, among which the round's own is with chance `hit_rate`. A round whose proposal is
-        there takes the target's step, or what the draft takes for all outcomes where that is
-        longer; else the proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251,
-        theorem 7). All outcomes grow a token a pass, the bonus from the second pass on; of more
-        than a pass takes some wait for others."""
-        check(self.draft is not None, "only a model looks ahead")
-        shared, k, num = _SharedSteps(self, rounds, load), num_draft_tokens, load.sessions
-        verify_s = shared.verify_s(num, 1.0 + k, 1.0 + k) + self.rest_s
-        branches = math.ceil(num / load.draft_replicas) * num_outcomes
-        rows = min(branches, self.max_num_seqs)
-        passes = (k + 1) * math.ceil(branches / self.max_num_seqs)
-        ahead_s = self.wait.at(passes * shared.draft_step_s(rows)) + load.round_trip_s
-        draft_s = shared.wait_s(num, k)
-        if self.shares_device:
-            return rounds.num_later * (verify_s + ahead_s + (1 - hit_rate) * draft_s)
-        late_s = hit_rate * max(0.0, ahead_s - verify_s)
-        return rounds.num_later * (verify_s + late_s + (1 - hit_rate) * draft_s)
+    def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
+        """A round with a draft that works out `way.look_ahead` outcomes while the target verifies.
+        Where its own is among them it takes the target's step, or what the draft takes for all
+        outcomes where that is longer; else the proposal is drafted after the outcome (Kumar et al.,
+        arXiv 2603.03251, theorem 7). All outcomes grow a token a pass, the bonus from the second
+        pass on; of more than a pass takes some wait for others."""
+        times, k = self.times, way.num_draft_tokens
+        verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
+        branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
+        passes = (k + 1) * math.ceil(branches / times.max_num_seqs)
+        step_s = self._draft_step_s(min(branches, times.max_num_seqs))
+        ahead_s = times.wait.at(passes * step_s) + times.round_trip_s
+        missed_s = (1 - hit_rate) * self._wait_s(sessions, k)
+        if times.shares_device:
+            return verify_s + ahead_s + missed_s
+        return verify_s + hit_rate * max(0.0, ahead_s - verify_s) + missed_s
 
+    def _round_s(self, together: float, rows: float, steps: float) -> float:
+        """A round of so many sessions at once that finds no queue."""
+        return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
-class _SharedSteps:
-    """Times of rounds that share their steps with as many others of the same mean."""
-
-    def __init__(self, times: ServiceTimes, rounds: Rounds, load: Load) -> None:
-        self._times, self._load = times, load
-        self._context = rounds.context
-        self._rows, self._steps = 1.0 + rounds.proposed_per_round, rounds.steps_per_round
-
-    def round_s(
-        self, together: float, rows: float | None = None, steps: float | None = None
-    ) -> float:
-        """A round of so many sessions at once, of the mean kind or this one, that finds nothing
-        before it in a queue."""
-        rows, steps = self._rows if rows is None else rows, self._steps if steps is None else steps
-        return self.wait_s(together, steps) + self.verify_s(together, rows) + self._times.rest_s
-
-    def busiest_s(self, together: float) -> float:
-        """How long such a round keeps the busier side busy."""
-        draft_s = self._times.wait.factor * self._drafted_s(together, self._steps)
-        return max(self.verify_s(together, self._rows), draft_s)
-
-    def verify_s(self, together: float, rows: float, others: float = 0.0) -> float:
+    def _verify_s(self, together: float, rows: float) -> float:
         """The target's part: own rows, and those of the others in its step."""
-        others = others or self._rows
+        all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
+        context = together * self.rounds.context
+        return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
-        def table_s(sessions: int) -> float:
-            all_rows = max(1, round(rows + (sessions - 1) * others))
-            context = round(sessions * self._context)
-            return self._times.verify.step_seconds(all_rows, sessions, context)
-
-        return _between(table_s, together)
-
-    def wait_s(self, together: float, steps: float) -> float:
+    def _wait_s(self, together: float, steps: float) -> float:
         """The round trip counts in as far as a replica is asked: not where a look-up proposes."""
-        link_s = self._load.round_trip_s * min(1.0, steps)
-        return self._times.wait.at(self._drafted_s(together, steps)) + link_s
-
-    def draft_step_s(self, sessions: int) -> float:
-        """One step of the draft's model."""
-        draft = self._times.draft
-        if draft is None:
-            return 0.0
-        return draft.step_seconds(sessions, sessions, round(sessions * self._context))
+        link_s = self.times.round_trip_s * min(1.0, steps)
+        return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 
     def _drafted_s(self, together: float, steps: float) -> float:
-        sessions = max(1.0, together / self._load.draft_replicas)
-        return steps * _between(self.draft_step_s, sessions)
+        return steps * self._draft_step_s(max(1.0, together / self.draft_replicas))
 
-
-def _between(seconds: Callable[[int], float], sessions: float) -> float:
-    """Of steps that so many sessions share on average."""
-    fewer = math.floor(sessions)
-    part = sessions - fewer
-    return seconds(fewer) if part == 0 else (1 - part) * seconds(fewer) + part * seconds(fewer + 1)
+    def _draft_step_s(self, sessions: float) -> float:
+        draft = self.times.draft
+        if draft is None:
+            return 0.0
+        return draft.step_seconds(sessions, sessions, sessions * self.rounds.context)

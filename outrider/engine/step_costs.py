@@ -39,21 +39,21 @@ class StepCosts:
         times = (*self.seconds, self.session_s, self.slot_s, self.row_slot_s)
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
-    def step_seconds(self, rows: int, sessions: int = 1, context: int = 0) -> float:
+    def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
         """The time of a step of `rows` >= 1 tokens of so many sessions, whose contexts have
-        `context` slots together."""
+        `context` slots together; fractions are means over steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
-    def mixed_seconds(self, rows: int, sessions: int, attention_s: float) -> float:
+    def mixed_seconds(self, rows: float, sessions: float, attention_s: float) -> float:
         """The same for sessions of unlike rows and contexts; `attention_s` is the sum of theirs."""
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
-    def attention_seconds(self, rows: float, context: int) -> float:
+    def attention_seconds(self, rows: float, context: float) -> float:
         """What a session of `rows` >= 1 tokens adds to a step for its context of so many slots."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
-    def _base(self, rows: int) -> float:
+    def _base(self, rows: float) -> float:
         if len(self.rows) == 1:
             return self.seconds[0] * rows / self.rows[0]
         after = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)

@@ -18,12 +18,12 @@ from deploy.planner.choosing import SWEEP, Replays, TemperaturePlan, choose
 from deploy.planner.rehearsal import (
     PlayedRound,
     PlayedSession,
-    compared,
     fit,
-    unread_tokens,
+    validation,
+    validation_tables,
 )
 from deploy.planner.report import PlanReport, as_json
-from deploy.planner.round_times import Load, ServiceTimes
+from deploy.planner.round_times import Option, ServiceTimes
 from deploy.planner.rounds import scripted, total
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import DraftConfig, load_config
@@ -31,6 +31,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.process_setup import build_lookup
+from outrider.request import RoundReport, Tokens
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -154,6 +155,17 @@ def test_a_sure_draft_is_accepted_whole_and_guessed() -> None:
 
 TARGET = StepCosts((1, 9), (0.010, 0.018))
 DRAFT = StepCosts((1, 9), (0.002, 0.003))
+TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
+
+
+def _round(
+    index: int, token_id: int, proposed: int, accepted: int, arrived_s: float, wait_s: float = 0.0,
+    target_s: float = 0.0,
+) -> PlayedRound:  # fmt: skip
+    report = RoundReport(
+        index, (7,) * proposed, accepted, 1e3 * wait_s, 0.0, 0.0, 1e3 * target_s, 0.0
+    )
+    return PlayedRound(report, Tokens(index, (token_id,), "", (), ()), arrived_s)
 
 
 def _session(
@@ -162,7 +174,7 @@ def _session(
     arrived, found = 0.1, []
     for index in range(rounds):
         proposed = k if index else 0
-        found.append(PlayedRound(index, (7,), proposed, 0, wait_s, target_s, arrived))
+        found.append(_round(index, 7, proposed, 0, arrived, wait_s, target_s))
         arrived += wait_s + target_s + rest_s
     return PlayedSession(text, k, tuple(found), arrived)
 
@@ -178,30 +190,33 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
             played.append(_session(text, k, wait, verify, 0.002, 12))
         played.append(_session(text, 0, 0.0, 0.010, 0.004, 12))
     played.append(_session(sample.texts[0], 8, 5.0, 9.0, 3.0, 3))
-    known = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    times = fit(known, MODEL, 0.0, played)
+    times = fit(TIMES, MODEL, 0.0, played)
     assert times.wait.at(4 * 0.002) == pytest.approx(0.019, rel=0.02)
-    assert times.verify.step_seconds(9) == pytest.approx(0.028, rel=0.02)
+    assert times.verify.at(TARGET.step_seconds(9)) == pytest.approx(0.028, rel=0.02)
     assert times.rest_s == pytest.approx(0.002, rel=0.02)
     assert times.plain.at(0.010) == pytest.approx(0.014, rel=0.02)
-    assert times.first.at(TARGET.step_seconds(unread_tokens(5))) == pytest.approx(0.1, rel=0.02)
+    assert times.first.at(TARGET.step_seconds(5)) == pytest.approx(0.1, rel=0.02)
 
 
-def _report(plan: TemperaturePlan, times: ServiceTimes, draft_model: str = "d") -> PlanReport:
+def _report(plan: TemperaturePlan, draft_model: str = "d") -> PlanReport:
     return PlanReport(
         model="t", draft_model=draft_model, num_prompts=4, max_tokens=96, concurrency=1,
-        round_trip_ms=0.0, shares_device=False, target_costs=times.target,
-        draft_costs=times.draft, plans=(plan,),
+        round_trip_ms=0.0, plans=(plan,),
     )  # fmt: skip
+
+
+def _shown(report: PlanReport, width: int) -> str:
+    text = io.StringIO()
+    Console(file=text, width=width).print(*report.tables())
+    return text.getvalue()
 
 
 def test_the_report_has_all_that_was_asked_for() -> None:
     """Acceptance by position, category and rule; every option; a choice; a plot of them."""
     sample = _sample(MODEL, 1.0)
-    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    chosen = choose(Load(), Replays(MODEL, sample), times)
-    found = _report(chosen, times)
-    value = json.loads(as_json(found.values(None)))
+    chosen = choose(1, Replays(MODEL, sample), TIMES)
+    found = _report(chosen)
+    value = json.loads(as_json(found.values()))
     plan = value["temperatures"]["1"]
     assert set(plan["acceptance"]) == {"a", "b", "all"}
     assert set(plan["acceptance"]["all"]["by_position"]) == {"token", "block", "coupled"}
@@ -209,45 +224,34 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     assert [option["num_draft_tokens"] for option in plan["options"]] == [*SWEEP] * 3
     best = max(option["tokens_per_second"] for option in (plan["plain"], *plan["options"]))
     assert plan["chosen"]["tokens_per_second"] == pytest.approx(best, rel=0.005)
-    assert value["validation"] is None
-    text = io.StringIO()
-    Console(file=text, width=120).print(found.render(None))
+    assert len(found.pair.survival) == chosen.chosen.num_draft_tokens
     sure = plan["spread"]
     assert sure["num_texts"] == len(sample.texts)
     low, high = sure["speedup"]
     assert low <= plan["chosen"]["speedup"] <= high
-    words = " ".join(text.getvalue().split())
+    words = " ".join(_shown(found, 120).split())
     assert f"90% have a speed-up of {low:.2f} to {high:.2f} this way" in words
     plot = found.plot()
     assert "<svg" in plot
     assert all(f"temperature 1, {rule}" in plot for rule in ("token", "block", "coupled"))
 
 
-@pytest.mark.parametrize(
-    ("interval", "said"), [((12, 12), "90% to K = 12."), ((8, 12), "90% to a K of 8 to 12.")]
-)
-def test_a_plan_says_how_to_deploy_it(interval: tuple[int, int], said: str) -> None:
+def test_a_plan_says_how_to_deploy_it() -> None:
     """By a whole command, whose drafter is the one that was planned for."""
-    sample = _sample(MODEL, 0.0)
-    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
-    plan = choose(Load(), Replays(MODEL, sample), times)
-    assert plan.spread is not None
-    plan = replace(plan, spread=replace(plan.spread, num_draft_tokens=interval))
+    plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:
-        changed = replace(plan, chosen=replace(plan.chosen, **chosen))
-        whole = _report(changed, times, "hybrid:suffix,a b")
-        whole = replace(whole, flags=("--no-http", "--draft-device", "a b"))
-        text = io.StringIO()
-        Console(file=text, width=400).print(whole.render(None))
-        return text.getvalue()
+        changed = replace(plan.options[0], **chosen)  # type: ignore[arg-type]
+        whole = replace(plan, plain=changed, chosen=changed)
+        report = _report(whole, "hybrid:suffix,a b")
+        return _shown(replace(report, flags=("--no-http", "--draft-device", "a b")), 400)
 
-    words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     given = "--no-http --draft-device 'a b'"
     flags = f"--num-draft-tokens 12 --look-ahead 4 --num-drafts 2 {given}"
+    words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
-    assert said in words
-    assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in told(num_draft_tokens=0)
+    plain = told(num_draft_tokens=0, look_ahead=0)
+    assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in plain
 
 
 @pytest.mark.parametrize("bound", [4, 16])
@@ -260,20 +264,17 @@ def test_a_plan_says_where_its_k_is_the_largest_that_it_looked_at(
     monkeypatch.setattr("deploy.planner.choosing.SWEEP", tuple(k for k in SWEEP if k <= most))
 
     def said(times: ServiceTimes) -> tuple[int, bool, str]:
-        chosen = choose(Load(), Replays(MODEL, sample), times)
-        whole = _report(chosen, times)
-        text = io.StringIO()
-        Console(file=text, width=120).print(whole.render(None))
-        words = " ".join(text.getvalue().split())
+        chosen = choose(1, Replays(MODEL, sample), times)
+        words = " ".join(_shown(_report(chosen), 120).split())
         return chosen.chosen.num_draft_tokens, chosen.at_edge, words
 
     flat, free = StepCosts((1, 101), (0.010, 0.010)), StepCosts((1, 101), (1e-6, 1e-6))
-    k, at_edge, words = said(ServiceTimes(target=flat, verify=flat, draft=free))
+    k, at_edge, words = said(ServiceTimes(target=flat, draft=free))
     assert (k, at_edge) == (most, True)
     assert f"K = {most} is the largest that was looked at" in words
     assert ("the most that a round drafts" in words) == (most == bound)
     dear = StepCosts((1, 2, 101), (0.010, 0.5, 9.0))
-    k, at_edge, words = said(ServiceTimes(target=dear, verify=dear, draft=free))
+    k, at_edge, words = said(ServiceTimes(target=dear, draft=free))
     assert (k, at_edge) == (0, False)
     assert "is the largest" not in words
 
@@ -282,33 +283,31 @@ def test_predicted_stands_beside_measured() -> None:
     """Plain sessions took just what was predicted, drafted ones twice that; of the depths of their
     one round the first of three was accepted 120 times in 160."""
     sample = _sample(MODEL, 0.0)
-    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
     played = []
     predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}
     for text, plain, drafted in zip(sample.texts, predicted[0], predicted[3], strict=True):
-        first_s = times.first_seconds([unread_tokens(len(text.prompt_ids))])
-        one = PlayedRound(0, text.token_ids, 0, 0, 0.0, 0.0, 0.1)
-        seconds = first_s + times.plain_seconds(plain, Load())
-        played.append(PlayedSession(text, 0, (one,), seconds))
+        tokens = Tokens(0, text.token_ids, "", (), ())
+        one = _round(0, 7, 0, 0, 0.1)._replace(tokens=tokens)
+        session = PlayedSession(text, 0, (one,), 0.0)
+        first_s = TIMES.first_seconds([session.unread_tokens])
+        way = Option(rule=Rule.GREEDY, num_draft_tokens=0)
+        played.append(replace(session, seconds=first_s + TIMES.seconds(plain, way)))
         rounds = tuple(
-            PlayedRound(index, (token_id,), 3, int(index % 4 > 0), 0.0, 0.0, 0.1)
+            _round(index, token_id, 3, int(index % 4 > 0), 0.1)
             for index, token_id in enumerate(text.token_ids)
         )
-        seconds = first_s + times.drafted_seconds(drafted, Load())
+        seconds = first_s + TIMES.seconds(drafted, replace(way, num_draft_tokens=3))
         played.append(PlayedSession(text, 3, rounds, 2 * seconds))
-    found = compared(played, predicted, times, (0.0, Rule.GREEDY), 3)
-    values = json.loads(as_json(found.values()))
-    by_k = {entry.num_draft_tokens: entry for entry in found.by_k}
-    assert by_k[0].error == pytest.approx(0.0, abs=1e-9)
-    assert by_k[3].error == pytest.approx(1.0, abs=1e-9)
+    found = validation(played, predicted, TIMES, Rule.GREEDY, 3)
+    values = json.loads(as_json(found))
+    assert [entry["error"] for entry in values["by_k"]] == pytest.approx([0.0, 1.0], abs=1e-6)
     assert values["worst_error"] == pytest.approx(1.0)
-    assert by_k[3].reached[:3] == (160, 116, 0)
-    assert by_k[3].measured_by_position[0] == 120 / 160
-    told = by_k[3].predicted_by_position[0]
-    assert told is not None
-    assert values["worst_position"] >= abs(told - 0.75) * (1 - 1e-5)
-    rates = {k: entry.measured_tokens_per_second for k, entry in by_k.items()}
+    first, second, third = values["by_k"][1]["positions"][:3]
+    assert (first[1], third) == (120 / 160, None)
+    assert second[1] == 0.0
+    assert values["worst_position"] >= abs(first[0] - 0.75) * (1 - 1e-5)
+    rates = {one["num_draft_tokens"]: one["measured_tokens_per_second"] for one in values["by_k"]}
     assert values["chosen_loss"] == pytest.approx(1 - rates[3] / max(rates.values()))
     assert values["best_num_draft_tokens"] == max(rates, key=rates.__getitem__)
-    assert found.num_same == found.num_answers == 8
-    Console(file=io.StringIO()).print(*found.render())
+    assert values["num_same"] == values["num_answers"] == 8
+    Console(file=io.StringIO()).print(*validation_tables(found))
