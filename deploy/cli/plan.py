@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.options import Options, PromptOptions, numbers, whole_numbers
+from benchmarks.options import Options, PromptOptions
 from benchmarks.options import option as field
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
@@ -58,23 +58,22 @@ _LOSS: Final = re.compile(r"(target|draft)@(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PromptOptions):
-    """What is planned for. Wrong values raise `SettingError`."""
+    """What is planned for."""
 
     max_tokens: int = 96
     temperature: tuple[float, ...] = field(
-        (0.0, 1.0), "temperatures to plan for; the first is validated", low=0,
-        high=TEMPERATURE_MAX, metavar="T[,T..]", parse=numbers,
+        (0.0, 1.0), "temperatures to plan for; the first is validated", 0, TEMPERATURE_MAX,
+        metavar="T[,T..]",
     )  # fmt: skip
     round_trip_ms: float = field(
         0.0, "of the link between coordinator and draft, beside what messages take on one machine",
-        low=0, high=10_000, metavar="MS",
+        0, 10_000, metavar="MS",
     )  # fmt: skip
     concurrency: int = field(
-        1, "sessions that a target replica decodes at a time", low=1,
-        high=SESSIONS_PER_COORDINATOR_MAX,
-    )  # fmt: skip
+        1, "sessions that a target replica decodes at a time", 1, SESSIONS_PER_COORDINATOR_MAX
+    )
     plot: Path | None = field(
-        None, "write the speed-up over K there, as an SVG", metavar="FILE", parse=Path
+        None, "write the speed-up over K there, as an SVG", kind=Path, metavar="FILE"
     )
     separate_draft: bool = field(
         False, "plan for drafts with a device of their own, also where here they share the target's"
@@ -88,57 +87,57 @@ class PlanOptions(PromptOptions):
         return super().load_prompts()
 
 
+AUTO: Final = (0,)
+"""Replicas of a role: the fewest that keep the time per token."""
+
+
 def _counts(role: str) -> Any:
     return field(
-        (), f"{role}s to look at; auto = the fewest that keep --tpot-ms [auto]", low=1,
-        high=REPLICAS_MAX, metavar="N[,N..]|auto",
-        parse=lambda text: () if text == "auto" else whole_numbers(text),
+        AUTO, f"{role}s to look at; auto = the fewest that keep --tpot-ms", 0, REPLICAS_MAX,
+        kind=lambda text: 0 if text == "auto" else int(text), metavar="N[,N..]|auto",
+        show_default="auto",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions(Options):
-    """What is simulated. Wrong values raise `SettingError`."""
+    """What is simulated."""
 
     from_report: Path | None = field(
         None, "simulate what `outrider plan --json` printed before, and run no model",
-        metavar="FILE", parse=Path,
+        kind=Path, metavar="FILE",
     )  # fmt: skip
     from_numbers: str | None = field(
         None, "simulate a pair of such numbers, and run no model [verify_ms=1:18.3/16:18.3/32:36.6,"
         "draft_ms=1:1.3/64:1.3/128:2.6,acceptance=0.8,num_draft_tokens=6,look_ahead=0,hit_rate=0,"
         "rest_ms=0]; a time is MS or a table, ROWS:MS/ROWS:MS, the acceptance may be one by "
-        "position, A/A/..", metavar="KEY=VALUE,..", parse=str,
+        "position, A/A/..", kind=str, metavar="KEY=VALUE,..",
     )  # fmt: skip
     sessions: tuple[int, ...] = field(
-        (), "sessions at a time: where one ends the next begins", low=1, high=10_000,
-        metavar="N[,N..]", parse=whole_numbers,
+        (), "sessions at a time: where one ends the next begins", 1, 10_000, kind=int,
+        metavar="N[,N..]",
     )  # fmt: skip
     rate: tuple[float, ...] = field(
-        (), "requests a second instead", low=0.001, high=10_000, metavar="R[,R..]", parse=numbers
+        (), "requests a second instead", 0.001, 10_000, kind=float, metavar="R[,R..]"
     )
-    prompt_tokens: int = field(256, "tokens of a prompt", low=1, high=2**17)
-    answer_tokens: int = field(256, "tokens of an answer, mean", low=1, high=MAX_TOKENS_DEFAULT)
+    prompt_tokens: int = field(256, "tokens of a prompt", 1, 2**17)
+    answer_tokens: int = field(256, "tokens of an answer, mean", 1, MAX_TOKENS_DEFAULT)
     targets: tuple[int, ...] = _counts("target")
     drafts: tuple[int, ...] = _counts("draft")
     coordinators: tuple[int, ...] = _counts("coordinator")
     tpot_ms: float | None = field(
-        None, "time per token that 99 % of the tokens are to keep", low=0.001, high=60_000,
-        metavar="MS", parse=float,
+        None, "time per token that 99 % of the tokens are to keep", 0.001, 60_000, kind=float,
+        metavar="MS",
     )  # fmt: skip
     lose: str = field(
         "", "lose a target or draft at that second, silently, and have another one at a later "
         "second", metavar="ROLE@S[-S],..",
     )  # fmt: skip
-    simulated_seconds: float = field(10.0, "that are measured", low=1, high=3_600, metavar="S")
+    simulated_seconds: float = field(10.0, "that are measured", 1, 3_600, metavar="S")
     coordinator_ms: float = field(
-        0.29, "of a coordinator's one thread for a round; see `bench overhead`", low=0, high=1_000,
+        0.29, "of a coordinator's one thread for a round; see `bench overhead`", 0, 1_000,
         metavar="MS",
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.losses()
 
     def losses(self) -> tuple[Loss, ...]:
         """Of replicas, as they were asked for."""
@@ -162,12 +161,13 @@ class SimulationOptions(Options):
         if bool(self.sessions) == bool(self.rate):
             raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
-        if self.tpot_ms is None and not all(counts):
+        self.losses()
+        if self.tpot_ms is None and any(0 in count for count in counts):
             raise ConfigError(
                 "--tpot-ms is needed to find numbers of replicas; or name --targets, "
                 "--coordinators and, where a model drafts, --drafts"
             )
-        runs = math.prod(max(1, len(count)) for count in counts)
+        runs = math.prod(len(count) for count in counts)
         runs *= len(self.sessions) + len(self.rate)
         if runs > RUNS_MAX:
             raise SettingError("targets", f"and the like make {runs} runs; {RUNS_MAX} are allowed")
@@ -183,13 +183,13 @@ class SimulationOptions(Options):
         tokens = {"prompt_tokens": self.prompt_tokens, "answer_tokens": self.answer_tokens}
         workloads = [Workload(sessions=number, **tokens) for number in self.sessions]
         workloads += [Workload(rate=rate, **tokens) for rate in self.rate]
-        drafts = (self.drafts or (1,)) if pair.has_drafts else (0,)
-        counts = product(self.targets or (1,), drafts, self.coordinators or (1,))
-        fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in counts]
-        free: list[Any] = [
-            role for role in ROLES
-            if not getattr(self, f"{role}s") and (role != "draft" or pair.has_drafts)
-        ]  # fmt: skip
+        counts = {role: getattr(self, f"{role}s") for role in ROLES}
+        if not pair.has_drafts:
+            del counts["draft"]
+        free: list[Any] = [role for role, numbers in counts.items() if 0 in numbers]
+        counts = {"draft": (0,)} | counts | dict.fromkeys(free, (1,))
+        sizes = product(*(counts[role] for role in ROLES))
+        fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in sizes]
         common = Scenario(
             pair=pair, fleet=fleets[0], workload=workloads[0], config=config, losses=self.losses(),
             coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
@@ -208,14 +208,18 @@ _SIMULATE: Final = option(
 )  # fmt: skip
 
 
+_PLAN: Final = PlanOptions.params(Option)
+_SIMULATION: Final = SimulationOptions.params(Option)
+
+
 @command(
     "plan",
-    *PlanOptions.params(Option),
+    *_PLAN,
     json_option(),
-    *grouped("A simulated fleet", (_SIMULATE, *SimulationOptions.params(Option))),
+    *grouped("A simulated fleet", (_SIMULATE, *_SIMULATION)),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
     epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
-    "prompts all takes about two minutes on two free cores. With --validate they answer the "
+    "prompts, of which 12 are taken, all takes about two minutes on two free cores. With --validate they answer the "
     "prompts once more.",
 )  # fmt: skip
 def plan(arguments: Arguments) -> int:
@@ -223,14 +227,13 @@ def plan(arguments: Arguments) -> int:
     options = PlanOptions.from_arguments(arguments)
     simulation = SimulationOptions.from_arguments(arguments)
     exclusive(arguments, "from_report", "from_numbers")
-    for name in sorted(SimulationOptions.flags().keys() & arguments.given):
-        if not arguments.simulate:
-            raise SettingError(name, "is for --simulate: without it nothing is simulated")
+    if not arguments.simulate:
+        _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
     config = deployment_config(arguments)
     report, validation, fleets = None, None, list[Any]()
     if simulation.from_report is not None or simulation.from_numbers is not None:
-        for name in sorted((PlanOptions.flags().keys() & arguments.given) - {"round_trip_ms"}):
-            raise SettingError(name, "is for models, and none is run")
+        others = [one for one in _PLAN if one.name != "round_trip_ms"]
+        _refuse(arguments, others, "is for models, and none is run")
         pair = _known_pair(simulation, options, config)
     else:
         prompts = options.load_prompts()  # What is wrong with them shows before all else.
@@ -243,6 +246,13 @@ def plan(arguments: Arguments) -> int:
         fleets = simulation.simulate(config, pair)
     _show(arguments, report, validation, fleets)
     return 0
+
+
+def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
+    """Raises `SettingError` where one of these was given."""
+    for one in options:
+        if one.name in arguments.given:
+            raise SettingError(str(one.name), why)
 
 
 def _show(
