@@ -219,8 +219,8 @@ _SIMULATION: Final = SimulationOptions.params(Option)
     *grouped("A simulated fleet", (_SIMULATE, *_SIMULATION)),
     *setting_options(OWN_FLAGS, ("model", "draft_model")),
     epilog="The services run for a rehearsal of a minute; with the demo pair and the built-in "
-    "prompts, of which 12 are taken, all takes about two minutes on two free cores. With --validate they answer the "
-    "prompts once more.",
+    "prompts, of which 12 are taken, all takes about two minutes on two free cores. With "
+    "--validate they answer the prompts once more.",
 )  # fmt: skip
 def plan(arguments: Arguments) -> int:
     """Plans, and prints tables or one JSON object."""
