@@ -67,7 +67,7 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
         elif arguments.command == "bench speedup":
             speedup.SpeedupOptions.from_arguments(arguments).load_prompts()
         elif arguments.command == "plan" and not arguments.simulate:
-            plan._prompts(arguments)
+            plan.PlanOptions.from_arguments(arguments).load_prompts()
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
