@@ -652,12 +652,13 @@ class DeploymentConfig:
                 "trees: their logits may differ in the last bit from those of a chain",
             )
 
-    def values(self) -> dict[str, Value]:
-        """Every setting by key, secrets too."""
+    def values(self, *, secrets: bool = True) -> dict[str, Value]:
+        """Every setting by key, with or without those that may hold a password."""
         return {
             found.key: getattr(part, name)
             for part in (self.target, self.draft, self.coordinator, self.autoscale, self)
             for name, found in settings_of(type(part)).items()
+            if secrets or not found.secret
         }
 
     @property

@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.settings import Setting
 
-_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
+_NUMBER: Final = re.compile(r"-\d*\.?\d+$")
 _ALL: Final = "outrider.all"
 
 
@@ -35,7 +35,7 @@ class Arguments(argparse.Namespace):
 
 class Option(click.Option):
     """An option under the title `group`. Only `--help=all` shows a `rare` one. `setting` is the
-    setting that it gives. One of `several` words takes those up to the next option."""
+    setting that it gives."""
 
     def __init__(
         self,
@@ -44,11 +44,10 @@ class Option(click.Option):
         group: str = "Options",
         rare: bool = False,
         setting: Setting | None = None,
-        several: bool = False,
         **attributes: Any,
     ) -> None:
-        self.group, self.rare, self.setting, self.several = group, rare, setting, several
-        super().__init__(names, multiple=several or attributes.pop("multiple", False), **attributes)
+        self.group, self.rare, self.setting = group, rare, setting
+        super().__init__(names, **attributes)
 
 
 def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Option:
@@ -97,32 +96,15 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeats an option of several words before each of its words, as click knows it. A word
-        that begins with a dash and is a number or has spaces is no option."""
-        options = {name: one for one in self.params if isinstance(one, Option) for name in one.opts}
-        words: list[str] = []
-        texts: list[str] = []
-        waiting = several = ""
-        for place, word in enumerate(args):
-            if word == "--":
-                texts += args[place + 1 :]
-                break
-            is_text = _NUMBER.fullmatch(word) or (" " in word and word.split("=")[0] not in options)
-            if word.startswith("-") and word != "-" and not is_text:
-                if waiting:
-                    raise click.BadOptionUsage(waiting, f"Option '{waiting}' needs a value.", ctx)
-                one = options.get(word)
-                waiting = word if one is not None and not (one.is_flag or one.count) else ""
-                several = word if one is not None and one.several else ""
-            elif not waiting and several:
-                words.append(several)
-            elif not waiting and word.startswith("-") and word != "-":
-                texts.append(word)
-                continue
-            else:
-                waiting = ""
-            words.append(word)
-        return super().parse_args(ctx, [*words, "--", *texts] if texts else words)
+        """A word that begins with a dash and is a number or has spaces may be no option."""
+        try:
+            return super().parse_args(ctx, [*args])
+        except click.NoSuchOption:
+            texts = [one for one in args if one[:1] == "-" and (_NUMBER.match(one) or " " in one)]
+            if not texts or "--" in args:
+                raise
+            options = [one for one in args if one not in texts]
+            return super().parse_args(ctx, [*options, "--", *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the group that it is in."""

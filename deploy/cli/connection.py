@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,19 +31,16 @@ from .options import (
     PLACE_KEYS,
     given_settings,
     key_option,
-    public_settings,
     refuse_other_settings,
     setting_options,
 )
 from .output import progress
 
 if TYPE_CHECKING:
+    from deploy.fleet.launcher import Deployment
     from outrider.client import Client
     from outrider.transport.channel import Trust
 
-COORDINATOR_WAIT_S: Final = 60.0
-"""By then the only coordinator has been replaced."""
-_POLL_S: Final = 0.2
 TRUST_OPTIONS: Final = {
     "ca_cert": "authority of a coordinator with TLS, in PEM",
     "client_cert": "certificate for one that asks for it, in PEM",
@@ -139,52 +136,33 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     """A coordinator to call while the context lasts. One that this command started ends with it.
     Raises `ConfigError` where flags ask for another deployment than the one that runs."""
+    state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
         if given:
             raise SettingError(min(given), "cannot be set for a server that runs already")
-        address = checked_address(arguments.server)
-        yield Connection(
-            address, api_key=caller_key(arguments), trust=caller_trust_of(arguments, {})
-        )
-        return
-    state = state_directory(os.environ)
-    record = running_deployment(state)
-    if record is not None:
+        address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
+        yield Connection(address, api_key=caller_key(arguments), trust=trust)
+    elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
-        yield Connection(
-            await _address_of(record, state),
-            record.target_directory,
-            record.tokenizer_directory,
-            record.settings,
-            deployment=f"{record.deployment} {record.started_at}",
-            http_address=record.http_address.partition(",")[0],
-            api_key=caller_key(arguments) or local_key(state),
-            trust=caller_trust_of(arguments, record.settings),
-            find=lambda: _recorded_address(state),
-        )
-        return
-    async with _own_deployment(own_config(arguments), arguments) as connection:
-        yield connection
+        key = caller_key(arguments) or local_key(state)
+        found = _connection(arguments, record, key, lambda: _recorded_address(state))
+        yield replace(found, deployment=f"{record.deployment} {record.started_at}")
+    else:
+        async with _own_deployment(arguments) as deployment:
+            key = deployment.api_key
+            found = _connection(arguments, deployment.record, key, lambda: deployment.address)
+            yield replace(found, is_own=True)
 
 
-async def _address_of(record: DeploymentRecord, state: Path) -> str:
-    """Where its coordinators are, once there are any: the only one may just be replaced. Raises
-    `Unavailable` where none comes."""
-    if address := record.grpc_address:
-        return address
-    progress("no coordinator serves at the moment: waiting for one")
-    try:
-        async with asyncio.timeout(COORDINATOR_WAIT_S):
-            while not address:
-                await asyncio.sleep(_POLL_S)
-                address = _recorded_address(state)
-    except TimeoutError:
-        raise Unavailable(
-            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
-        ) from None
-    progress.rest()
-    return address
+def _connection(
+    arguments: Arguments, record: DeploymentRecord, api_key: str, find: Callable[[], str]
+) -> Connection:
+    return Connection(
+        record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
+        http_address=record.http_address.partition(",")[0], api_key=api_key,
+        trust=caller_trust_of(arguments, record.settings), find=find,
+    )  # fmt: skip
 
 
 def _recorded_address(state: Path) -> str:
@@ -220,33 +198,19 @@ def checked_address(server: str) -> str:
 
 
 @asynccontextmanager
-async def _own_deployment(
-    config: DeploymentConfig, arguments: Arguments
-) -> AsyncIterator[Connection]:
+async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
     """A deployment with a state of its own, that ends with the context."""
     from deploy.fleet.launcher import Deployment
 
+    config = own_config(arguments)
     task = asyncio.current_task()
     if task is not None:  # SIGTERM, too, ends this process only once the deployment has ended.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="outrider-") as state:
         async with Deployment(config, Path(state), report=progress) as deployment:
             progress.rest()
-            found = deployment.config
             try:
-                yield Connection(
-                    deployment.address,
-                    found.target.directory,
-                    found.coordinator.tokenizer_directory,
-                    public_settings(found),
-                    is_own=True,
-                    http_address="".join(
-                        deployment.overview.addresses("coordinator", http=True)[:1]
-                    ),
-                    api_key=deployment.api_key,
-                    trust=caller_trust_of(arguments, public_settings(found)),
-                    find=lambda: deployment.address,
-                )
+                yield deployment
             finally:
                 progress("stopping the deployment", at_once=False)
         progress.rest()

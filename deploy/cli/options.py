@@ -161,11 +161,6 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     return tuple(words)
 
 
-def public_settings(config: DeploymentConfig) -> dict[str, Value]:
-    """Every setting of a deployment by key, but for those that may hold a password."""
-    return {key: value for key, value in config.values().items() if key not in SECRETS}
-
-
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
     for key, raw in arguments.settings.items():

@@ -100,14 +100,18 @@ def note(line: str) -> None:
     print(f"{PREFIX}{line}", file=sys.stderr, flush=True)
 
 
-def show(table: RenderableType, *, highlight: bool = True, soft_wrap: bool = False) -> None:
+def show(
+    table: RenderableType, *, highlight: bool = True, soft_wrap: bool = False, clear: bool = False
+) -> None:
     """On standard output. `highlight` colours numbers and the like; with `soft_wrap` lines are
-    left to the terminal to wrap."""
+    left to the terminal to wrap; `clear` empties a terminal first."""
     from rich.console import Console
 
     console = Console(highlight=highlight)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
+    if clear:
+        console.clear()
     console.print(table, soft_wrap=soft_wrap)
 
 

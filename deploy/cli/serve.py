@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -36,7 +35,7 @@ from outrider.telemetry.logs import LogFile
 
 from . import masking
 from .command import Arguments, argument, command, json_option, option
-from .options import COMMON, deployment_config, public_settings, setting_options
+from .options import COMMON, deployment_config, setting_options
 from .output import progress, shell_command
 
 if TYPE_CHECKING:
@@ -76,9 +75,7 @@ def serve(arguments: Arguments) -> int:
     with exclusive(state):
         from deploy.fleet.launcher import Deployment
 
-        changed = asyncio.Event()
-        deployment = Deployment(config, state, report=progress, on_change=changed.set)
-        return asyncio.run(_serve(deployment, state, arguments, changed))
+        return asyncio.run(_serve(Deployment(config, state, report=progress), state, arguments))
 
 
 def _bound_log(state: Path) -> None:
@@ -91,12 +88,10 @@ def _bound_log(state: Path) -> None:
     root.addHandler(handler)
 
 
-async def _serve(
-    deployment: Deployment, state: Path, arguments: Arguments, changed: asyncio.Event
-) -> int:
+async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
     """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed. The exit
     code: 0, or that of an interrupted command where SIGINT came before it served."""
-    serving = asyncio.create_task(_until_it_fails(deployment, state, arguments, changed))
+    serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
 
@@ -121,60 +116,21 @@ async def _serve(
         await deployment.stop()
 
 
-async def _until_it_fails(
-    deployment: Deployment, state: Path, arguments: Arguments, changed: asyncio.Event
-) -> None:
+async def _until_it_fails(deployment: Deployment, state: Path, arguments: Arguments) -> None:
+    """Keeps the record true while replicas come and go."""
     await deployment.start()
     progress.rest()
-    record = record_of(deployment)
     publish_key(state, deployment.api_key)
-    publish(state, record)
+    publish(state, deployment.record)
     if not arguments.detached:
-        _announce(record, arguments)
-    recording = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
-    try:
-        role = await deployment.wait()
-    finally:
-        recording.cancel()
-    raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
-
-
-async def _keep_record_current(
-    deployment: Deployment, state: Path, record: DeploymentRecord, changed: asyncio.Event
-) -> None:
-    """Keeps the record true while replicas come and go."""
-    while True:
-        await changed.wait()
-        changed.clear()
+        _announce(deployment.record, arguments)
+    while (role := deployment.overview.hopeless) is None:
+        await deployment.changed()
         try:
-            publish(state, replace(record_of(deployment), started_at=record.started_at))
+            publish(state, deployment.record)
         except OSError as error:
             _log.error("the record of what runs cannot be written: %s", error)
-
-
-def record_of(deployment: Deployment) -> DeploymentRecord:
-    """Of a deployment that has started, without secrets."""
-    config, overview = deployment.config, deployment.overview
-    return DeploymentRecord(
-        pid=os.getpid(),
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=config.target_name,
-        draft_model=config.draft.model,
-        served_model_name=config.served_model_name,
-        grpc_address=",".join(overview.addresses("coordinator")),
-        http_address=",".join(overview.addresses("coordinator", http=True)),
-        target_addresses=list(overview.addresses("target")),
-        draft_addresses=list(overview.addresses("draft")),
-        target_directory=config.target.directory,
-        tokenizer_directory=config.coordinator.tokenizer_directory,
-        deployment=deployment.name,
-        ray_address=deployment.ray.found,
-        ray_token=str(deployment.ray.token or ""),
-        redis=asdict(replace(config.coordinator.redis, password="", sentinel_password="")),
-        asks_for_keys=config.coordinator.asks_for_keys,
-        wanted={str(role): count for role, count in overview.wanted.items()},
-        settings=public_settings(config),
-    )
+    raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
 
 
 def _announce(record: DeploymentRecord, arguments: Arguments) -> None:

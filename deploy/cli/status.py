@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from deploy.fleet.local_state import (
     LOCK_NAME,
@@ -24,8 +24,8 @@ from deploy.fleet.local_state import (
     running_deployment,
     state_directory,
 )
-from outrider.errors import ConfigError, OutriderError
-from outrider.registry.registry import LEASE_S, ROLES
+from outrider.errors import OutriderError
+from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.settings import check_range
 
@@ -38,7 +38,6 @@ from .output import show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from outrider.client import Client
     from outrider.transport.channel import Trust
 
 Facts = dict[str, Any]
@@ -47,7 +46,15 @@ WATCH_S: Final = 2.0
 NEEDED: Final = ("coordinator", "target")
 """Roles that every request needs."""
 HEALTH: Final = {"serving": "green", "not serving": "red", "leaving": "yellow"}
-_COLUMNS: Final = ("replica", "address", "health", "runs, on, does")
+FIGURES: Final = {
+    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
+    "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted", "look_ahead_hits": "{:.0%} ahead",
+    "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
+}  # fmt: skip
+PRINTS: Final = {
+    "weights_fingerprint": "weights", "tokenizer_fingerprint": "tokenizer",
+    "numerics": "bit-equal rows",
+}  # fmt: skip
 
 
 @command(
@@ -71,46 +78,31 @@ def status(arguments: Arguments) -> int:
     """Asks and tells."""
     check_range("timeout", arguments.timeout, 0.001, 3600)
     check_range("watch", arguments.watch, 0.1, 3600)
-    if arguments.watch is None:
-        found = asyncio.run(_status(arguments))
-        _print(found, as_json=arguments.json)
-        return 0 if found["serving"] else 1
-    return asyncio.run(_watch(arguments))
+    return asyncio.run(_run(arguments))
 
 
-def _print(found: Facts, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found), flush=True)
-    else:
-        show(status_table(found), highlight=False, soft_wrap=not found["running"])
-
-
-async def _watch(arguments: Arguments) -> int:
-    """On a terminal one table that changes; else a table or an object after the other."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(highlight=False)
-    if arguments.json or not console.is_terminal:
-        while True:
-            _print(await _status(arguments), as_json=arguments.json)
-            await asyncio.sleep(arguments.watch)
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(status_table(await _status(arguments)), refresh=True)
-            await asyncio.sleep(arguments.watch)
+async def _run(arguments: Arguments) -> int:
+    """On a terminal each table takes the place of the one before."""
+    watches = arguments.watch is not None
+    while True:
+        found = await _status(arguments)
+        if arguments.json:
+            print(json.dumps(found), flush=True)
+        else:
+            table = status_table(found)
+            show(table, highlight=False, soft_wrap=not found["running"], clear=watches)
+        if not watches:
+            return 0 if found["serving"] else 1
+        await asyncio.sleep(arguments.watch)
 
 
 async def _status(arguments: Arguments) -> Facts:
-    timeout_s: float = arguments.timeout
-    found: Facts = {
-        "running": False, "serving": False, "deployment": None,
-        "coordinators": [], "targets": [], "drafts": [],
-    }  # fmt: skip
-    key = caller_key(arguments)
+    timeout_s, key = arguments.timeout, caller_key(arguments)
+    found: Facts = {"running": False, "serving": False, "deployment": None}
+    found |= {f"{role}s": [] for role in ROLES}
     if arguments.server:
-        trust = caller_trust_of(arguments, {})
-        one = await _ask_coordinator(checked_address(arguments.server), key, trust, timeout_s)
+        address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
+        one = await _ask("coordinator", address, key, trust, timeout_s)
         # One that serves, and does not answer this caller, says why.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
@@ -120,26 +112,19 @@ async def _status(arguments: Arguments) -> Facts:
     record = running_deployment(state)
     if record is None:
         return found
-    key, trust = key or local_key(state), caller_trust_of(arguments, record.settings)
-    inner = str(record.settings.get("internal_tls_dir") or "")
-    asked = {
-        "coordinators": [
-            _ask_coordinator(one, key, trust, timeout_s)
-            for one in record.grpc_address.split(",") if one
-        ],
-        "targets": [
-            _ask_replica("target", one, timeout_s, inner) for one in record.target_addresses
-        ],
-        "drafts": [
-            _ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses
-        ],
+    known, registry_error = await ask_registry(record, timeout_s)
+    trust = caller_trust_of(arguments, record.settings)
+    internal = str(record.settings.get("internal_tls_dir") or "")
+    addresses: dict[Role, list[str]] = {
+        "coordinator": list(filter(None, record.grpc_address.split(","))),
+        "target": record.target_addresses, "draft": record.draft_addresses,
     }  # fmt: skip
-    answers: list[Any] = await asyncio.gather(
-        ask_registry(record, timeout_s), *(asyncio.gather(*calls) for calls in asked.values())
-    )
-    known, registry_error = answers[0]
-    for name, replicas in zip(asked, answers[1:], strict=True):
-        found[name] = [one | known.get(one["address"], {}) for one in replicas]
+    for role, those in addresses.items():
+        asked = [
+            _ask(role, one, key or local_key(state), trust, timeout_s, internal) for one in those
+        ]
+        answers = await asyncio.gather(*asked)
+        found[f"{role}s"] = [known.get(one["address"], {}) | one for one in answers]
     return found | {
         "running": True,
         # Without a draft requests are slower, and served all the same.
@@ -166,11 +151,7 @@ async def ask_registry(
             for role in ROLES:
                 for one, left_s in await registry.leases(role):
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
-                    known[one.address] = {
-                        "name": one.name, "host": one.host, "pid": one.pid, "device": one.device,
-                        "leaving": one.leaving, "lease_age_s": age_s, "load": one.load,
-                        "figures": asdict(one.figures),
-                    }  # fmt: skip
+                    known[one.address] = asdict(one) | {"lease_age_s": age_s}
     except TimeoutError:
         return known, f"Redis has not answered within {timeout_s:g} s"
     except OutriderError as error:
@@ -191,42 +172,32 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
     }
 
 
-async def _ask_coordinator(address: str, key: str, trust: Trust | None, timeout_s: float) -> Facts:
-    async with Connection(address, api_key=key, trust=trust).client() as client:
-        return await _answer(client, lambda: client.describe(timeout_s), timeout_s)
-
-
-async def _ask_replica(
-    role: Literal["target", "draft"], address: str, timeout_s: float, internal_tls_dir: str
+async def _ask(
+    role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """As a coordinator asks, where it answers no one else."""
+    """Asks a replica; one that is no coordinator as coordinators do, with the certificate in the
+    directory `internal`, if there is one."""
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust
 
-    trust = PLAIN
-    if internal_tls_dir:
-        try:
-            trust = internal_trust(Path(internal_tls_dir), "coordinator", role)
-        except ConfigError as error:
-            return {"address": address, "serving": False, "error": error.message}
-    link: Any = (target_link if role == "target" else draft_link)(address, trust)
+    found: Facts = {"address": address, "serving": False, "error": None}
     try:
-        async with Connection(address, trust=trust).client() as client:
-            return await _answer(client, lambda: link.describe(timeout_s), timeout_s)
-    finally:
-        await link.close()
-
-
-async def _answer(
-    client: Client, describe: Callable[[], Awaitable[Any]], timeout_s: float
-) -> Facts:
-    serving = await client.healthy(timeout_s)
-    try:
-        facts, error = asdict(await describe()), None
-    except OutriderError as failure:
-        facts, error = {}, error_message(failure)
-    return {"address": client.address, "serving": serving, "error": error, **facts}
+        async with AsyncExitStack() as stack:
+            link: Any = None
+            if role != "coordinator":
+                key, trust = "", PLAIN
+                if internal:
+                    trust = internal_trust(Path(internal), "coordinator", role)
+                link = (target_link if role == "target" else draft_link)(address, trust)
+                stack.push_async_callback(link.close)
+            connection = Connection(address, api_key=key, trust=trust)
+            client = await stack.enter_async_context(connection.client())
+            found["serving"] = await client.healthy(timeout_s)
+            found |= asdict(await (link or client).describe(timeout_s))
+    except OutriderError as error:
+        found["error"] = error_message(error)
+    return found
 
 
 def status_table(found: Facts) -> RenderableType:
@@ -235,68 +206,55 @@ def status_table(found: Facts) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    deployment = found["deployment"]
+    deployment = found["deployment"] or {}
     if not found["running"]:
         holder = found.get("lease", {}).get("holder")
         return Text("nothing runs" if holder is None else f"starting (pid {holder})")
-    head: list[RenderableType] = []
-    foot: list[RenderableType] = []
-    wanted = {}
-    if error := found.get("registry_error"):
-        foot.append(Text(f"what replicas do is not known: {error}", style="yellow"))
-    if deployment is not None:
-        wanted = deployment["wanted"]
+    parts: list[RenderableType] = []
+    if deployment:
         models = f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}"
-        head.append(Text(f"{models}: pid {deployment['pid']}, since {deployment['started_at']}"))
-        if deployment["http_address"]:
-            foot.append(Text(f"HTTP {deployment['http_address']}"))
-        foot.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
+        parts.append(Text(f"{models}: pid {deployment['pid']}, since {deployment['started_at']}"))
     table = Table(box=None, pad_edge=False)
-    for title in _COLUMNS:
+    for title in ("replica", "address", "health", "runs, on, does"):
         table.add_column(title, overflow="fold")
+    parts.append(table)
     for role in ROLES:
         replicas = found[f"{role}s"]
         for facts in replicas:
             health = "serving" if facts["serving"] else "not serving"
             health = "leaving" if facts.get("leaving") else health
-            lines = "\n".join(filter(None, (_runs(facts), _where(facts), _does(facts))))
             table.add_row(
                 facts.get("name", role), Text(facts["address"]), Text(health, HEALTH[health]),
-                Text(lines),
+                Text("\n".join(filter(None, _lines(facts)))),
             )  # fmt: skip
-        if len(replicas) != wanted.get(role, len(replicas)):
-            table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
-    return Group(*head, table, *foot)
+        wanted = deployment.get("wanted", {}).get(role, len(replicas))
+        if len(replicas) != wanted:
+            table.add_row(role, "", "", f"{len(replicas)} of {wanted} that are wanted")
+    if error := found.get("registry_error"):
+        parts.append(Text(f"what replicas do is not known: {error}", style="yellow"))
+    if address := deployment.get("http_address"):
+        parts.append(Text(f"HTTP {address}"))
+    if deployment:
+        parts.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
+    return Group(*parts)
 
 
-def _runs(facts: Facts) -> str:
+def _lines(facts: Facts) -> Iterator[str]:
+    """What a replica runs, where, and what it does."""
     if facts["error"] is not None:
-        return str(facts["error"])
-    if "num_running" in facts:
-        return (
+        yield facts["error"]
+    elif "num_running" in facts:
+        yield (
             f"{facts['model']}, {facts['num_running']} sessions running, "
             f"{facts['max_model_len']} tokens at most"
         )
-    prints = (("weights", "weights_fingerprint"), ("tokenizer", "tokenizer_fingerprint"),
-              ("bit-equal rows", "numerics"))  # fmt: skip
-    parts = [f"{name} {facts[key][:12]}" for name, key in prints if facts[key]]
-    return ", ".join(filter(None, (facts["model"], facts["dtype"], *parts)))
-
-
-def _where(facts: Facts) -> str:
-    if "lease_age_s" not in facts:
-        return ""
-    age = f"heard of {facts['lease_age_s']:.1f} s ago"
-    return ", ".join(filter(None, (facts["host"], f"pid {facts['pid']}", facts["device"], age)))
-
-
-def _does(facts: Facts) -> str:
-    figures = facts.get("figures") or {}
-    formats = {
-        "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} places",
-        "kv_usage": "{:.0%} pages", "acceptance": "{:.0%} accepted",
-        "look_ahead_hits": "{:.0%} ahead", "draft_waits": "{:.0%} wait for drafts",
-        "queue_steps": "queue {:.1f} steps",
-    }  # fmt: skip
-    known = (key for key in formats if figures.get(key) is not None)
-    return ", ".join(formats[key].format(figures[key]) for key in known)
+    else:
+        prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
+        yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
+    if "lease_age_s" in facts:
+        age = f"heard of {facts['lease_age_s']:.1f} s ago"
+        on = (facts["host"], f"pid {facts['pid']}", facts["device"], age)
+        yield ", ".join(filter(None, on))
+        figures = {key: facts["figures"][key] for key in FIGURES}
+        known = (FIGURES[key].format(value) for key, value in figures.items() if value is not None)
+        yield ", ".join(known)

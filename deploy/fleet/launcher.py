@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self
 
 from outrider.config import BOUND_SETTINGS, DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
-from outrider.registry.registry import Role
 from outrider.replica.process_setup import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
+from .local_state import DeploymentRecord
 from .preflight import check_before_start, check_ports, resolve_models, warnings
 from .ray_cluster import Cluster, resources
 from .ray_connection import RayConnection, check_asks_for_token
@@ -58,18 +60,16 @@ class Deployment:
         config: DeploymentConfig,
         state: Path,
         report: Callable[[str], None] | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
-        data go there. `report` gets a line for each step of a start-up; `on_change` is called
-        when its `overview` is another."""
+        data go there. `report` gets a line for each step of a start-up."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
         self._state = state
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report or _log.info
-        self._on_change = on_change
         self._secret_files = SecretFiles(state / "secrets")
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secret_files)
         self.reconciler = ReconcilerClient(self.ray.namespace)
@@ -101,6 +101,26 @@ class Deployment:
         """Of all coordinators, with commas between them: what a `Client` takes. Raises
         `Unavailable` before it has started."""
         return ",".join(self.overview.addresses("coordinator"))
+
+    @property
+    def record(self) -> DeploymentRecord:
+        """How others find it, without secrets. Raises `Unavailable` before it has started."""
+        config, overview = self.config, self.overview
+        redis = replace(config.coordinator.redis, password="", sentinel_password="")
+        return DeploymentRecord(
+            pid=os.getpid(), started_at=self._started_at, model=config.target_name,
+            draft_model=config.draft.model, served_model_name=config.served_model_name,
+            grpc_address=self.address,
+            http_address=",".join(overview.addresses("coordinator", http=True)),
+            target_addresses=list(overview.addresses("target")),
+            draft_addresses=list(overview.addresses("draft")),
+            target_directory=config.target.directory,
+            tokenizer_directory=config.coordinator.tokenizer_directory,
+            redis=asdict(redis), deployment=self.name, ray_address=self.ray.found,
+            ray_token=str(self.ray.token or ""),
+            asks_for_keys=config.coordinator.asks_for_keys, wanted={**overview.wanted},
+            settings=config.values(secrets=False),
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
@@ -185,7 +205,6 @@ class Deployment:
                 continue
             if is_new:
                 self._changed.set()
-                self._on_change()
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
@@ -245,12 +264,10 @@ class Deployment:
         self.redis.start()
         return self.redis.url
 
-    async def wait(self) -> Role:
-        """Returns once no replica of a role is left and none can be started: that role."""
-        while (role := self.overview.hopeless) is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return role
+    async def changed(self) -> None:
+        """Returns once its `overview` is another; for one caller."""
+        await self._changed.wait()
+        self._changed.clear()
 
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within

@@ -21,6 +21,7 @@ from outrider.errors import ConfigError
 from outrider.files import write_whole
 
 if TYPE_CHECKING:
+    from outrider.registry.registry import Role
     from outrider.settings import Value
 
 FILE_NAME: Final = "deployment.json"
@@ -66,7 +67,7 @@ class DeploymentRecord:
     """... and the file of its token; empty where that is a cluster elsewhere."""
     asks_for_keys: bool = False
     """Whether its callers need a key."""
-    wanted: dict[str, int] = field(default_factory=dict)
+    wanted: dict[Role, int] = field(default_factory=dict)
     """How many replicas of each role there should be."""
     settings: dict[str, Value] = field(default_factory=dict)
     """Every setting by key, but for those that hold secrets."""

@@ -244,10 +244,10 @@ async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Loa
     await until(deployment, "draft", 0)
     calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "cooldown_s": 1.0, "calm_s": 1.0}
     await deployment.reconciler.change({f"autoscale_{name}": on for name, on in calm.items()})
-    await ask("bound", {"target": (1, 2), "draft": (0, 1)})
+    await ask("change", {"autoscale_targets": "1:2", "autoscale_drafts": "0:1"})
     await until(deployment, "draft", 1)
     await until(deployment, "target", 1)
-    await ask("bound", {"target": None, "draft": None})
+    await ask("change", {"autoscale_targets": "", "autoscale_drafts": ""})
 
 
 async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: Load) -> None:

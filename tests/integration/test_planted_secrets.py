@@ -18,7 +18,6 @@ import pytest
 import pytest_asyncio
 import redis
 
-from deploy.cli.serve import record_of
 from deploy.cli.status import ask_registry
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_connection import check_asks_for_token
@@ -130,7 +129,7 @@ def processes() -> list[Process]:
 
 async def test_status_reaches_the_redis_that_the_record_names(deployment: Deployment) -> None:
     """By the file that the deployment has hidden; the record has no secret."""
-    record = record_of(deployment)
+    record = deployment.record
     assert PASSWORD not in json.dumps(asdict(record))
     async with Client(deployment.address, api_key=KEY) as client:
         answer = await client.complete(GenerateRequest((1, 2, 3), max_tokens=4, ignore_eos=True))

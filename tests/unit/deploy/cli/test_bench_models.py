@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from models import save_tiny_model
+from recorded import record
 
 from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject
 from deploy.cli.connection import Connection, connected
 from deploy.cli.main import parse
-from deploy.cli.options import public_settings
 from deploy.fleet import launcher
 from outrider.config import DeploymentConfig
 from outrider.replica.process_setup import available_cores
@@ -66,7 +65,7 @@ def test_suffix_decoding_keeps_answers() -> None:
         ({"draft_model": "hybrid:ngram,quantized:8"}, False),
         ({"draft_model": "suffix", "suffix_tokens_total": 0}, False),
     ):
-        known: Any = public_settings(DeploymentConfig()) | settings
+        known: Any = DeploymentConfig().values(secrets=False) | settings
         assert _keeps_answers(Connection("127.0.0.1:1", settings=known)) == expected
     assert _keeps_answers(Connection("127.0.0.1:1"))
 
@@ -79,9 +78,8 @@ async def test_a_deployment_that_the_command_starts_has_been_asked_nothing(
 
     class Started:
         def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
-            self.config = config
             self.address = "127.0.0.1:1"
-            self.overview = SimpleNamespace(addresses=lambda *_, **__: ())
+            self.record = record(settings=config.values(secrets=False))
             self.api_key = ""
 
         async def __aenter__(self) -> Started:

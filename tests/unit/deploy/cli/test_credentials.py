@@ -15,7 +15,7 @@ from deploy.cli.command import Arguments
 from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
-from deploy.cli.options import SECRETS, public_settings
+from deploy.cli.options import SECRETS
 from deploy.fleet.preflight import check_before_start, warnings
 from deploy.fleet.security_setup import whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
@@ -202,7 +202,7 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
     assert "api_key" in SECRETS
     shown = [
-        str(masked_settings(public_settings(config))),
+        str(masked_settings(config.values(secrets=False))),
         str(masked_environment({"OUTRIDER_API_KEY": KEY, "OUTRIDER_API_KEYS": KEY, "MY_KEY": made,
                                 "RAY_X": f"Authorization: Bearer {KEY}", "GRPC_Y": made})),
         repr(CoordinatorConfig(api_key=KEY)),

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import recorded
@@ -21,8 +21,9 @@ from recorded import record
 from deploy.cli.connection import Connection, connected
 from deploy.cli.main import main, parse
 from deploy.cli.output import program
-from deploy.cli.serve import _keep_record_current, endpoints_text
+from deploy.cli.serve import _until_it_fails, endpoints_text
 from deploy.cli.status import ask_registry
+from deploy.fleet.launcher import Deployment
 from deploy.fleet.local_state import (
     FILE_NAME,
     LOG_NAME,
@@ -35,6 +36,7 @@ from deploy.fleet.local_state import (
 from deploy.fleet.status import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
+from outrider.errors import Unavailable
 from outrider.registry.registry import Role
 
 
@@ -64,56 +66,46 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ]
 
 
-async def test_the_record_is_true_while_replicas_come_and_go() -> None:
-    """Each time that it is told that something has changed, and not before."""
+async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> None:
+    """Until there is none of a role, and none can be started."""
     state = state_directory(os.environ)
-    record = recorded.record()
-    recorded.run_here(state, record)
-    changed = asyncio.Event()
-    config = load_config({"draft_model": "ngram", "redis_url": "unix:///x"}, {})
-    deployment: Any = SimpleNamespace(
-        config=config, name="d", ray=SimpleNamespace(found="h:6379", token=None)
-    )
-    telling = asyncio.create_task(_keep_record_current(deployment, state, record, changed))
+    recorded.run_here(state, record())
+    redis = {"redis_url": "unix:///x", "redis_password": "p", "deployment_name": "d"}
+    deployment = Deployment(load_config({"draft_model": "ngram", **redis}, {}), tmp_path)
+    deployment.start = AsyncMock()  # type: ignore[method-assign]
 
     async def tell(
-        replicas: list[tuple[Role, str, str]], wanted: dict[Role, int]
-    ) -> DeploymentRecord | None:
+        *replicas: tuple[Role, str, str], hopeless: Role | None = None
+    ) -> DeploymentRecord:
         views = [
             ReplicaView(f"{role}-{age}", role, address, http_address=http)
             for age, (role, address, http) in enumerate(replicas)
         ]
-        deployment.overview = Overview("1", wanted, tuple(views), None)
+        deployment._overview = Overview("1", {"draft": 1}, tuple(views), hopeless)
+        deployment._changed.set()
         await asyncio.sleep(0.01)
-        assert running_deployment(state) == before
-        changed.set()
-        await asyncio.sleep(0.01)
-        return running_deployment(state)
+        found = running_deployment(state)
+        assert found is not None
+        return found
 
-    before: DeploymentRecord | None = record
-    wanted: dict[Role, int] = {"coordinator": 2, "target": 3, "draft": 0}
-    found = before = await tell(
-        [
-            ("coordinator", "h:1", "h:8"), ("coordinator", "h:4", "h:9"),
-            ("target", "h:5", ""), ("target", "h:6", ""),
-        ],
-        wanted,
+    await tell(("coordinator", "h:0", ""))
+    serving = asyncio.create_task(_until_it_fails(deployment, state, parse(["serve"])))
+    found = await tell(
+        ("coordinator", "h:1", "h:8"), ("coordinator", "h:4", "h:9"), ("target", "h:5", ""),
+        ("target", "h:6", ""),
     )  # fmt: skip
-    assert found is not None
     assert found.http_address == "h:8,h:9"
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
-    assert (found.draft_addresses, found.wanted) == ([], wanted)
-    assert (found.started_at, found.redis["url"]) == (record.started_at, "unix:///x")
+    assert (found.draft_addresses, found.wanted) == ([], {"draft": 1})
+    assert (found.redis["url"], found.redis["password"]) == ("unix:///x", "")
     deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
-    found = await tell(
-        [("coordinator", "h:1", ""), ("target", "h:6", ""), ("draft", "h:7", "")], {"draft": 1}
-    )
-    assert found is not None
-    assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
-    assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})
-    assert found.http_address == ""
+    found = await tell(("coordinator", "h:1", ""), ("draft", "h:7", ""))
+    assert (found.grpc_address, found.target_addresses) == ("h:1", [])
+    assert (found.draft_addresses, found.http_address) == (["h:7"], "")
     assert (found.draft_model, found.settings["max_num_seqs"]) == ("suffix", 7)
-    telling.cancel()
+    await tell(hopeless="target")
+    with pytest.raises(Unavailable, match="there is no target, and none can be started"):
+        await serving
 
 
 async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_password(
