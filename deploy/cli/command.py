@@ -35,7 +35,7 @@ class Arguments(argparse.Namespace):
 
 class Option(click.Option):
     """An option under the title `group`. Only `--help=all` shows a `rare` one. `setting` is the
-    setting that it gives."""
+    setting that it gives. One of `several` words takes those up to the next option."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class Option(click.Option):
         group: str = "Options",
         rare: bool = False,
         setting: Setting | None = None,
+        several: bool = False,
         **attributes: Any,
     ) -> None:
-        self.group, self.rare, self.setting = group, rare, setting
-        super().__init__(names, **attributes)
+        self.group, self.rare, self.setting, self.several = group, rare, setting, several
+        super().__init__(names, multiple=several or attributes.pop("multiple", False), **attributes)
 
 
 def option(*names: str, choices: Iterable[str] = (), **attributes: Any) -> Option:
@@ -96,15 +97,26 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """A word that begins with a dash and is a number or has spaces may be no option."""
+        """Repeats an option of several words before each of them, as click knows it. A word that
+        begins with a dash and is a number or has spaces may be no option."""
+        options = [one for one in self.params if isinstance(one, Option)]
+        several = {name for one in options if one.several for name in one.opts}
+        words: list[str] = []
+        repeated = ""
+        for word in args:
+            if word.startswith("-"):
+                repeated = word if word in several else ""
+            elif repeated and words[-1] != repeated:
+                words.append(repeated)
+            words.append(word)
         try:
-            return super().parse_args(ctx, [*args])
+            return super().parse_args(ctx, [*words])
         except click.NoSuchOption:
-            texts = [one for one in args if one[:1] == "-" and (_NUMBER.match(one) or " " in one)]
-            if not texts or "--" in args:
+            texts = [one for one in words if one[:1] == "-" and (_NUMBER.match(one) or " " in one)]
+            if not texts or "--" in words:
                 raise
-            options = [one for one in args if one not in texts]
-            return super().parse_args(ctx, [*options, "--", *texts])
+            others = [one for one in words if one not in texts]
+            return super().parse_args(ctx, [*others, "--", *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:
         """Its arguments, with those of the group that it is in."""
