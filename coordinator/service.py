@@ -345,7 +345,7 @@ class CoordinatorService:
 
     async def _end_commits(self) -> None:
         self._writer.close()
-        await self._committer.close()
+        self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
 

@@ -157,11 +157,9 @@ STEP_S_MAX: Final = 300  # after which a step counts as hung, and the replica as
 APPEND_TOKENS_MAX: Final = 65_536  # tokens in one append; more are sent in several
 APPENDS_PER_CALL_MAX: Final = 512  # sessions in one `append` of the store
 CALLS_PER_PIPELINE_MAX: Final = 64  # sessions opened, ended or read in one round trip
-RECORD_WHOLE_BYTES: Final = 16 * 2**10
-"""Tokens and log-probabilities of a session that are read at once; more are read in parts on a
-thread."""
-RECORD_PART_BYTES: Final = 256 * 2**10  # size of these parts
-LOAD_TRIES_MAX: Final = 3  # reads of a long record whose tokens change meanwhile
+RECORD_PART_BYTES: Final = 256 * 2**10  # of a session's tokens that Redis answers at once
+RECORD_INLINE_BYTES: Final = 16 * 2**10  # of a record; a longer one is decoded on a thread
+LOAD_TRIES_MAX: Final = 3  # reads of a record whose tokens change meanwhile
 RECORD_READS_MAX: Final = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE: Final = 512
 """Stored tokens that a resumption replays on the event loop; more go to a thread."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from toy_engine import ToyEngine
+from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
@@ -21,7 +22,6 @@ from outrider.request import (
     Event,
     GenerateRequest,
 )
-from outrider.sessions.memory_store import MemoryStore
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
@@ -71,7 +71,7 @@ class Bench:
     def __init__(
         self,
         text: Any = None,
-        store: MemoryStore | None = None,
+        store: TwinStore | None = None,
         name: str = "c",
         target: TargetService | None = None,
         drafts: Mapping[str, Any] | None = None,
@@ -82,7 +82,7 @@ class Bench:
         self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
         self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
         self.target_link = MemoryLink(self.target)
-        self.store = store or MemoryStore(lambda: loop.time() * 1e3)
+        self.store = store or TwinStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
             replace(CONFIG, **{"max_sessions": 10, **settings}),
             name,

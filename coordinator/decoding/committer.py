@@ -2,7 +2,7 @@
 
 While one call of the store is under way, the outcomes of all sessions gather for the next, so the
 number of calls does not grow with the number of sessions. A store that does not answer stops
-nobody but those who have reached the bound of uncommitted tokens: it is tried again and again,
+only sessions that have reached the bound of uncommitted tokens: it is tried again and again,
 and what it missed is sent in one append per session.
 
 Time comes from the running event loop alone.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 
 from outrider.backoff import backoff
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, Unavailable, check
@@ -26,49 +27,24 @@ from outrider.limits import (
     UNCOMMITTED_MS_MAX,
     UNCOMMITTED_TOKENS_MAX,
 )
-from outrider.sessions.state import OwnedState, Session
+from outrider.sessions.state import Session
 from outrider.sessions.store import Append, FinishReason, SessionStore
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A session and who waits for it."""
-
-    __slots__ = ("changed", "decided", "ended", "session")
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.changed: asyncio.Event | None = None
-        """Set, and forgotten, whenever the session's standing with the store changes."""
-        self.decided: deque[tuple[int, float]] = deque()
-        """(length, loop time when it was reached) of what the store lacks, oldest first. Tokens
-        that the store has had and lost count with the first that it never had."""
-        self.ended = False
-        """The store knows that the session has finished."""
+    session: Session
+    changed: asyncio.Event | None = None
+    """Set, and forgotten, whenever it changes what the store has of the session."""
+    behind_since: float | None = None
+    """When the store was last told of tokens, or these were decided; None while it lacks none."""
 
     def wake(self) -> None:
         if self.changed is not None:
             self.changed.set()
             self.changed = None
-
-    def mark(self, now: float) -> None:
-        reached = self.decided[-1][0] if self.decided else self.session.acknowledged_length
-        if self.session.length > reached:
-            self.decided.append((self.session.length, now))
-
-    def acknowledge(self, stored_length: int) -> bool:
-        before = self.session.acknowledged_length
-        self.session.acknowledge(stored_length)
-        while self.decided and self.decided[0][0] <= stored_length:
-            self.decided.popleft()
-        return stored_length > before
-
-    def has_room(self, num_tokens: int, now: float) -> bool:
-        if not self.decided:
-            return True
-        fits = self.session.num_uncommitted + num_tokens <= UNCOMMITTED_TOKENS_MAX
-        return fits and now - self.decided[0][1] <= UNCOMMITTED_MS_MAX / 1000
 
 
 class Committer:
@@ -94,21 +70,15 @@ class Committer:
         self._leaving = asyncio.Event()
         """The lease is to end."""
         self._closing = asyncio.Event()
-        self._stopped = asyncio.Event()
-        self._running = False
 
     @property
     def closing(self) -> bool:
         """Whether no more sessions are taken: after `close`, and after a bug has ended `run`."""
         return self._closing.is_set()
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._entries)
-
     def add(self, session: Session) -> None:
         """From now on the session's tokens are committed."""
-        if self._closing.is_set():
+        if self.closing:
             raise Unavailable("this coordinator is shutting down")
         check(session.session_id not in self._entries, f"{session.session_id} was added twice")
         check(session.record.owner == self._owner, f"{session.session_id} has another owner")
@@ -117,11 +87,8 @@ class Committer:
 
     def notify(self, session: Session) -> None:
         """The session has decided tokens. Costs O(1); does nothing after `close`."""
-        if self._closing.is_set():
-            return
-        entry = self._entry(session)
-        entry.mark(asyncio.get_running_loop().time())
-        self._want(entry)
+        if not self.closing:
+            self._want(self._entry(session))
 
     def remove(self, session: Session) -> None:
         """Forgets the session; who waits for it gets `Unavailable`. Removing it again changes
@@ -142,13 +109,15 @@ class Committer:
 
     async def room(self, session: Session, num_tokens: int = 1) -> None:
         """Waits until `num_tokens` more may be decided: until with them at most
-        `UNCOMMITTED_TOKENS_MAX` are uncommitted, and none is for longer than `UNCOMMITTED_MS_MAX`.
-        There is always room if all tokens are committed. Raises the session's error if it is
-        lost."""
-        entry = self._entry(session)
-        loop = asyncio.get_running_loop()
+        `UNCOMMITTED_TOKENS_MAX` are uncommitted, and the store has not stood still for longer than
+        `UNCOMMITTED_MS_MAX`. There is always room if all tokens are committed. Raises the session's
+        error if it is lost."""
+        entry, loop = self._entry(session), asyncio.get_running_loop()
         self._check_served(entry)
-        while not entry.has_room(num_tokens, loop.time()):
+        while entry.behind_since is not None and (
+            session.num_uncommitted + num_tokens > UNCOMMITTED_TOKENS_MAX
+            or loop.time() - entry.behind_since > UNCOMMITTED_MS_MAX / 1000
+        ):
             await self._change(entry)
             self._check_served(entry)
 
@@ -156,74 +125,74 @@ class Committer:
         """Decides no more tokens, and returns when the store has all of them and the reason.
         Raises the session's error if it is lost before. May be cancelled and called again; the
         first reason stands."""
-        entry = self._entry(session)
-        if session.state is OwnedState.RUNNING:
+        entry, attempt = self._entry(session), 0
+        if session.finish_reason is None and session.error is None:
             session.finish(reason)
         self._check_served(entry)
         self.notify(session)
-        attempt = 0
-        while not entry.ended:
-            if session.num_uncommitted > 0:
+        while True:
+            while session.num_uncommitted > 0:
                 await self._change(entry)
-            elif not await self._end(entry):
+                self._check_served(entry)
+            try:
+                stored_length = await self._store.finish(session.ending())
+            except StoreUnavailable:
                 await self._back_off(attempt)
                 attempt += 1
                 self._check_served(entry)
+                continue
+            except OutriderError as error:
+                self._lose(entry, error)
+                raise
+            self._check_served(entry)
+            self._apply(entry, stored_length)
+            self._check_served(entry)
+            if session.num_uncommitted == 0:
+                return
 
     async def run(self) -> None:
-        """Commits, and holds the owner's lease, until `close`. Raises only what is a bug; whoever
-        waits for a session gets `Unavailable` then."""
-        check(not self._running, "a committer runs once")
-        self._running = True
-        tasks = [
-            asyncio.ensure_future(step)
-            for step in (self._append_all(), self._hold_lease(), self._closing.wait())
-        ]
+        """Commits, and holds the owner's lease, until `close`; then tries once more to commit what
+        is uncommitted. Whoever still waits for a session gets `Unavailable`; the sessions stay in
+        the store for another owner. Raises, as a group, only what is a bug."""
         try:
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                self._closing.set()
-                for task in tasks:
+            async with asyncio.TaskGroup() as tasks:
+                work = [
+                    tasks.create_task(self._append_all()),
+                    tasks.create_task(self._hold_lease()),
+                ]
+                await self._closing.wait()
+                for task in work:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
             while self._dirty and await self._append_some():
                 pass
             await self._end_lease()
         finally:
+            self._closing.set()
             for entry in list(self._entries.values()):
                 self.remove(entry.session)
-            self._stopped.set()
 
     def hand_over(self) -> None:
         """This coordinator is about to close. Its sessions go on, but a client that asks another
         one for its session gets it there at once."""
         self._leaving.set()
 
-    async def close(self) -> None:
-        """Tries once more to commit what is uncommitted, then ends `run`. Whoever still waits for
-        a session gets `Unavailable`; the sessions stay in the store for another owner."""
+    def close(self) -> None:
+        """Ends `run`."""
         self._closing.set()
-        if self._running:
-            await self._stopped.wait()
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless whatever the store lacks is waiting to be sent. To be
         called while no call of the store is under way."""
         for session_id, entry in self._entries.items():
-            session = entry.session
-            session.check_integrity()
-            lacking = session.state is not OwnedState.LOST and session.num_uncommitted > 0
-            check(lacking == (session_id in self._dirty), f"{session_id} is forgotten")
+            entry.session.check_integrity()
+            check(entry.session.has_news == (session_id in self._dirty), f"{session_id} forgotten")
         check(self._dirty.keys() <= self._entries.keys(), "a removed session is to be appended")
 
     def _entry(self, session: Session) -> _Entry:
         entry = self._entries.get(session.session_id)
         if entry is not None and entry.session is session:
             return entry
-        if self._closing.is_set():
+        if self.closing:
             raise Unavailable("this coordinator is shutting down")
         raise InvariantError(f"session {session.session_id} was not added to the committer")
 
@@ -244,13 +213,14 @@ class Committer:
 
     def _want(self, entry: _Entry) -> None:
         """Has the session in one of the next calls, if the store lacks anything of it."""
-        session = entry.session
-        if session.num_uncommitted > 0 and session.state is not OwnedState.LOST:
-            self._dirty[session.session_id] = None
+        if entry.session.has_news:
+            if entry.behind_since is None:
+                entry.behind_since = asyncio.get_running_loop().time()
+            self._dirty[entry.session.session_id] = None
             self._work.set()
 
     def _lose(self, entry: _Entry, error: OutriderError) -> None:
-        if entry.session.state is not OwnedState.LOST:
+        if entry.session.error is None:
             entry.session.supersede(error)
         self._dirty.pop(entry.session.session_id, None)
         entry.wake()
@@ -272,75 +242,54 @@ class Committer:
                 attempt += 1
 
     async def _append_some(self) -> bool:
-        batch = self._take_batch()
+        """One call of the store; returns whether it was of any use."""
+        batch = list(self._take_batch())
         if not batch:
             return True
         try:
             answers = await self._store.append([append for _, append in batch])
-            check(len(answers) == len(batch), "the store did not answer each append")
-        except StoreUnavailable:
-            self._put_back(batch)
+        except (StoreUnavailable, asyncio.CancelledError) as error:
+            for entry, _ in batch:
+                if self._current(entry):
+                    self._want(entry)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             return False
         except OutriderError as error:
             answers = [error] * len(batch)
-        except asyncio.CancelledError:
-            self._put_back(batch)
-            raise
         progress = [
             self._apply(entry, answer)
             for (entry, _), answer in zip(batch, answers, strict=True)
-            if self._current(entry) and entry.session.state is not OwnedState.LOST
+            if self._current(entry) and entry.session.error is None
         ]
         return any(progress) or not progress
 
-    def _take_batch(self) -> list[tuple[_Entry, Append]]:
-        batch: list[tuple[_Entry, Append]] = []
-        while self._dirty and len(batch) < APPENDS_PER_CALL_MAX:
-            session_id = next(iter(self._dirty))
+    def _take_batch(self) -> Iterable[tuple[_Entry, Append]]:
+        for session_id in list(islice(self._dirty, APPENDS_PER_CALL_MAX)):
             del self._dirty[session_id]
             entry = self._entries[session_id]
             append = entry.session.next_append()
             if append is not None:
-                batch.append((entry, append))
+                yield entry, append
         if not self._dirty:
             self._work.clear()
-        return batch
-
-    def _put_back(self, batch: Sequence[tuple[_Entry, Append]]) -> None:
-        for entry, _ in batch:
-            if self._current(entry):
-                self._want(entry)
 
     def _apply(self, entry: _Entry, answer: int | OutriderError) -> bool:
         """What the store said of one append; returns whether it was of any use."""
-        if isinstance(answer, OutriderError):
-            self._lose(entry, answer)
-            return True
+        session, before = entry.session, entry.session.acknowledged_length
         try:
-            progress = entry.acknowledge(answer)
-        except InvariantError as error:
-            self._lose(entry, error)
-            return True
-        self._want(entry)
-        entry.wake()
-        return progress
-
-    async def _end(self, entry: _Entry) -> bool:
-        """Tells the store that the session has finished; returns whether it answered. It may
-        answer that it has lost tokens since."""
-        session, ending = entry.session, entry.session.ending()
-        try:
-            stored_length = await self._store.finish(ending)
-        except StoreUnavailable:
-            return False
+            if isinstance(answer, OutriderError):
+                raise answer
+            session.acknowledge(answer)
         except OutriderError as error:
             self._lose(entry, error)
-            raise
-        self._check_served(entry)
-        self._apply(entry, stored_length)
-        is_lost = session.state is OwnedState.LOST
-        entry.ended = not is_lost and session.num_uncommitted == 0
-        return True
+            return True
+        is_progress = session.acknowledged_length > before
+        if is_progress:
+            entry.behind_since = None
+        self._want(entry)
+        entry.wake()
+        return is_progress
 
     async def _hold_lease(self) -> None:
         """One call per period, however many sessions there are, until the sessions are handed
@@ -362,7 +311,6 @@ class Committer:
                 async with asyncio.timeout_at(due):
                     await self._leaving.wait()
         await self._end_lease()
-        await self._closing.wait()
 
     async def _end_lease(self) -> None:
         try:

@@ -44,7 +44,6 @@ from outrider.sessions.store import (
     Finish,
     FinishReason,
     SessionRecord,
-    SessionState,
     SessionStore,
     contended,
     released,
@@ -522,7 +521,7 @@ class OwnedSessions:
         except OutriderError as error:
             _log.debug("wanted session %s was not read: %r", session_id, error)
             return
-        is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
+        is_ours = record.owner == self._owner and record.finish_reason is None
         if is_ours and not self._is_here(session_id):
             self.wait_for_client(record)
 

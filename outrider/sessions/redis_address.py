@@ -31,7 +31,7 @@ class RedisAddress:
 
     url: str = field(repr=False)
     """May hold a user and a password, which win over those below. For the form with Sentinels
-    see `redis_connection.SentinelUrl`."""
+    see `redis_connection.py`."""
     username: str = ""
     password: str = field(default="", repr=False)
     ca_file: str = ""

@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -176,22 +175,17 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
     }
-    if address.username:
-        options["username"] = address.username
-    if address.password:
-        options["password"] = address.password
-    if address.ca_file:
-        if not url.startswith(("rediss://", "rediss+sentinel://")):
-            raise SettingError(
-                "redis_ca_file",
-                "needs a Redis URL that begins with rediss:// or rediss+sentinel://",
-            )
-        options["ssl_ca_certs"] = address.ca_file
+    if address.ca_file and not url.startswith(("rediss://", "rediss+sentinel://")):
+        raise SettingError(
+            "redis_ca_file", "needs a Redis URL that begins with rediss:// or rediss+sentinel://"
+        )
+    given = {
+        "username": address.username, "password": address.password, "ssl_ca_certs": address.ca_file
+    }  # fmt: skip
+    options |= {name: text for name, text in given.items() if text}
     try:
         if url.startswith(SCHEMES):
-            return sentinel_client(
-                SentinelUrl.parse(url), address.sentinel_password or None, options
-            )
+            return _sentinel_client(url, address.sentinel_password or None, options)
         pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
         # The cause stays out of the message and the traceback: it may quote the password.
@@ -211,37 +205,37 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     began_at = loop.time()
-
-    def may_wait(most_ms: int) -> bool:
-        return loop.time() < began_at + most_ms / 1000
-
     while True:
         try:
             async with calling(client):
                 info = await client.info()
             break
-        except BusyLoadingError:
-            if not may_wait(REDIS_LOADING_MS_MAX):
-                raise ConfigError(
-                    f"{name} is still loading its data after {REDIS_LOADING_MS_MAX} ms; "
-                    f"start again when it is ready"
-                ) from None
-            await asyncio.sleep(_LOADING_POLL_S)
-        except (NoPermissionError, AuthenticationError) as error:
-            raise ConfigError(f"{name} refuses this user: {_first_line(error)}") from error
-        except ResponseError as error:
-            raise ConfigError(
-                f"{name} does not say what it is and can do: {_first_line(error)}"
-            ) from error
         except (RedisError, OSError, TimeoutError) as error:
-            if isinstance(error, MasterNotFoundError) and may_wait(REDIS_ELECTION_MS_MAX):
-                await asyncio.sleep(_LOADING_POLL_S)
-                continue
-            raise ConfigError(
-                f"{name} cannot be reached ({_first_line(error)}); "
-                f"start it, or give another with --redis-url"
-            ) from error
+            wait_ms = 0
+            if isinstance(error, BusyLoadingError):
+                wait_ms = REDIS_LOADING_MS_MAX
+            elif isinstance(error, MasterNotFoundError):
+                wait_ms = REDIS_ELECTION_MS_MAX
+            if loop.time() >= began_at + wait_ms / 1000:
+                raise ConfigError(f"{name} {_why_unfit(error)}") from error
+            await asyncio.sleep(_LOADING_POLL_S)
     check_info(name, info)
+
+
+def _why_unfit(error: Exception) -> str:
+    line = _first_line(error)
+    match error:
+        case BusyLoadingError():
+            return (
+                f"is still loading its data after {REDIS_LOADING_MS_MAX} ms; start again when it "
+                "is ready"
+            )
+        case NoPermissionError() | AuthenticationError():
+            return f"refuses this user: {line}"
+        case ResponseError():
+            return f"does not say what it is and can do: {line}"
+        case _:
+            return f"cannot be reached ({line}); start it, or give another with --redis-url"
 
 
 def check_info(name: str, info: dict[str, Any]) -> None:
@@ -281,49 +275,6 @@ SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 _PORT: Final = 26_379
 
 
-@dataclass(frozen=True, slots=True)
-class SentinelUrl:
-    """The parts of a URL whose hosts are Sentinels; user and password are those of the servers.
-    With `rediss+sentinel://` both the servers and the Sentinels are reached by TLS.
-
-    redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
-    """
-
-    hosts: tuple[tuple[str, int], ...]
-    """HOST and PORT of each Sentinel."""
-    service: str
-    """What Sentinel calls the primary and its replicas."""
-    db: int
-    tls: bool
-    username: str | None
-    """Of the Redis servers; None where the URL has none ..."""
-    password: str | None = field(repr=False)
-    """... and its password."""
-
-    @classmethod
-    def parse(cls, url: str) -> SentinelUrl:
-        """Raises `ValueError`, without the password in it, for a URL of another form."""
-        scheme, _, rest = url.partition("://")
-        if f"{scheme}://" not in SCHEMES:
-            raise ValueError("not a URL of Sentinels")
-        place, _, path = rest.partition("/")
-        credentials, has_credentials, hosts = place.rpartition("@")
-        if not has_credentials and "@" in path:
-            raise ValueError("a password's / is written as %2F")
-        service, _, db = path.partition("/")
-        if not service or "?" in path or "#" in path or not (db or "0").isdecimal():
-            raise ValueError("the path is not /SERVICE[/DB]")
-        username, has_password, password = credentials.partition(":")
-        return cls(
-            tuple(_host_and_port(one) for one in hosts.split(",")),
-            unquote(service),
-            int(db or 0),
-            scheme == "rediss+sentinel",
-            unquote(username) or None,
-            unquote(password) if has_password else None,
-        )
-
-
 def _host_and_port(text: str) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.netloc != text:
@@ -344,28 +295,46 @@ class _Client(redis.asyncio.Redis):
             await sentinel.aclose()
 
 
-def sentinel_client(
-    url: SentinelUrl, sentinel_password: str | None, options: dict[str, Any]
+def _sentinel_client(
+    url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client of whatever server is the primary when it connects. `options` are those of its
-    connections and of their pool; user and password of the URL win over them.
+    """A client of whatever server is the primary when it connects. The URL's hosts are Sentinels,
+    its user and password those of the servers; both are reached by TLS with `rediss+sentinel://`:
 
-    Sentinels are asked one after the other, each for `REDIS_SENTINEL_TIMEOUT_MS`."""
+    redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
+
+    `options` are those of connections and of their pool; what the URL says wins over them.
+    Sentinels are asked one after the other, each for `REDIS_SENTINEL_TIMEOUT_MS`. Raises
+    `ValueError`, without the password in it, for a URL of another form."""
+    scheme, _, rest = url.partition("://")
+    place, _, path = rest.partition("/")
+    credentials, has_credentials, hosts = place.rpartition("@")
+    if not has_credentials and "@" in path:
+        raise ValueError("a password's / is written as %2F")
+    service, _, db = path.partition("/")
+    if not service or "?" in path or "#" in path or not (db or "0").isdecimal():
+        raise ValueError("the path is not /SERVICE[/DB]")
+    username, has_password, password = credentials.partition(":")
+    if username:
+        options["username"] = unquote(username)
+    if has_password:
+        options["password"] = unquote(password)
+    options["ssl"] = scheme == "rediss+sentinel"
     timeout_s = REDIS_SENTINEL_TIMEOUT_MS / 1000
-    secure = {"ssl": True} if url.tls else {}
-    sentinel_options = secure | {
+    of_sentinels = {name: options[name] for name in ("ssl", "retry", "protocol")} | {
         "password": sentinel_password,
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
     }
     if "ssl_ca_certs" in options:
-        sentinel_options["ssl_ca_certs"] = options["ssl_ca_certs"]
-    given = {"username": url.username, "password": url.password}
-    options = options | secure | {key: text for key, text in given.items() if text is not None}
-    sentinel: Any = Sentinel(url.hosts, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
+        of_sentinels["ssl_ca_certs"] = options["ssl_ca_certs"]
+    addresses = [_host_and_port(one) for one in hosts.split(",")]
+    sentinel: Any = Sentinel(addresses, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(
-        url.service, redis_class=_Client, connection_pool_class=_Pool, db=url.db, **options
+        unquote(service),
+        redis_class=_Client,
+        connection_pool_class=_Pool,
+        db=int(db or 0),
+        **options,
     )
     return client

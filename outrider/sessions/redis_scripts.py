@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -41,42 +40,18 @@ Call = tuple[Sequence[str], Sequence[str | int | bytes]]
 """Keys and arguments of one run of a script."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replication:
-    """What must have happened before an answer counts."""
-
-    num_replicas: int
-    """That must have all writes up to then, at least 1."""
-    key: str
-    """Written each time. WAIT counts from the connection's last write, and a script that finds
-    everything done writes nothing."""
-
-    @property
-    def commands(self) -> list[tuple[Any, ...]]:
-        """To be sent behind those whose answers shall count."""
-        return [
-            ("SET", self.key, 1, "PX", REDIS_WAIT_MS),
-            ("WAIT", self.num_replicas, REDIS_WAIT_MS),
-        ]
-
-    def check(self, answers: Sequence[Any]) -> None:
-        """Raises what went wrong by the answers to `commands`."""
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        if answers[-1] < self.num_replicas:
-            raise NotReplicated(
-                f"{answers[-1]} of {self.num_replicas} replicas have a write "
-                f"after {REDIS_WAIT_MS} ms"
-            )
-
-
 class ScriptRunner:
     """Runs scripts on one server."""
 
-    def __init__(self, client: redis.asyncio.Redis, replication: Replication | None = None) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
+    ) -> None:
+        """So many replicas must have all writes up to a replicated script's before its answer
+        counts. The key is written each time: WAIT counts from the connection's last write, and a
+        script that finds everything done writes nothing."""
         self._client = client
-        self._replication = replication
+        self._wait_replicas = wait_replicas
+        self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
         """Single runs that no round trip has taken along yet, of scripts that are being run."""
         self._senders: set[asyncio.Task[None]] = set()
@@ -85,14 +60,12 @@ class ScriptRunner:
         """The answer to one run. What many callers want at once goes together: while one round
         trip is under way the others gather for the next. Raises what went wrong."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.get(script)
-        if waiting is not None:
-            waiting.append((call, future))
-        else:
-            self._waiting[script] = deque([(call, future)])
+        if script not in self._waiting:
+            self._waiting[script] = deque()
             sender = asyncio.create_task(self._send_waiting(script))
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)
+        self._waiting[script].append((call, future))
         answer = await future
         if isinstance(answer, OutriderError):
             raise answer
@@ -124,29 +97,23 @@ class ScriptRunner:
 
     async def _send_waiting(self, script: Script) -> None:
         """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that no caller waits for longer than one time-out; so does a bug, which ends this task."""
+        that no caller waits for longer than one time-out; so does a bug."""
         waiting = self._waiting[script]
-        batch: list[tuple[Call, asyncio.Future[Any]]] = []
-        try:
-            while waiting:
-                size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
-                batch = [waiting.popleft() for _ in range(size)]
-                try:
-                    answers = await self.run_all(script, [call for call, _ in batch])
-                except OutriderError as error:
-                    batch.extend(waiting)
-                    waiting.clear()
-                    answers = [error] * len(batch)
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    if not future.done():
-                        future.set_result(answer)
-        except BaseException as error:
-            for _, future in (*batch, *waiting):
+        while waiting:
+            size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
+            batch = [waiting.popleft() for _ in range(size)]
+            try:
+                answers = await self.run_all(script, [call for call, _ in batch])
+            except Exception as error:  # noqa: BLE001 (told to all callers)
+                if not isinstance(error, OutriderError):
+                    error = InvariantError(f"a script was not run: {error!r}")
+                batch.extend(waiting)
+                waiting.clear()
+                answers = [error] * len(batch)
+            for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
-                    future.set_exception(InvariantError(f"a script was not run: {error!r}"))
-            raise
-        finally:
-            del self._waiting[script]
+                    future.set_result(answer)
+        del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
         """Each command's answer, errors included.
@@ -156,9 +123,10 @@ class ScriptRunner:
         commands: list[tuple[Any, ...]] = [("SCRIPT LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
-        replication = self._replication if script.replicated else None
-        if replication is not None:
-            commands += replication.commands
+        num_replicas = self._wait_replicas if script.replicated else 0
+        if num_replicas:
+            commands.append(("SET", self._replicated_key, 1, "PX", REDIS_WAIT_MS))
+            commands.append(("WAIT", num_replicas, REDIS_WAIT_MS))
         pool: Any = self._client.connection_pool
         async with calling(self._client):
             connection = await pool.get_connection()
@@ -172,9 +140,15 @@ class ScriptRunner:
             finally:
                 await pool.release(connection)
             raise_if_replaced(answers)
-            if replication is not None:
-                answers, last = answers[:-2], answers[-2:]
-                replication.check(last)
+            if num_replicas:
+                *answers, written, found = answers
+                for answer in (written, found):
+                    if isinstance(answer, Exception):
+                        raise answer
+                if found < num_replicas:
+                    raise NotReplicated(
+                        f"{found} of {num_replicas} replicas have a write after {REDIS_WAIT_MS} ms"
+                    )
         return answers[1:] if load else answers
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 
 from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
@@ -24,20 +23,8 @@ from outrider.sessions.store import (
     Finish,
     FinishReason,
     SessionRecord,
-    SessionState,
 )
 from outrider.tokens import TokenSequence
-
-
-class OwnedState(StrEnum):
-    """Where a session stands with its owner."""
-
-    RUNNING = "running"
-    """Tokens are decided."""
-    FINISHED = "finished"
-    """No more tokens will be decided; the last ones may not be stored yet."""
-    LOST = "lost"
-    """Another owner's, or gone: nothing is sent to the store any more."""
 
 
 class Session:
@@ -45,13 +32,13 @@ class Session:
 
     __slots__ = (
         "acknowledged_length", "counters", "draft", "error", "finish_reason", "logprobs", "record",
-        "showable_length", "state", "target", "tokens",
+        "showable_length", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, record: SessionRecord) -> None:
         """The running session that `SessionStore.open` has just stored, or `SessionStore.take_over`
         given to `record.owner`."""
-        check(record.state is SessionState.RUNNING, "a finished session is not resumed")
+        check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
         """The session as this owner got it, without its tokens: what never changes is read here."""
         self.tokens = TokenSequence(record.token_ids)
@@ -65,11 +52,12 @@ class Session:
         """Tokens that the store holds, as far as its last answer told."""
         self.showable_length = len(self.tokens)
         """Tokens that have been stored at some time, so may be shown. Never falls."""
-        self.state = OwnedState.RUNNING
         self.finish_reason: FinishReason | None = None
-        """Why it ended; None while it runs, and if it was lost before it ended."""
+        """Why no more tokens are decided, though the store may lack the last ones; None while it
+        runs, and if it was lost before it ended."""
         self.error: OutriderError | None = None
-        """Why it is lost; None unless it is."""
+        """Why it is lost, another owner's or gone: nothing is sent to the store any more. None
+        unless it is."""
         self.check_integrity()
 
     @property
@@ -94,6 +82,11 @@ class Session:
         """Decided tokens that the store lacks."""
         return len(self.tokens) - self.acknowledged_length
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the store is to be sent tokens."""
+        return self.error is None and self.num_uncommitted > 0
+
     def decide(
         self,
         token_ids: Sequence[int],
@@ -105,7 +98,7 @@ class Session:
     ) -> None:
         """Appends the tokens of one outcome. `counters` are the session's so far; None keeps what
         is recorded of a side. `logprobs` holds one JSON line per token, always or never."""
-        check(self.state is OwnedState.RUNNING, f"decided tokens for a {self.state} session")
+        self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
             all(0 <= token_id <= TOKEN_ID_MAX for token_id in token_ids),
@@ -127,7 +120,7 @@ class Session:
         """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if it lacks nothing or the
         session is lost. Changes nothing: asked again before an answer, it holds the same and
         whatever has been decided since."""
-        if self.state is OwnedState.LOST or self.num_uncommitted == 0:
+        if not self.has_news:
             return None
         start = self.acknowledged_length
         end = min(self.length, start + APPEND_TOKENS_MAX)
@@ -163,7 +156,7 @@ class Session:
     def acknowledge(self, stored_length: int) -> None:
         """The store holds `stored_length` tokens of this session: fewer than before, even of the
         prompt, if it lost its tail."""
-        check(self.state is not OwnedState.LOST, "the store acknowledged a lost session")
+        check(self.error is None, "the store acknowledged a lost session")
         check(
             0 <= stored_length <= self.length,
             f"the store holds {stored_length} tokens of a session that has {self.length}",
@@ -173,15 +166,13 @@ class Session:
 
     def finish(self, reason: FinishReason) -> None:
         """No more tokens will be decided. What the store lacks is still to be sent."""
-        check(self.state is OwnedState.RUNNING, f"finished a {self.state} session")
-        self.state = OwnedState.FINISHED
+        self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
         """The session is another owner's (`StaleEpoch`) or gone (`DataLoss`). Tokens that were
         not stored will never be shown."""
-        check(self.state is not OwnedState.LOST, "superseded a lost session")
-        self.state = OwnedState.LOST
+        check(self.error is None, "superseded a lost session")
         self.error = error
 
     def check_integrity(self) -> None:
@@ -200,7 +191,7 @@ class Session:
             len(self.logprobs) in (0, num_outputs),
             f"{len(self.logprobs)} log-probabilities for {num_outputs} tokens",
         )
-        check((self.error is not None) == (self.state is OwnedState.LOST), "error and state")
-        if self.state is not OwnedState.LOST:
-            finished = self.state is OwnedState.FINISHED
-            check((self.finish_reason is not None) == finished, "finish reason and state")
+
+    def _check_running(self, action: str) -> None:
+        ended = self.error or self.finish_reason
+        check(ended is None, f"{action} a session that is over: {ended}")

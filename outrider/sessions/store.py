@@ -23,13 +23,6 @@ FIRST_EPOCH = 1
 """Epoch of a session as it is opened."""
 
 
-class SessionState(StrEnum):
-    """Where a session stands in the store."""
-
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 class FinishReason(StrEnum):
     """Why a session ended."""
 
@@ -110,13 +103,13 @@ class SessionRecord:
     token_ids: tuple[int, ...]
     prefix_digest: int
     epoch: int = FIRST_EPOCH
-    state: SessionState = SessionState.RUNNING
     draft: CacheState = CacheState()
     target: CacheState = CacheState()
     counters: Counters = Counters()
     logprobs: str = ""
     """A JSON line per token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
+    """None while it runs."""
 
     @classmethod
     def new(

@@ -219,6 +219,7 @@ def session_to_proto(record: SessionRecord) -> pb.Session:
     return copied(
         record,
         pb.Session,
+        state="running" if reason is None else "finished",
         rule=RULE_NUMBERS[record.rule],
         finish_reason=None if reason is None else _REASON_NUMBERS[reason],
     )

@@ -182,7 +182,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "file descriptors": descriptors(stack),
         "sessions of the coordinator": stack.coordinator.num_running,
         "admissions": stack.coordinator._num_admitted,
-        "commits": stack.coordinator._committer.num_sessions,
+        "commits": len(stack.coordinator._committer._entries),
         "background work": len(stack.coordinator._background),
         "runs that end": len(stack.coordinator._sessions._ending),
     }

@@ -62,8 +62,7 @@ async def test_an_epoch_that_is_given_twice_while_a_record_is_read(
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of more than 64 bytes are read in parts of 100."""
-    monkeypatch.setattr("outrider.sessions.redis_store.RECORD_WHOLE_BYTES", 64)
+    """Records are read in parts of 100 bytes."""
     monkeypatch.setattr("outrider.sessions.redis_store.RECORD_PART_BYTES", 100)
 
 

@@ -103,7 +103,7 @@ async def test_no_script_touches_keys_of_two_slots(
     await store.take_over(await store.load(IDS[0]), OWNERS[1])
     with pytest.raises(StaleEpoch):
         await store.finish(end_of(session))
-    assert len(sent) == 8
+    assert len(sent) == 10
     for keys, _ in sent:
         assert len({re.findall(r"\{(.*)\}", key)[0] for key in keys}) == 1
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from session_model import IDS, OWNERS, digest, end_of, new_session, next_append
+from twin_store import TwinStore
 
 from outrider.errors import (
     ConfigError,
@@ -37,7 +38,6 @@ from outrider.errors import (
 )
 from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.seen: list[SessionRecord] = []
         self.now_ms = 0.0
-        self.model = MemoryStore(lambda: self.now_ms, Lifetimes(LEASE_MS, 10**12, 10**12))
+        self.model = TwinStore(lambda: self.now_ms, Lifetimes(LEASE_MS, 10**12, 10**12))
         self.prefix = f"{uuid.uuid4()}:"
         lifetimes = Lifetimes(10**9, 10**9, 10**9)
         self.store = self.run(

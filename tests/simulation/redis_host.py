@@ -31,7 +31,6 @@ from outrider.sessions.store import (
     DEFAULT_LIFETIMES,
     FinishReason,
     SessionRecord,
-    SessionState,
     not_found,
     verified,
 )
@@ -294,13 +293,14 @@ class History:
 
     def _look_at_session(self, key: bytes, fields: dict[bytes, bytes], length: int) -> None:
         """What is recorded as complete must be."""
-        is_finished = fields[b"state"] == SessionState.FINISHED.value.encode()
+        is_finished = fields[b"state"] == b"finished"
         if is_finished:
             self._finished[key] = self.num_losses
         is_complete = fields[b"finish_reason"] == FinishReason.LENGTH.value.encode()
         if not (is_complete or (self.on_last_token and not is_finished)):
             return
-        wanted = int(fields[b"prompt_length"]) + json.loads(fields[b"parameters"])["max_tokens"]
+        *_, parameters, prompt_length = json.loads(fields[b"opened"])
+        wanted = prompt_length + json.loads(parameters)["max_tokens"]
         if is_complete and length != wanted and self.broken is None:
             self.broken = InvariantError(
                 f"{key.decode()} is recorded as complete with {length} of {wanted} tokens"
@@ -407,12 +407,16 @@ class Redis:
         """What is stored now. Raises `OutriderError`."""
         key = session_key(session_id)
         keys = (key, key + b":tokens", key + b":logprobs")
-        answer = run_script(_LOAD.source.encode(), self.primary.data, keys, (b"1e9",))
-        match answer:
-            case [list(fields), bytes(tokens), bytes(logprobs)]:
-                return verified(decode_record(session_id, fields, tokens, logprobs))
-            case _:
-                raise not_found(session_id)
+        answer: Any = run_script(_LOAD.source.encode(), self.primary.data, keys, ())
+        if answer[0] == b"missing":
+            raise not_found(session_id)
+        pairs, *extents = answer
+        strings: list[Any] = [
+            (self.primary.data.get(one) or b"")[slice(*extent)]
+            for one, extent in zip(keys[1:], extents, strict=True)
+        ]
+        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        return verified(decode_record(session_id, fields, *strings))
 
     def store(self) -> RedisStore:
         """A process's own."""

@@ -74,6 +74,7 @@ async def test_a_committer_that_closes_leaves_no_lease(is_told: bool) -> None:
     await asyncio.sleep(1)
     if is_told:
         b.committer.hand_over()
-    await b.committer.close()
+    b.committer.close()
+    await b.running
     seen = await b.store.load(session.session_id)
     assert (await b.store.take_over(seen, "bert")).epoch == 2

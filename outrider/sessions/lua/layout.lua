@@ -33,21 +33,12 @@ local function prolong(ttl_ms)
   end
 end
 
--- Returns {fields and values, token bytes, logprobs}; where these are more than bytes_max together,
--- their lengths in bytes in their place (see read_part.lua).
-local function read(bytes_max)
+-- Returns {fields and values, {first byte, end} of the tokens, the same of the log-probabilities}: see
+-- read_part.lua.
+local function read()
   local ends = redis.call('HMGET', KEYS[1], 'tokens_start', 'tokens_end', 'logprobs_start',
     'logprobs_end')
-  local first, past = {}, {}
-  for i = 2, 3 do first[i], past[i] = extent(KEYS[i], ends[2 * i - 3], ends[2 * i - 2]) end
-  local is_long = past[2] - first[2] + past[3] - first[3] > tonumber(bytes_max)
   local found = {redis.call('HGETALL', KEYS[1])}
-  for i = 2, 3 do
-    if is_long then
-      found[i] = past[i] - first[i]
-    else
-      found[i] = first[i] < past[i] and redis.call('GETRANGE', KEYS[i], first[i], past[i] - 1) or ''
-    end
-  end
+  for i = 2, 3 do found[i] = {extent(KEYS[i], ends[2 * i - 3], ends[2 * i - 2])} end
   return found
 end

@@ -5,7 +5,7 @@
 -- Ended before the hash is set, there is no session, and tokens that nothing names expire. Ended after
 -- it, the hash lacks its time to live until the next write of the session, or until it is opened again.
 if redis.call('EXISTS', KEYS[1]) == 1 then
-  for _, name in ipairs({'tenant', 'owner', 'seed', 'rule', 'parameters', 'prompt_length'}) do
+  for _, name in ipairs({'owner', 'opened'}) do
     local given
     for i = 3, #ARGV, 2 do
       if ARGV[i] == name then given = ARGV[i + 1] end

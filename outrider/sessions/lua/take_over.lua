@@ -1,7 +1,7 @@
 -- Makes `owner` the owner under the next epoch, if the session is still as it was read: then its
 -- owner's lease was found gone. Begins with layout.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch and owner that were read, owner, ttl_ms, bytes of tokens and logprobs to return at most
+-- ARGV: epoch and owner that were read, owner, ttl_ms
 -- Returns what `read` does, or {'missing', 0}, or {'changed', epoch}.
 -- One call changes the owner; ended after it, the session is taken over and its time to live shorter.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
@@ -14,4 +14,4 @@ if stored[3] == 'running' then
     'rewrite', '0')
   prolong(ARGV[4])
 end
-return read(ARGV[5])
+return read()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from stack import CONFIG
 from toy_engine import ToyEngine
+from twin_store import TwinStore
 from virtual_time import virtually
 
 import coordinator.audit
@@ -23,7 +24,6 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
-from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -68,7 +68,7 @@ class Bench:
         self.service = CoordinatorService(
             replace(CONFIG, audit_share=audit_share),
             "c",
-            store=MemoryStore(lambda: loop.time() * 1e3),
+            store=TwinStore(lambda: loop.time() * 1e3),
             targets={"t": MemoryLink(self.target)},
             drafts={"d": MemoryLink(self.draft)},
             fallback=NgramDrafter(),

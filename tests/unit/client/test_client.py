@@ -30,7 +30,6 @@ from outrider.sessions.store import (
     Counters,
     FinishReason,
     SessionRecord,
-    SessionState,
 )
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -100,7 +99,7 @@ class _Coordinator:
         nothing = CacheState()
         return session_to_proto(
             SessionRecord(
-                session_id=ID, tenant="", epoch=3, owner="x", state=SessionState.RUNNING,
+                session_id=ID, tenant="", epoch=3, owner="x",
                 seed=1, rule=Rule.BLOCK, parameters="", prompt_length=1, token_ids=(1, 2),
                 prefix_digest=0, draft=nothing, target=nothing, counters=Counters(), logprobs="",
                 finish_reason=None,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from memory_registry import MemoryRegistry
 from session_links import TOY, ScriptedLink
+from twin_store import TwinStore
 
 from coordinator.host import owner_name
 from coordinator.service import CoordinatorService
@@ -17,7 +18,6 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import Unavailable
 from outrider.registry.registry import Membership
-from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
 
 
@@ -47,7 +47,7 @@ async def started(
     target.description = replace(TOY, drafts_itself=drafts_itself)
     service = CoordinatorService(
         CoordinatorConfig(), "a", registry=MemoryRegistry() if follows else None,
-        store=MemoryStore(lambda: 0.0), targets={"t": target},
+        store=TwinStore(lambda: 0.0), targets={"t": target},
         drafts={} if draft is None else {"d": draft}, fallback=NgramDrafter(), text=None,
     )  # fmt: skip
     await service.start()

@@ -12,6 +12,7 @@ import pytest
 from constrained import CONSTRAINTS, EndingEngine, eos, grammar, grammars, hf_tokenizer
 from coordinator_bench import CONFIG
 from test_recovery import nobody, taken, tokens_of
+from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
@@ -21,7 +22,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import Finished, GenerateRequest
-from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
@@ -40,7 +40,7 @@ REQUEST = GenerateRequest(
 
 
 @asynccontextmanager
-async def served(store: MemoryStore, name: str, text: Any = None) -> AsyncIterator[Any]:
+async def served(store: TwinStore, name: str, text: Any = None) -> AsyncIterator[Any]:
     """A coordinator with replicas of its own."""
     executor = InlineExecutor(lambda: 0.0)
     target = TargetService(EndingEngine(1), executor, max_num_seqs=8, grammars=grammars())
@@ -63,9 +63,9 @@ async def served(store: MemoryStore, name: str, text: Any = None) -> AsyncIterat
         replica.check_integrity()
 
 
-def store() -> MemoryStore:
+def store() -> TwinStore:
     loop = asyncio.get_running_loop()
-    return MemoryStore(lambda: loop.time() * 1e3)
+    return TwinStore(lambda: loop.time() * 1e3)
 
 
 def meets(token_ids: list[int]) -> bool:

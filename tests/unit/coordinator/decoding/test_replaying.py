@@ -26,7 +26,7 @@ from outrider.errors import DataLoss
 from outrider.messages import PositionLogprobs
 from outrider.request import Finished, ResumeRequest, Started, Tokens
 from outrider.sessions.state import Session
-from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, SessionState
+from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -50,7 +50,6 @@ RECORD = SessionRecord(
     tenant="",
     epoch=2,
     owner="c",
-    state=SessionState.RUNNING,
     seed=PARAMETERS.seed,
     rule=Rule.BLOCK,
     parameters=PARAMETERS.to_json(),
@@ -152,9 +151,7 @@ def test_other_tokens_than_are_stored_cannot_be_known() -> None:
         check_known(RECORD, replace(asked(1), tokens_digest=known.digest()))
 
 
-ENDED = replace(
-    RECORD, state=SessionState.FINISHED, finish_reason=FinishReason.DEADLINE, logprobs=""
-)
+ENDED = replace(RECORD, finish_reason=FinishReason.DEADLINE, logprobs="")
 QUIET = replace(PARAMETERS, logprobs=None)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from toy_engine import ToyEngine
+from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
@@ -23,7 +24,6 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import Finished, GenerateRequest, Tokens
-from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
 from outrider.transport.link import MemoryLink
@@ -135,7 +135,7 @@ def generate(
                 lookup=DraftConfig() if looks_up else None,
             ),
             "c",
-            store=MemoryStore(lambda: loop.time() * 1e3),
+            store=TwinStore(lambda: loop.time() * 1e3),
             targets={"t": target_link},
             drafts={} if looks_up else {"d": draft_link},
             fallback=lookups if looks_up else NgramDrafter(),

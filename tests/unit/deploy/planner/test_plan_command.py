@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
+from twin_store import TwinStore
 
 from coordinator.service import CoordinatorService
 from deploy.cli.main import main, parse
@@ -24,7 +25,6 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.process_setup import build_engine
 from outrider.replica.scheduler import InlineExecutor
-from outrider.sessions.memory_store import MemoryStore
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
@@ -78,7 +78,7 @@ async def pair_here(
         made: Any = service(engine, executor, max_num_seqs=8, costs=costs)  # type: ignore[operator]
         replicas[role] = MemoryLink(made)
     coordinator = CoordinatorService(
-        config_of_coordinator, "c", store=MemoryStore(lambda: time.monotonic() * 1e3),
+        config_of_coordinator, "c", store=TwinStore(lambda: time.monotonic() * 1e3),
         targets={"t": replicas["target"]}, drafts={"d": replicas["draft"]},
         fallback=NgramDrafter(),
     )  # fmt: skip

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 from session_model import IDS, OWNERS, end_of, new_session, next_append
+from twin_store import TwinStore
 
 from coordinator.decoding.sessions import COMMIT_GRACE_S
 from outrider.config import WAIT_MS_MAX
 from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
-from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Finish, FinishReason
 
@@ -25,11 +25,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(clock: Clock) -> MemoryStore:
-    return MemoryStore(clock)
+def store(clock: Clock) -> TwinStore:
+    return TwinStore(clock)
 
 
-async def test_a_lease_ends_exactly_when_it_ends(store: MemoryStore, clock: Clock) -> None:
+async def test_a_lease_ends_exactly_when_it_ends(store: TwinStore, clock: Clock) -> None:
     """A millisecond before, another owner is told how long to wait; then the session is its own."""
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
@@ -45,7 +45,7 @@ async def test_a_lease_ends_exactly_when_it_ends(store: MemoryStore, clock: Cloc
 
 
 async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(
-    store: MemoryStore,
+    store: TwinStore,
 ) -> None:
     """The other one is asked to look again: it finds a new owner then."""
     await store.open(new_session())
@@ -56,7 +56,7 @@ async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(
     assert (await store.load(IDS[0])).owner == OWNERS[1]
 
 
-async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: Clock) -> None:
+async def test_orphans_and_finished_sessions_expire(store: TwinStore, clock: Clock) -> None:
     await store.open(new_session(IDS[0]))
     await store.open(new_session(IDS[1]))
     await store.finish(end_of(Session(new_session(IDS[1]))))
@@ -77,7 +77,7 @@ async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: C
 
 
 async def test_a_session_that_writes_nothing_does_not_expire_under_its_owner(
-    store: MemoryStore, clock: Clock
+    store: TwinStore, clock: Clock
 ) -> None:
     """Nothing renews its time to live while its target is away for its whole deadline, and its
     client for as long as it may be waited for."""
@@ -87,14 +87,14 @@ async def test_a_session_that_writes_nothing_does_not_expire_under_its_owner(
     assert await store.finish(end) == 3
 
 
-async def test_expired_sessions_do_not_pile_up(store: MemoryStore, clock: Clock) -> None:
+async def test_expired_sessions_do_not_pile_up(store: TwinStore, clock: Clock) -> None:
     for k in range(100):
         await store.open(new_session(f"{k:032x}"))
         clock.now_ms += SESSION_TTL_S * 1000 / 10
     assert len(store.snapshot()) <= 11
 
 
-async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> None:
+async def test_a_lost_take_over_is_healed_by_its_owner(store: TwinStore) -> None:
     """Both owners have written other tokens after the same prefix; a restart loses the take-over.
     The newer owner's tokens replace the older one's, and the older one stays fenced off."""
     await store.open(new_session())
@@ -121,7 +121,7 @@ async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> No
 
 
 async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: TwinStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part is not read, and nothing is finished with it. What was never stored is not shown."""
     monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
@@ -148,7 +148,7 @@ async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
     ]  # fmt: skip
 
 
-async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore) -> None:
+async def test_one_epoch_given_twice_has_one_owner(store: TwinStore) -> None:
     """A lost take-over lets a third coordinator have the same epoch: only one of both may write."""
     await store.open(new_session())
     before, seen = store.snapshot(), await store.load(IDS[0])
