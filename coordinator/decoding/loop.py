@@ -140,7 +140,7 @@ class Decoding:
         self.observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
         if self.session.error is not None:
             raise self.session.error  # It was lost meanwhile.
-        proposal = drafted.proposal
+        proposal = self._target.verified
         outcome = decide(
             reply.verdict,
             proposal.token_ids,
@@ -192,7 +192,7 @@ class Decoding:
         return reply
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
-        accept, tree = reply.verdict.accept_probability, drafted.proposal.tree
+        accept, tree = reply.verdict.accept_probability, self._target.verified.tree
         played = PlayedRound(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, [accept[i] for i in tree.spine]),
@@ -202,7 +202,7 @@ class Decoding:
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
             queue_s=reply.queue_ms / 1e3,
-            num_siblings=len(drafted.proposal) - len(tree.spine),
+            num_siblings=len(accept) - len(tree.spine),
             siblings=sibling_chances(tree, accept, drafted.siblings),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, DraftPool, ReplicaPool, TargetPool
@@ -107,38 +107,33 @@ class FleetView:
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,
         )  # fmt: skip
-        coordinators = [own, *(_announced(one, "serving", one.load) for one in self.peers)]
-        roles = [coordinators, *(self._of(role) for role in self.pools)]
-        return [one for role in roles for one in sorted(role, key=lambda one: one.name)]
-
-    def _of(self, role: Role) -> list[SeenReplica]:
-        records, replicas = self._records.get(role, {}), self.pools[role].replicas
-        seen = [
-            _announced(one, "joining", 0) for name, one in records.items() if name not in replicas
-        ]
-        for name, replica in replicas.items():
-            state: State = "away" if replica.away else "serving"
-            record = records.get(name)
-            seen.append(
-                SeenReplica(
-                    role=role,
-                    name=name,
-                    model=replica.description.model,
-                    node=record.host if record else "",
-                    device=record.device if record else "",
-                    load=len(replica.routes),
-                    state="leaving" if replica.leaving else state,
-                    figures=record.figures if record else NO_FIGURES,
+        roles = [[own, *(_seen(one, "serving") for one in self.peers)]]
+        for role, pool in self.pools.items():
+            records, replicas = self._records.get(role, {}), pool.replicas
+            seen = [
+                _seen(one, "joining", load=0)
+                for name, one in records.items()
+                if name not in replicas
+            ]
+            for name, replica in replicas.items():
+                record = records.get(name) or ReplicaRecord(
+                    role=role, name=name, address="", host="", pid=0
                 )
-            )
-        return seen
+                state: State = "away" if replica.away else "serving"
+                of_pool = {
+                    "model": replica.description.model, "load": len(replica.routes),
+                    "leaving": replica.leaving,
+                }  # fmt: skip
+                seen.append(_seen(record, state, **of_pool))
+            roles.append(seen)
+        return [one for seen in roles for one in sorted(seen, key=lambda one: one.name)]
 
 
-def _announced(record: ReplicaRecord, state: State, load: int) -> SeenReplica:
-    """One of which no more is known than it says of itself."""
+def _seen(record: ReplicaRecord, state: State, **better_known: Any) -> SeenReplica:
+    record = replace(record, **better_known)
     return SeenReplica(
         role=record.role, name=record.name, model=record.model, node=record.host,
-        device=record.device, load=load, state="leaving" if record.leaving else state,
+        device=record.device, load=record.load, state="leaving" if record.leaving else state,
         figures=record.figures,
     )  # fmt: skip
 
@@ -161,10 +156,10 @@ class Discovery:
         self._fleet = fleet
         self._registry = registry
         self._link: Any = link
-        self._heard_at: dict[str, float] = {}
-        """When the registry had each that is in the pool, s of the loop's clock."""
-        self._addresses: dict[str, str] = dict(begun_with or {})
-        """Where each of them was when the registry had it."""
+        self._heard: dict[str, tuple[float, str]] = {}
+        """Of each that is in the pool, when the registry had it, s of the loop's clock, and where
+        it was then."""
+        self._begun_with = begun_with or {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being asked whether they join, or whether they are there."""
         self._not_before: dict[str, float] = {}
@@ -192,34 +187,27 @@ class Discovery:
         now = asyncio.get_running_loop().time()
         if self._away:
             # None of them could say its name meanwhile.
-            self._heard_at = dict.fromkeys(self._heard_at, now)
+            self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
         self._away = False
         self._fleet.hear(self._role, records)
         pool = self._fleet.pools.get(self._role)
-        if pool is not None:
-            self._follow(pool, records, now)
-
-    def _follow(
-        self, pool: ReplicaPool[Any, Any], records: Sequence[ReplicaRecord], now: float
-    ) -> None:
+        if pool is None:
+            return
         for record in records:
             self._hear(pool, record, now)
-        taken = {record.address for record in records}
-        for name in pool.names:
-            if now - self._heard_at.setdefault(name, now) > LEASE_S and name not in self._tasks:
-                is_replaced = self._addresses.get(name) in taken
-                self._begin(name, self._doubt(pool, name, is_replaced))
-        known = {record.name for record in records}.union(pool.names)
-        of_names: tuple[dict[str, Any], ...] = (
-            self._heard_at, self._addresses, self._not_before
-        )  # fmt: skip
-        for notes in of_names:
+        taken, names = {record.address for record in records}, pool.names
+        for name in names:
+            at, address = self._heard.setdefault(name, (now, self._begun_with.get(name, "")))
+            if now - at > LEASE_S and name not in self._tasks:
+                self._begin(name, self._doubt(pool, name, address in taken))
+        known = {record.name for record in records}.union(names)
+        for notes in (self._heard, self._not_before):
             for name in notes.keys() - known:
                 del notes[name]
 
     def _hear(self, pool: ReplicaPool[Any, Any], record: ReplicaRecord, now: float) -> None:
         name = record.name
-        self._heard_at[name], self._addresses[name] = now, record.address
+        self._heard[name] = now, record.address
         is_known = name in pool.names
         if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
             pool.retire(name)
@@ -237,7 +225,7 @@ class Discovery:
         if replica is None:
             return
         if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
-            self._heard_at[name] = asyncio.get_running_loop().time()
+            self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
         else:
             _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
             await pool.leave(name)

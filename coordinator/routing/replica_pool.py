@@ -15,16 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from typing import Final, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.affinity import affinity, choose
 from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
-from outrider.limits import MAILBOX_REPLIES_MAX, RUN_AHEAD_ROUNDS_MAX
+from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -51,6 +51,12 @@ PROBE_TIMEOUT_S: Final = 2.0
 PROBE_PERIOD_S: Final = 0.1
 """Between two looks at the replicas that are away."""
 
+LOAD_SLACK: Final = 0.25
+"""A replica is given a quarter more sessions than all have on average, at most, or one more where
+these cannot be shared out evenly; but not for it more than share a step."""
+_KEY_PAGES: Final = 2
+"""Pages that sessions on one replica share at least, where their prompts are as long as that."""
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
 
@@ -60,11 +66,12 @@ class ReplicaConnection(Generic[Item, Answer]):
 
     def __init__(
         self,
+        pool: ReplicaPool[Item, Answer],
         link: Link[Item, Answer],
         name: str,
         description: ReplicaDescription,
-        on_away: Callable[[], None] = lambda: None,
     ) -> None:
+        self._pool = pool
         self.link = link
         self.name = name
         """The replica's name in the session store."""
@@ -74,11 +81,8 @@ class ReplicaConnection(Generic[Item, Answer]):
         self.away = False
         """Whether it could not be reached when it was last tried, and has not said since what it
         runs."""
-        self.num_stale = 0
-        """Proposals and verdicts that came when their round or session was over."""
         self.routes: dict[str, SessionRoute[Item, Answer]] = {}
         """Of its sessions."""
-        self._on_away = on_away
         link.listen(self._deliver, self.lose)
 
     @property
@@ -96,7 +100,7 @@ class ReplicaConnection(Generic[Item, Answer]):
     def miss(self) -> None:
         """It cannot be reached, or cannot go on."""
         self.away = True
-        self._on_away()
+        self._pool.lost.set()
 
     def lose(self, error: Exception) -> None:
         """Its stream has broken."""
@@ -111,7 +115,7 @@ class ReplicaConnection(Generic[Item, Answer]):
         # prompt that was read.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
-        self.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
+        self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
 class ReplicaPool(Generic[Item, Answer]):
@@ -126,10 +130,11 @@ class ReplicaPool(Generic[Item, Answer]):
         self._targets = targets
         self._replicas: dict[str, ReplicaConnection[Item, Answer]] = {}
         self._left = LinkBytes()
-        """Of replicas that are known no more ..."""
-        self._num_stale_left = 0
-        """... and their answers that came too late."""
-        self._lost = asyncio.Event()
+        """Of replicas that are known no more."""
+        self.num_stale = 0
+        """Proposals and verdicts that came when their round or session was over; may be read on any
+        thread."""
+        self.lost = asyncio.Event()
         """Set when a replica cannot be reached."""
         self._found = asyncio.Event()
         """Set, and made anew, when one is there that was not."""
@@ -163,11 +168,6 @@ class ReplicaPool(Generic[Item, Answer]):
         """To and from all replicas so far; may be read on any thread."""
         found = [replica.link.num_bytes for replica in list(self._replicas.values())] + [self._left]
         return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
-
-    @property
-    def num_stale(self) -> int:
-        """Their answers that came too late; may be read on any thread."""
-        return self._num_stale_left + sum(one.num_stale for one in list(self._replicas.values()))
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """What the replica runs that joined last of those that are present, or else of all; None
@@ -208,7 +208,7 @@ class ReplicaPool(Generic[Item, Answer]):
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
         self.first = self.first or description
-        self._replicas[name] = ReplicaConnection(link, name, description, self._lost.set)
+        self._replicas[name] = ReplicaConnection(self, link, name, description)
         self._tell_found()
 
     def retire(self, name: str) -> None:
@@ -223,7 +223,6 @@ class ReplicaPool(Generic[Item, Answer]):
         if replica is not None:
             left, one = self._left, replica.link.num_bytes
             self._left = LinkBytes(left.sent + one.sent, left.received + one.received)
-            self._num_stale_left += replica.num_stale
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 
@@ -267,14 +266,14 @@ class ReplicaPool(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            await self._lost.wait()
+            await self.lost.wait()
             await asyncio.sleep(due - loop.time())
-            self._lost.clear()
+            self.lost.clear()
             due = loop.time() + PROBE_PERIOD_S
             away = [replica for replica in self._replicas.values() if replica.away]
             await asyncio.gather(*(self._probe(replica) for replica in away))
             if any(replica.away for replica in away):
-                self._lost.set()
+                self.lost.set()
 
     async def change(self, timeout_s: float) -> None:
         """Waits until there is a replica that was not, but no longer than that."""
@@ -347,6 +346,39 @@ class ReplicaPool(Generic[Item, Answer]):
                 f"the target {found.model!r} has another vocabulary, tokenizer or way of "
                 f"drafting than {self.first.model!r}"
             )
+
+
+# Which replica a session begins on, by rendezvous hashing (Thaler and Ravishankar 1998) of what its
+# prompt begins with: sessions that begin alike find the pages that others have left, coordinators
+# agree without talking, and where a replica comes or goes only its own sessions move. A bound on
+# loads (Mirrokni, Thorup and Zadimoghaddam 2018) sends on what would be too much for one; each
+# coordinator keeps it for its own sessions, so it is kept for those of all.
+
+
+def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
+    """What sessions that may share pages have in common: whose they are, and their first pages."""
+    first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
+    ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
+    return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
+
+
+def ranked(key: bytes, names: Sequence[str]) -> list[str]:
+    """The names in the order in which a key prefers them; the order of two does not depend on the
+    others."""
+    return sorted(names, key=lambda name: blake2b(name.encode(), key=key).digest(), reverse=True)
+
+
+def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
+    """The one that a key prefers among those with room for a session more, by how many sessions
+    each has, of which `seats` share a step; None where there is none at all. Beyond the seats all
+    have the same: there whoever has more keeps its sessions waiting."""
+    if not loads:
+        return None
+    mean = (sum(loads.values()) + 1) / len(loads)
+    slack = min(math.floor((1 + LOAD_SLACK) * mean), seats)
+    bound = max(math.ceil(mean), slack)
+    roomy = [name for name, load in loads.items() if load < bound]
+    return ranked(key, roomy)[0]
 
 
 TargetPool = ReplicaPool[VerifyItem, VerifyAnswer]
@@ -564,10 +596,6 @@ class SessionRoute(Generic[Item, Answer]):
         self.cached_length = answer.cached_length if known else 0
         self.context.observer.count("resyncs", self._pool.role)
 
-    async def change(self, timeout_s: float) -> None:
-        """See `ReplicaPool.change`."""
-        await self._pool.change(timeout_s)
-
     def give_up(self) -> None:
         """The replica says that it cannot go on: it counts as away until it says what it runs."""
         if self._replica is not None:
@@ -623,5 +651,4 @@ class SessionRoute(Generic[Item, Answer]):
             self._waiter.set_result(None)
 
 
-TargetRoute = SessionRoute[VerifyItem, VerifyAnswer]
 DraftRoute = SessionRoute[DraftItem, DraftAnswer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,8 @@ async def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
         def note(self, played: PlayedRound) -> None:
             notes.append(played)
 
-    parts: Any = dict.fromkeys(("completion", "target", "draft", "committer", "meter"))
+    parts: Any = dict.fromkeys(("completion", "draft", "committer", "meter"))
+    parts["target"] = SimpleNamespace(verified=NOTHING_SEALED)
     lengths: Any = Lengths()
     decoding = Decoding(context_of(session()), lengths=lengths, length_max=99, **parts)
     reply = VerdictReply(

@@ -3,7 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.routing.affinity import affinity, choose, ranked
+from coordinator.routing.replica_pool import affinity, choose, ranked
 
 NAMES = st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
 

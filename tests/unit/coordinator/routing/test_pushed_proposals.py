@@ -138,7 +138,6 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
     link = ScriptedLink()
     one = session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
-    [replica] = draft._route._pool.replicas.values()
     draft.prefill(0, 3)
     one.decide((9,), Counters())
     loop = asyncio.get_running_loop()
@@ -152,16 +151,16 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
     one.decide((7,), Counters())
     assert (await draft.propose(2, asked(3), NOISE)).ahead
     link.on_answer(proposal(link.sent[1]))
-    assert replica.num_stale == 0
+    assert draft._route._pool.num_stale == 0
     link.on_answer(proposal(link.sent[1]))
-    assert replica.num_stale == 1
+    assert draft._route._pool.num_stale == 1
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     one.decide((1,), Counters())
     loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
     await draft.propose(3, asked(2), NOISE)
     link.on_answer(proposal(link.sent[-1]))
-    assert replica.num_stale == 1
+    assert draft._route._pool.num_stale == 1
     draft.close()
 
 

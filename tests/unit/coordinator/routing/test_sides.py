@@ -39,7 +39,7 @@ from outrider.errors import (
 )
 from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
-from outrider.messages import PositionLogprobs, Refused, ReplyKey, Resync, VerdictReply
+from outrider.messages import ReplyKey, Resync, VerdictReply
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
@@ -300,7 +300,7 @@ def opened(item: Any) -> Any:
 async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     q: bytes, num_verified: int, is_broken: bool
 ) -> None:
-    """The rest counts as refused, in a verdict for all of it. The first sending is asked again
+    """The rest counts as not proposed. The first sending is asked again
     before its refusal comes: the second refusal is not about what was sent since."""
     proposal = SealedProposal((1, 2), q)
     link = ScriptedLink(None, opened)
@@ -311,9 +311,9 @@ async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
     loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
     reply = await target.verify(1, proposal)
-    assert reply.verdict.accept_probability == (1.0,) * num_verified + (0.0,) * (2 - num_verified)
-    assert reply.verdict.correction[: num_verified + 1] == (9,) * (num_verified + 1)
-    assert len(reply.verdict.correction) == 3
+    assert reply.verdict.accept_probability == (1.0,) * num_verified
+    assert reply.verdict.correction == (9,) * (num_verified + 1)
+    assert target.verified.token_ids == (1, 2)[:num_verified]
     assert target.found_broken_draft is is_broken
     assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
     assert seen.num == 1
@@ -332,28 +332,11 @@ async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     target = target_of(link, one=session(rule=Rule.TOKEN), observer=seen)
     async with asyncio.timeout(20):
         reply = await target.verify(1, proposal)
-    assert reply.verdict.accept_probability == (0.0,)
-    assert reply.verdict.correction[0] == 9
+    assert reply.verdict.correction == (9,)
+    assert not target.verified
     assert target.found_broken_draft
     assert [len(item.proposal) for item in link.sent] == [1, 1, 0]
     assert seen.num == 1
-
-
-@virtually
-async def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
-    """[2K+1]: of the draft tokens, then of the corrections."""
-
-    def with_logprobs(item: Any) -> Any:
-        answer = opened(item)
-        if isinstance(answer, Refused):
-            return answer
-        entries = tuple(PositionLogprobs(float(i), ()) for i in range(2 * len(item.proposal) + 1))
-        return replace(answer, logprobs=entries)
-
-    link = ScriptedLink(with_logprobs, with_logprobs)
-    target = target_of(link, one=session(rule=Rule.TOKEN), logprobs=1)
-    reply = await target.verify(1, SealedProposal((1, 2), READABLE.q))
-    assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
 
 
 @virtually
