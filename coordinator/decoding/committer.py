@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 
 from outrider.backoff import backoff
@@ -33,13 +32,13 @@ from outrider.sessions.store import Append, FinishReason, SessionStore
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
 class _Entry:
-    session: Session
-    changed: asyncio.Event | None = None
-    """Set, and forgotten, whenever it changes what the store has of the session."""
-    behind_since: float | None = None
-    """When the store was last told of tokens, or these were decided; None while it lacks none."""
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.changed: asyncio.Event | None = None
+        """Set, and forgotten, whenever it changes what the store has of the session."""
+        self.behind_since: float | None = None
+        """When the store last took tokens, or these were decided; None while it lacks none."""
 
     def wake(self) -> None:
         if self.changed is not None:
