@@ -205,4 +205,4 @@ class DeviceOptions(Options):
     num_draft_tokens: int = option(
         8, "tokens of a draft and a verification", low=1, high=NUM_DRAFT_TOKENS_MAX
     )
-    repetitions: int = option(50, "of each step, of which medians are taken", low=1, high=10_000)
+    repetitions: int = 50

@@ -17,9 +17,12 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from itertools import product
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count, product
+from operator import sub
+from statistics import median
 from string import ascii_lowercase
 from types import SimpleNamespace
 from typing import Any, Final
@@ -27,7 +30,7 @@ from typing import Any, Final
 from outrider.client import Client, InProcessTransport
 from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
-from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.messages import (
     DraftItem,
     ProposalReply,
@@ -83,10 +86,15 @@ STEP_SESSIONS: Final = 64
 CROWD_TOKENS: Final = 2_048
 WARM_UP_S: Final = 3.0
 WARM_UP_TURNS: Final = 3
-PROMPT_WORDS: Final = 48
+TURNS: Final = 60
+"""Requests through each transport, of so many tokens ..."""
+TURN_TOKENS: Final = 32
+TURN_STEP_MS: Final = 5.0
+"""... of the emulated target."""
 _PARTS_OF_A_ROUND: Final = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS: Final = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
 """The vocabulary of the emulated target: three letters each, so that every token is text."""
+PROMPT: Final = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,38 +109,26 @@ class OverheadOptions(Options):
         500, "capacity: sessions at a time", low=1, high=SESSIONS_PER_COORDINATOR_MAX
     )
     seconds: float = option(10.0, "capacity: time of the measurement", low=1, high=600, metavar="S")
-    turns: int = option(60, "transports: requests through each", low=1, high=10_000)
-    max_tokens: int = option(32, "transports: tokens of each request", low=2, high=4_096)
-    step_ms: float = option(
-        5.0, "transports: of the emulated target", low=0, high=1_000, metavar="MS"
-    )
 
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
-    figures: dict[str, Any] = {}
-    if "rounds" in options.parts:
-        figures |= await measure_rounds(options.rounds, progress)
-    if "capacity" in options.parts:
-        figures["capacity"] = await measure_capacity(options, progress)
-    if "transports" in options.parts:
-        figures["transports"] = await measure_transports(options, progress)
-    return Report.of("overhead beside the models", figures)
+    measures = (measure_rounds, measure_capacity, measure_transports)
+    figures = {
+        part: await measure(options, progress)
+        for part, measure in zip(PARTS, measures, strict=True)
+        if part in options.parts
+    }
+    return Report.of("overhead beside the models", figures.pop("rounds", {}) | figures)
 
 
-def canned_request(seed: int, max_tokens: int, *, include_rounds: bool = False) -> GenerateRequest:
+def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
     """A session of the full length, with K = `NUM_DRAFT_TOKENS` under token."""
     return GenerateRequest(
-        prompt=tuple(range(1, 1 + PROMPT_TOKENS)),
-        sampling=SamplingParams(temperature=1.0),
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        seed=seed,
-        rule=Rule.TOKEN,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        deadline_ms=DEADLINE_MS_MAX,
-        include_rounds=include_rounds,
-    )
+        prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
+        max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,
+        num_draft_tokens=NUM_DRAFT_TOKENS, deadline_ms=DEADLINE_MS_MAX,
+    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -158,16 +154,15 @@ async def _canned_services(
             yield client, coordinator
 
 
-async def measure_rounds(num_rounds: int, progress: Progress) -> dict[str, Any]:
+async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Medians, ms, of rounds that drafted K tokens, one session after the other, by the reports of
     their coordinator; and the bytes of a round's four messages."""
-    wanted = WARM_UP_ROUNDS + num_rounds
+    wanted = WARM_UP_ROUNDS + options.rounds
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
-        seed = 0
-        while len(reports) < wanted:
+        for seed in count():
             progress(f"round {len(reports)} of {wanted}")
-            request = canned_request(seed, SESSION_TOKENS, include_rounds=True)
+            request = replace(canned_request(seed, SESSION_TOKENS), include_rounds=True)
             async with aclosing(client.generate(request)) as events:
                 reports += [
                     event
@@ -175,7 +170,8 @@ async def measure_rounds(num_rounds: int, progress: Progress) -> dict[str, Any]:
                     if isinstance(event, RoundReport)
                     and len(event.proposed_token_ids) == NUM_DRAFT_TOKENS
                 ]
-            seed += 1
+            if len(reports) >= wanted:
+                break
     return round_figures(reports[WARM_UP_ROUNDS:wanted]) | {"bytes_per_round": bytes_per_round()}
 
 
@@ -204,21 +200,19 @@ def bytes_per_round() -> int:
         seed=1, sampling=None, sampling_hash=2**64 - 1, deadline_ms=DEADLINE_MS_MAX,
     )  # fmt: skip
     item = DraftItem(head, NUM_DRAFT_TOKENS)
-    proposal = canned_answers("draft")(item)
-    question = VerifyItem(head, proposal.proposal)
-    verdict = canned_answers("target")(question)
+    question = VerifyItem(head, canned_proposal(NUM_DRAFT_TOKENS))
     frames = [
         DRAFT.request(items=[DRAFT.item_to_proto(item, True)]),
-        DRAFT.reply(items=[DRAFT.answer_to_proto(proposal)]),
+        DRAFT.reply(items=[DRAFT.answer_to_proto(propose(item))]),
         VERIFY.request(items=[VERIFY.item_to_proto(question, True)]),
-        VERIFY.reply(items=[VERIFY.answer_to_proto(verdict)]),
+        VERIFY.reply(items=[VERIFY.answer_to_proto(verify(question))]),
     ]
     return sum(frame.ByteSize() for frame in frames)
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Rounds a second of sessions that never pause, and the computing of the coordinator's process.
-    `coordinator_cpu` is the part of a core that it takes; 1 = it is what limits."""
+    """Rounds a second of sessions that never pause, and the computing of the coordinator's process
+    for one of them."""
     progress("starting")
     num_tokens = 0
 
@@ -257,11 +251,10 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "rounds_per_second": num_rounds / elapsed_s,
         "coordinator_ms_per_round": 1e3 * cpu_s / num_rounds,
-        "coordinator_cpu": cpu_s / elapsed_s,
     }
 
 
-async def measure_transports(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
+async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """One coordinator in this process is asked in turn by the client in this process, by gRPC and
     by HTTP, on its event loop, in an order that rotates: what is added is all of the computing on
     both sides, and the kernel's loopback between them.
@@ -272,12 +265,10 @@ async def measure_transports(options: OverheadOptions, progress: Progress) -> di
     progress("starting the target")
     asked = ServeOptions(ignore_eos=True, raw=True, num_draft_tokens=0)
     async with (
-        _coordinator_here(options.step_ms) as (stamps, service, address, http_url),
+        _coordinator_here() as (stamps, service, address, url),
         Client(InProcessTransport(service)) as here,
         Client(address) as there,
-        HttpServingClient(
-            HttpServer(base_url=http_url, endpoint=TEXT, model="emulated"), asked
-        ) as http,
+        HttpServingClient(HttpServer(base_url=url, endpoint=TEXT, model="emulated"), asked) as http,
     ):
         clients: dict[str, ServingClient] = {
             "in_process": GrpcServingClient(here, asked),
@@ -286,7 +277,7 @@ async def measure_transports(options: OverheadOptions, progress: Progress) -> di
         }
         gc.collect()
         gc.freeze()  # What is always there is not looked through while times are taken.
-        return transport_figures(options, await take_turns(options, clients, stamps, progress))
+        return transport_figures(await take_turns(clients, stamps, progress))
 
 
 Turns = list[tuple[float, list[float]]]
@@ -294,27 +285,22 @@ Turns = list[tuple[float, list[float]]]
 
 
 async def take_turns(
-    options: OverheadOptions,
-    clients: Mapping[str, ServingClient],
-    stamps: list[float],
-    progress: Progress,
+    clients: Mapping[str, ServingClient], stamps: list[float], progress: Progress
 ) -> dict[str, Turns]:
     """By client. `stamps` has when the coordinator had each chunk of the newest request. Raises
     `Unavailable` where a request fails, or loses chunks."""
     names = list(clients)
     found: dict[str, Turns] = {name: [] for name in names}
     clock = asyncio.get_running_loop().time
-    for turn in range(-WARM_UP_TURNS, options.turns):
+    for turn in range(-WARM_UP_TURNS, TURNS):
         if turn % 10 == 0:
-            progress(f"turn {turn} of {options.turns}")
+            progress(f"turn {turn} of {TURNS}")
         first = turn % len(names)
-        for place, name in enumerate(names[first:] + names[:first]):
+        for name in names[first:] + names[:first]:
             stamps.clear()
-            times = StreamTimes(clock)
-            prompt = BenchPrompt(words_of(len(names) * (turn + WARM_UP_TURNS) + place), name)
-            began = clock()
+            times, began = StreamTimes(clock), clock()
             try:
-                await clients[name].answer(prompt, options.max_tokens, times)
+                await clients[name].answer(PROMPT, TURN_TOKENS, times)
             except RequestFailed as failure:
                 raise Unavailable(f"by {name}: {failure}") from failure
             if len(times.chunk_s) != len(stamps) or not stamps:
@@ -328,68 +314,61 @@ async def take_turns(
     return found
 
 
-def transport_figures(options: OverheadOptions, turns: Mapping[str, Turns]) -> dict[str, float]:
+def transport_figures(turns: Mapping[str, Turns]) -> dict[str, float]:
     """By names in JSON; the k-th entries are of one turn."""
     ttft = {name: [first for first, _ in each] for name, each in turns.items()}
     chunk = {
-        name: percentile([ms for _, delays in each for ms in delays], 50)
-        for name, each in turns.items()
+        name: median(ms for _, delays in each for ms in delays) for name, each in turns.items()
     }
     figures = {
-        "turns": options.turns,
-        "max_tokens": options.max_tokens,
-        "step_ms": options.step_ms,
-        "in_process_ttft_ms_p50": percentile(ttft["in_process"], 50),
+        "in_process_ttft_ms_p50": median(ttft["in_process"]),
         "in_process_chunk_ms": chunk["in_process"],
     }
     for name in ("grpc", "http"):
-        added = [a - b for a, b in zip(ttft[name], ttft["in_process"], strict=True)]
-        figures[f"{name}_ttft_added_ms_p50"] = percentile(added, 50)
+        added = map(sub, ttft[name], ttft["in_process"])
+        figures[f"{name}_ttft_added_ms_p50"] = median(added)
         figures[f"{name}_chunk_added_ms"] = chunk[name] - chunk["in_process"]
     return figures
 
 
-def words_of(number: int) -> str:
-    """A prompt that no other number shares a page with."""
-    size = len(_WORDS)
-    digits = (number % size, number // size % size)
-    return "".join(f" {_WORDS[digits[place % 2]]}" for place in range(PROMPT_WORDS))
-
-
 @asynccontextmanager
-async def _coordinator_here(step_ms: float) -> AsyncIterator[tuple[list[float], Any, str, str]]:
-    """A coordinator in this process before an emulated target with such steps: when it had the
+async def _coordinator_here() -> AsyncIterator[tuple[list[float], Any, str, str]]:
+    """A coordinator in this process before an emulated target: when it had the
     tokens of its requests, its service, and where it answers by gRPC and HTTP."""
     from coordinator.actor import CoordinatorActor
-    from coordinator.service import CoordinatorService
 
     stamps: list[float] = []
-    generate, clock = CoordinatorService.generate, asyncio.get_running_loop().time
-
-    async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
-        async with aclosing(generate(*given, **named)) as events:
-            async for event in events:
-                if isinstance(event, Tokens):
-                    stamps.append(clock())
-                yield event
-
-    engine = f"{EMULATED}vocab_size={len(_WORDS)},verify_ms={step_ms}"
+    clock, actor = asyncio.get_running_loop().time, CoordinatorActor()
+    engine = (
+        f"{EMULATED}vocab_size={len(_WORDS)},verify_ms={TURN_STEP_MS},verify_tokens={PROMPT_TOKENS}"
+    )
     target_config = TargetConfig(engine=engine, model="emulated", num_threads=1)
-    async with AsyncExitStack() as stack:
-        redis_url = await stack.enter_async_context(embedded_redis())
-        target = await stack.enter_async_context(service_process("target", target_config))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
+    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         _save_tokenizer(directory)
-        config = Replicas(target.address, "", redis_url).coordinator_config(
-            http=True, tokenizer_directory=directory, served_model_name="emulated"
-        )
-        stack.callback(setattr, CoordinatorService, "generate", generate)
-        setattr(CoordinatorService, "generate", stamped)  # noqa: B010 (a method, for a while)
-        actor = CoordinatorActor()
-        address = await actor.start(config, log_directory="")
-        stack.push_async_callback(actor.stop, 1.0)
-        http_address = (await actor.engagement()).http_address
-        yield stamps, actor.host and actor.host.service, address, f"http://{http_address}"
+        async with (
+            embedded_redis() as redis_url,
+            service_process("target", target_config) as target,
+        ):
+            config = Replicas(target.address, "", redis_url).coordinator_config(
+                http=True, tokenizer_directory=directory, served_model_name="emulated"
+            )
+            address = await actor.start(config, log_directory="")
+            service: Any = actor.host and actor.host.service
+            generate = service.generate
+
+            async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
+                async with aclosing(generate(*given, **named)) as events:
+                    async for event in events:
+                        if isinstance(event, Tokens):
+                            stamps.append(clock())
+                        yield event
+
+            service.generate = stamped
+            try:
+                http_address = (await actor.engagement()).http_address
+                yield stamps, service, address, f"http://{http_address}"
+            finally:
+                await actor.stop(1.0)
 
 
 def _save_tokenizer(directory: str) -> None:
@@ -445,44 +424,39 @@ class CannedReplica:
         self._stepping = None
 
 
-def canned_answers(side: str) -> Callable[[Any], Any]:
-    """How a draft answers that has its proposals ready, or a target that has its verdicts: always
-    the same."""
-    numbers = random.Random(side)  # noqa: S311 (data, not secrecy)
-    sizes = range(NUM_DRAFT_TOKENS_MAX + 1)
-
-    def distribution() -> DraftDistribution:
-        """Its counts fall off as those of a language model do."""
-        ids = sorted(numbers.sample(range(CANNED.vocab_size), Q_ENTRIES))
+@cache
+def canned_proposal(size: int) -> SealedProposal:
+    """Always the same; the counts of q fall off as those of a language model do."""
+    numbers = random.Random(size)  # noqa: S311 (data, not secrecy)
+    q = []
+    for _ in range(size):
+        ids = numbers.sample(range(CANNED.vocab_size), Q_ENTRIES)
         counts = [COUNT_TOTAL // (2 * Q_ENTRIES * (1 + rank)) + 1 for rank in range(Q_ENTRIES)]
         counts[0] += COUNT_TOTAL - sum(counts)
-        numbers.shuffle(counts)
-        return DraftDistribution(tuple(ids), tuple(counts))
+        pairs = sorted(zip(ids, counts, strict=True))
+        q.append(DraftDistribution(*zip(*pairs, strict=True)))
+    likeliest = (each.token_ids[each.counts.index(max(each.counts))] for each in q)
+    return SealedProposal.of(Proposal(tuple(likeliest), tuple(q)))
 
-    def proposed(size: int) -> SealedProposal:
-        q = tuple(distribution() for _ in range(size))
-        likeliest = (entry.token_ids[entry.counts.index(max(entry.counts))] for entry in q)
-        return SealedProposal.of(Proposal(tuple(likeliest), q))
 
-    def judged(size: int) -> Verdict:
-        corrections = (numbers.randrange(CANNED.vocab_size) for _ in range(size + 1))
-        return Verdict((ACCEPT_PROBABILITY,) * size, tuple(corrections))
+@cache
+def canned_verdict(size: int) -> Verdict:
+    """Likewise."""
+    numbers = random.Random(size)  # noqa: S311
+    corrections = (numbers.randrange(CANNED.vocab_size) for _ in range(size + 1))
+    return Verdict((ACCEPT_PROBABILITY,) * size, tuple(corrections))
 
-    if side == "draft":
-        proposals = [proposed(size) for size in sizes]
 
-        def propose(item: DraftItem) -> ProposalReply:
-            length, proposal = item.head.committed_length, proposals[item.num_draft_tokens]
-            return ProposalReply(item.head.key, proposal, length, length + len(proposal))
+def propose(item: DraftItem) -> ProposalReply:
+    """A draft whose proposals are ready."""
+    length, size = item.head.committed_length, item.num_draft_tokens
+    return ProposalReply(item.head.key, canned_proposal(size), length, length + size)
 
-        return propose
-    verdicts = [judged(size) for size in sizes]
 
-    def verify(item: VerifyItem) -> VerdictReply:
-        size = len(item.proposal)
-        return VerdictReply(item.head.key, verdicts[size], item.head.committed_length + size)
-
-    return verify
+def verify(item: VerifyItem) -> VerdictReply:
+    """A target whose verdicts are ready."""
+    size = len(item.proposal)
+    return VerdictReply(item.head.key, canned_verdict(size), item.head.committed_length + size)
 
 
 @asynccontextmanager
@@ -493,8 +467,10 @@ async def canned_role(setup: dict[str, Any]) -> AsyncIterator[Role]:
     from outrider.transport.server import RpcServer, ServerOptions
     from outrider.transport.stream_server import ReplicaServicer
 
-    replica: Any = CannedReplica(canned_answers(setup["side"]), setup["step_s"])
-    servicer: Any = ReplicaServicer(replica, DRAFT if setup["side"] == "draft" else VERIFY)
+    sides: dict[str, Any] = {"draft": (propose, DRAFT), "target": (verify, VERIFY)}
+    answer, codec = sides[setup["side"]]
+    replica: Any = CannedReplica(answer, setup["step_s"])
+    servicer: Any = ReplicaServicer(replica, codec)
     server = RpcServer([servicer.grpc_service], ServerOptions())
     await server.start()
     try:

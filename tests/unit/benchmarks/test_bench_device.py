@@ -35,7 +35,6 @@ def test_without_graphs() -> None:
     """What is not done is null; the ideal is the weights that a step reads, at the copy's speed."""
     values: dict[str, Any] = json.loads(to_json(report_of(None)))
     assert values["graphs_on"] is None
-    assert values["graphs_off"]["draft_replay_ms"] is None
     layer = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32
     assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)
     assert (values["device"], values["dtype"], values["context_tokens"]) == ("cpu", "float32", 20)
@@ -46,12 +45,10 @@ def test_with_recorded_steps() -> None:
     """They are replayed for every figure, a draft in one replay for all its steps."""
     recorder = CountingRecorder()
     values = report_of(DeviceBackend(attend_by_tables, 8, lambda: recorder))
-    assert values["graphs_on"]["draft_replay_ms"] is not None
-    assert values["graphs_off"]["draft_replay_ms"] is None
     ratio = values["graphs_on"]["decode_step_ms"] / values["ideal_step_ms"]
     assert values["graphs_on"]["decode_over_ideal"] == pytest.approx(ratio)
-    # Of decoding, verifying, each step of a draft, all steps of a draft; and of the trial.
-    assert recorder.num_replayed >= 7 * (1 + 1 + 3 + 1)
+    # Of decoding, verifying, all steps of a draft; and of the trial.
+    assert recorder.num_replayed >= 7 * (1 + 1 + 1)
 
 
 def test_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from benchmarks.overhead import (
     Q_ENTRIES,
     STEP_SESSIONS,
     CannedReplica,
-    OverheadOptions,
     bytes_per_round,
-    canned_answers,
+    propose,
     round_figures,
     take_turns,
     transport_figures,
+    verify,
 )
 from benchmarks.prompts import BenchPrompt
 from benchmarks.serve_clients import Answer, StreamTimes
@@ -42,7 +42,7 @@ def test_steps_take_their_time_and_as_many_as_fit() -> None:
     heard: list[tuple[float, int]] = []
 
     async def play() -> None:
-        replica = CannedReplica(canned_answers("draft"), step_s=0.01)
+        replica = CannedReplica(propose, step_s=0.01)
         loop = asyncio.get_running_loop()
         connection = replica.connect(lambda answers: heard.append((loop.time(), len(answers))))
         connection.receive([draft_item(session) for session in range(1, STEP_SESSIONS + 2)])
@@ -62,7 +62,7 @@ def test_steps_take_their_time_and_as_many_as_fit() -> None:
 def test_canned_replicas_answer_within_the_call() -> None:
     """With well-formed proposals and verdicts, always the same."""
     item, heard = draft_item(1), list[ProposalReply | VerdictReply]()
-    CannedReplica(canned_answers("draft")).connect(heard.extend).receive([item])
+    CannedReplica(propose).connect(heard.extend).receive([item])
     proposed = heard.pop()
     assert isinstance(proposed, ProposalReply)
     assert (proposed.base_length, proposed.cached_length) == (3, 11)
@@ -70,7 +70,7 @@ def test_canned_replicas_answer_within_the_call() -> None:
     assert [len(entry.token_ids) for entry in q if entry] == [Q_ENTRIES] * 8
     assert max(max(entry.token_ids) for entry in q if entry) < CANNED.vocab_size
     question = VerifyItem(item.head, proposed.proposal)
-    CannedReplica(canned_answers("target")).connect(heard.extend).receive([question])
+    CannedReplica(verify).connect(heard.extend).receive([question])
     verdict = heard.pop()
     assert isinstance(verdict, VerdictReply)
     assert (verdict.key, verdict.cached_length) == (item.head.key, 11)
@@ -92,7 +92,6 @@ def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> No
 def test_what_a_transport_adds_is_a_median_of_pairs_and_a_difference_of_medians() -> None:
     """Pairs, so that a slow turn is slow by every transport."""
     found = transport_figures(
-        OverheadOptions(),
         {
             "in_process": [(10.0, [0.1] * 3), (50.0, [0.1] * 3), (20.0, [0.1] * 3)],
             "grpc": [(11.0, [0.3] * 3), (52.0, [0.3] * 3), (20.0, [0.3, 0.9, 0.9])],
@@ -115,7 +114,7 @@ async def test_a_transport_that_loses_chunks_is_no_measurement() -> None:
             return Answer()
 
     with pytest.raises(Unavailable, match="by http came 1 chunks where the coordinator had 2"):
-        await take_turns(OverheadOptions(turns=1), {"http": Losing()}, had, lambda line: None)
+        await take_turns({"http": Losing()}, had, lambda line: None)
 
 
 @pytest.mark.xdist_group("redis")
@@ -133,9 +132,11 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     monkeypatch.setattr("benchmarks.overhead.service_process", service_process)
     monkeypatch.setattr("benchmarks.overhead.WARM_UP_S", 0.5)
     monkeypatch.setattr("benchmarks.overhead.WARM_UP_ROUNDS", 10)
+    for name, value in (("TURNS", 3), ("TURN_TOKENS", 8), ("TURN_STEP_MS", 4.0)):
+        monkeypatch.setattr(f"benchmarks.overhead.{name}", value)
     flags = (
         "--parts", "rounds,capacity,transports", "--rounds", "20", "--sessions", "3", "--seconds",
-        "1", "--turns", "3", "--max-tokens", "8", "--step-ms", "4", "--json",
+        "1", "--json",
     )  # fmt: skip
     assert main(["bench", "overhead", *flags]) == 0
     shown = capsys.readouterr()
@@ -145,7 +146,6 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     assert 0 < value["round_ms_p50"] <= value["round_ms_p99"]
     capacity = value["capacity"]
     assert 3 < capacity["rounds_per_second"] < 125, "tokens a round are a mean"
-    assert capacity["coordinator_cpu"] > 0
     assert capacity["coordinator_ms_per_round"] > 0
     added = value["transports"]
     assert 0 < added["in_process_chunk_ms"] < 4
