@@ -53,7 +53,7 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText
 
 from .acceptance import Answer, decode
-from .measurement import Progress, medians_ms
+from .measurement import Progress, medians_ms, together
 from .options import EngineOptions
 from .processes import running_pair
 from .prompts import built_in_prompts
@@ -204,7 +204,7 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
     """Seconds from the first request to the last token of all `prompts` side by side."""
     started = asyncio.get_running_loop().time()
     arrivals: list[list[float]] = [[] for _ in prompts]
-    async with asyncio.TaskGroup() as group:
+    async with together() as group:
         for prompt, own in zip(prompts, arrivals, strict=True):
             group.create_task(_stream(client, prompt, num_tokens, own))
     return max(own[-1] for own in arrivals) - started
@@ -235,7 +235,7 @@ async def _beside_a_long_prompt(
     clock = asyncio.get_running_loop().time
     arrivals: list[list[float]] = [[] for _ in range(RUNNING_SESSIONS)]
     running = prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS)
-    async with asyncio.TaskGroup() as group:
+    async with together() as group:
         tasks = [
             group.create_task(_stream(client, prompt, max_model_len - RUNNING_TOKENS, own))
             for prompt, own in zip(running, arrivals, strict=True)

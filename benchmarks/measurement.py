@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
@@ -93,6 +94,16 @@ class Completion:
 Job = tuple[BenchPrompt, Decoding]
 
 
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks of which the first to fail ends the others; what it raised is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 class BenchClient(ABC):
     """One side, as the measurement calls it."""
 
@@ -109,11 +120,8 @@ class BenchClient(ABC):
             async with places:
                 return await self.generate(*job)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(job)) for job in jobs]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        async with together() as group:
+            tasks = [group.create_task(one(job)) for job in jobs]
         return [task.result() for task in tasks]
 
 

@@ -2,7 +2,7 @@
 
 rounds      a round, from the `DraftRequest`'s sending to the store's acknowledgement, by its report
 capacity    how many rounds a second one coordinator plays for many sessions
-            client, coordinator, canned draft, canned target and Redis are a process each
+            client, coordinator, canned replicas and Redis are a process each
 transports  what gRPC and HTTP add to a request and to each of its chunks
             clients and coordinator in this process, an emulated target in another one
 
@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count, product
+from itertools import product
 from operator import sub
 from statistics import median
 from string import ascii_lowercase
@@ -39,7 +39,6 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.replica.process_setup import use_threads
 from outrider.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
@@ -49,8 +48,11 @@ from outrider.speculation.proposal import (
     SealedProposal,
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.codec import DRAFT, VERIFY
+from outrider.transport.server import RpcServer, ServerOptions
+from outrider.transport.stream_server import ReplicaServicer
 
-from .measurement import Progress
+from .measurement import Progress, together
 from .options import Options, option
 from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
@@ -136,42 +138,32 @@ async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
     """A coordinator before a canned draft and target with steps of so many seconds."""
-
-    def canned(side: str, step_s: float) -> Process:
-        setup = {"side": side, "step_s": step_s}
-        return Process("benchmarks.overhead:canned_role", f"the canned {side}", setup)
-
+    setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
-        canned("draft", draft_s) as draft,
-        canned("target", verify_s) as target,
+        Process("benchmarks.overhead:canned_role", "the canned replicas", setup) as canned,
+        service_process(
+            "coordinator", Replicas(canned.address, canned.address, redis_url).coordinator_config()
+        ) as coordinator,
+        Client(coordinator.address) as client,
     ):
-        config = Replicas(target.address, draft.address, redis_url).coordinator_config()
-        async with (
-            service_process("coordinator", config) as coordinator,
-            Client(coordinator.address) as client,
-        ):
-            yield client, coordinator
+        yield client, coordinator
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Medians, ms, of rounds that drafted K tokens, one session after the other, by the reports of
     their coordinator; and the bytes of a round's four messages."""
-    wanted = WARM_UP_ROUNDS + options.rounds
+    wanted, seed = WARM_UP_ROUNDS + options.rounds, 0
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
-        for seed in count():
+        while len(reports) < wanted:
             progress(f"round {len(reports)} of {wanted}")
             request = replace(canned_request(seed, SESSION_TOKENS), include_rounds=True)
-            async with aclosing(client.generate(request)) as events:
-                reports += [
-                    event
-                    async for event in events
-                    if isinstance(event, RoundReport)
-                    and len(event.proposed_token_ids) == NUM_DRAFT_TOKENS
-                ]
-            if len(reports) >= wanted:
-                break
+            found = await client.complete(request)
+            reports += [
+                one for one in found.rounds if len(one.proposed_token_ids) == NUM_DRAFT_TOKENS
+            ]
+            seed += 1
     return round_figures(reports[WARM_UP_ROUNDS:wanted]) | {"bytes_per_round": bytes_per_round()}
 
 
@@ -192,8 +184,6 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 def bytes_per_round() -> int:
     """Of the frames of a later round of one session: both hops, both ways."""
-    from outrider.transport.codec import DRAFT, VERIFY
-
     head = RoundHead(
         session_id=f"{1:032x}", tenant="", epoch=1, round=1, base_length=PROMPT_TOKENS,
         prefix_digest=2**64 - 1, append=(1, 2, 3), prompt_length=PROMPT_TOKENS, rule=Rule.TOKEN,
@@ -224,26 +214,19 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
                     if isinstance(event, Tokens):
                         num_tokens += len(event.token_ids)
 
-    async with _canned_services(DRAFT_S, VERIFY_S) as (client, coordinator):
-        sessions = [asyncio.create_task(decode_forever(client, i)) for i in range(options.sessions)]
-        try:
-            progress(f"{options.sessions} sessions, as many rounds as it can")
-            await asyncio.sleep(WARM_UP_S)
-            before, began = num_tokens, time.monotonic()
-            cpu_s = (await coordinator.ask({}))["cpu_s"]
-            done, _ = await asyncio.wait(
-                sessions, timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                task.result()
-            elapsed_s = time.monotonic() - began
-            cpu_s = (await coordinator.ask({}))["cpu_s"] - cpu_s
-        finally:
-            for task in sessions:
-                task.cancel()
-            await asyncio.gather(*sessions, return_exceptions=True)
+    async with _canned_services(DRAFT_S, VERIFY_S) as (client, coordinator), together() as group:
+        sessions = [group.create_task(decode_forever(client, i)) for i in range(options.sessions)]
+        progress(f"{options.sessions} sessions, as many rounds as it can")
+        await asyncio.sleep(WARM_UP_S)
+        before, began = num_tokens, time.monotonic()
+        cpu_s = (await coordinator.ask({}))["cpu_s"]
+        await asyncio.sleep(options.seconds)
+        num_tokens, elapsed_s = num_tokens - before, time.monotonic() - began
+        cpu_s = (await coordinator.ask({}))["cpu_s"] - cpu_s
+        for task in sessions:
+            task.cancel()
     tokens_per_round = sum(ACCEPT_PROBABILITY**place for place in range(NUM_DRAFT_TOKENS + 1))
-    num_rounds = (num_tokens - before) / tokens_per_round
+    num_rounds = num_tokens / tokens_per_round
     if not num_rounds:
         raise Unavailable("no round was played")
     return {
@@ -461,17 +444,12 @@ def verify(item: VerifyItem) -> VerdictReply:
 
 @asynccontextmanager
 async def canned_role(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """A canned draft or target."""
-    use_threads(1)
-    from outrider.transport.codec import DRAFT, VERIFY
-    from outrider.transport.server import RpcServer, ServerOptions
-    from outrider.transport.stream_server import ReplicaServicer
-
-    sides: dict[str, Any] = {"draft": (propose, DRAFT), "target": (verify, VERIFY)}
-    answer, codec = sides[setup["side"]]
-    replica: Any = CannedReplica(answer, setup["step_s"])
-    servicer: Any = ReplicaServicer(replica, codec)
-    server = RpcServer([servicer.grpc_service], ServerOptions())
+    """A canned draft and a canned target."""
+    draft: Any = CannedReplica(propose, setup["draft_s"])
+    target: Any = CannedReplica(verify, setup["verify_s"])
+    services = [ReplicaServicer(draft, DRAFT).grpc_service]
+    services += [ReplicaServicer(target, VERIFY).grpc_service]
+    server = RpcServer(services, ServerOptions())
     await server.start()
     try:
         await server.set_serving(True)
