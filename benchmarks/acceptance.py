@@ -8,7 +8,6 @@ machine.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from .measurement import Progress
 from .options import AcceptanceOptions
 from .prompts import BenchPrompt
 from .references import encoder
-from .report import Report, table
+from .report import Report
 
 SAMPLED: Final = SamplingParams(temperature=1.0)
 SAMPLED_RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
@@ -117,6 +116,11 @@ class Sample:
     texts: tuple[Answer, ...]
     guessing: Mapping[Rule, Guessing]
 
+    def overlaps(self, category: str | None = None) -> list[float]:
+        """Of all places of the texts of a category; None = of all."""
+        texts = [text for text in self.texts if category in (None, text.category)]
+        return [one for text in texts for one in text.overlaps]
+
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chance that draft token 1, 2, ... is accepted given that those before it were, in
         chains that begin at any place; None where no chain came so far. Not under block."""
@@ -136,20 +140,8 @@ def rules_at(temperature: float) -> tuple[Rule, ...]:
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
 
-class Reader(ABC):
-    """A draft that reads what the target wrote."""
-
-    max_model_len: int
-
-    @abstractmethod
-    def distributions(
-        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> Depths:
-        """Of `token_ids[first:]`. At temperature 0 the order of the tokens alone counts."""
-
-
-class LogitsReader(Reader):
-    """A `Reader` by logits: one pass reads everything."""
+class Reader:
+    """A draft that reads what the target wrote, by its logits: one pass reads everything."""
 
     def __init__(
         self,
@@ -165,14 +157,14 @@ class LogitsReader(Reader):
         self._entries_max = entries_max
         self.max_model_len = engine.info.max_model_len
 
-    @abstractmethod
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         """[n, N], [n - 1, N], ..: of the places of `Depths`."""
+        raise NotImplementedError
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> Depths:
-        """See `Reader.distributions`."""
+        """Of `token_ids[first:]`. At temperature 0 the order of the tokens alone counts."""
         params = SAMPLED if params.greedy else params
         return [
             [
@@ -204,14 +196,14 @@ class LogitsReader(Reader):
         return self._run(run, token_ids, len(token_ids) - first + 1)
 
 
-class ModelReader(LogitsReader):
+class ModelReader(Reader):
     """A draft model."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         yield self._run(self._engine.forward, token_ids, len(token_ids) - first)
 
 
-class ExitReader(LogitsReader):
+class ExitReader(Reader):
     """The target's first layers, and a head behind them."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
@@ -219,7 +211,7 @@ class ExitReader(LogitsReader):
         yield self._head.logits(hidden)
 
 
-class HeadsReader(LogitsReader):
+class HeadsReader(Reader):
     """Heads on the target, whose features of the text they read."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
@@ -233,7 +225,7 @@ class HeadsReader(LogitsReader):
             yield self._head.logits(features)
 
 
-class EagleReader(LogitsReader):
+class EagleReader(Reader):
     """A head that reads the target's features of the text. Chains have `NUM_DEPTHS` tokens at
     most."""
 
@@ -251,11 +243,10 @@ class LookupReader(Reader):
     """A drafter without distributions, such as prompt lookup: asked anew for one token at every
     place. What it proposes is a one-hot q."""
 
-    max_model_len = 2**31
-
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._num_read = 0
+        self.max_model_len = 2**31
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
@@ -285,30 +276,27 @@ def decode(
     """Plain decoding as a target's replica does it, side by side and without the replica: of each
     token which of `asked` it is of, the token, and its logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
-    new = [each.prompt_ids for each in asked]
-    lengths = [len(each.prompt_ids) for each in asked]
-    going = list(range(len(asked)))
-    batches = [[i] for i in going]  # One by one: prompts may be long.
+    new = {i: each.prompt_ids[-1:] for i, each in enumerate(asked)}
     try:
-        while batches:
-            for places in batches:
-                steps = [SequenceStep(names[i], new[i], num_logits=1) for i in places]
-                questions = [
-                    Question(
-                        logits, params, NO_HISTORY, EMPTY_PROPOSAL,
-                        RoundNoise(asked[i].seed, rule, lengths[i]),
-                    )
-                    for i, logits in zip(places, engine.forward(steps), strict=True)
-                ]  # fmt: skip
-                verdicts = verdicts_from_logits(questions)
-                for i, question, verdict in zip(places, questions, verdicts, strict=True):
-                    new[i] = (verdict.correction[0],)
-                    lengths[i] += 1
-                    num_written = lengths[i] - len(asked[i].prompt_ids)
-                    if new[i][0] in eos or num_written == asked[i].max_tokens:
-                        going.remove(i)
-                    yield i, new[i][0], question.logits
-            batches = [going[:]] if going else []
+        for name, each in zip(names, asked, strict=True):  # One by one: prompts may be long.
+            if len(each.prompt_ids) > 1:
+                engine.forward([SequenceStep(name, each.prompt_ids[:-1], num_logits=0)])
+        while new:
+            going = tuple(new)
+            logits = engine.forward([SequenceStep(names[i], new[i], num_logits=1) for i in going])
+            noises = [RoundNoise(asked[i].seed, rule, engine.length(names[i])) for i in going]
+            verdicts = verdicts_from_logits(
+                [
+                    Question(row, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
+                    for row, noise in zip(logits, noises, strict=True)
+                ]
+            )
+            for i, row, noise, verdict in zip(going, logits, noises, verdicts, strict=True):
+                new[i] = verdict.correction
+                num_written = noise.committed_length + 1 - len(asked[i].prompt_ids)
+                if new[i][0] in eos or num_written == asked[i].max_tokens:
+                    del new[i]
+                yield i, verdict.correction[0], row
     finally:
         for name in names:
             engine.release(name)
@@ -411,46 +399,51 @@ class Reading:
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
         """The text with what the draft makes of it; `rows` are p [V] of each token."""
-        ids, first = (*text.prompt_ids, *text.token_ids), len(text.prompt_ids)
-        ratios, places = [], []
-        for depth, drafted in enumerate(self.reader.distributions(ids, first, params)):
-            found = []
-            for row, token_id, q in zip(rows[depth:], text.token_ids[depth:], drafted, strict=True):
-                ranked, counts = (q.token_ids, q.counts) if q is not None else ((), ())
-                rank = ranked.index(token_id) if token_id in ranked else None
-                if params.greedy:
-                    ranked, counts = ranked[:1], counts and (COUNT_TOTAL,)
-                ours, theirs, own = _both(row, token_id, ranked, counts)
-                found.append(float(theirs[own] / ours[own]))
-                if depth == 0:
-                    overlap = float(np.minimum(ours, theirs).sum())
-                    places.append((overlap, matched(ours, theirs, own)))
-                    if not params.greedy:
-                        rank = race_rank(ours, theirs, own, self._generator)
-                    self._guess(guessing, rank, ours, theirs, own)
-            ratios.append(tuple(found))
-        overlaps, matches = zip(*places, strict=True)
-        return replace(text, ratios=tuple(ratios), overlaps=overlaps, matches=matches)
+        ids = (*text.prompt_ids, *text.token_ids)
+        depths = self.reader.distributions(ids, len(text.prompt_ids), params)
+        places = [
+            [
+                self._place(*each, params, {} if depth else guessing)
+                for each in zip(rows[depth:], text.token_ids[depth:], drafted, strict=True)
+            ]
+            for depth, drafted in enumerate(depths)
+        ]
+        ratios = tuple(tuple(ratio for ratio, _, _ in depth) for depth in places)
+        _, overlaps, matches = zip(*places[0], strict=True)
+        return replace(text, ratios=ratios, overlaps=overlaps, matches=matches)
 
-    def _guess(
-        self, guessing: Mapping[Rule, Guessing], rank: int | None, ours: Array, theirs: Array,
-        own: int,
-    ) -> None:  # fmt: skip
-        """Which guess of a token was right as a bonus, and which would have been after a refusal:
-        of the draft's own token where both draw alike, else of another one that is drawn here."""
-        lost = np.maximum(theirs - ours, 0.0)
-        residual = np.maximum(ours - theirs, 0.0)
-        for rule, counts in guessing.items():
-            note_guess(counts.bonus, rank)
+    def _place(
+        self,
+        row: torch.Tensor,
+        token_id: int,
+        q: DraftDistribution | None,
+        params: SamplingParams,
+        guessing: Mapping[Rule, Guessing],
+    ) -> tuple[float, float, float]:
+        """Ratio, overlap and match. Notes which guess of the token was right as a bonus, and which
+        would have been after a refusal: of the draft's own token where both draw alike, else of
+        another one that is drawn here."""
+        drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
+        rank = drafted.index(token_id) if token_id in drafted else None
+        if params.greedy:
+            drafted, counts = drafted[:1], counts and (COUNT_TOTAL,)
+        ours, theirs, own = _both(row, token_id, drafted, counts)
+        ratio, overlap = float(theirs[own] / ours[own]), float(np.minimum(ours, theirs).sum())
+        if guessing and not params.greedy:
+            rank = race_rank(ours, theirs, own, self._generator)
+        lost, residual = np.maximum(theirs - ours, 0.0), np.maximum(ours - theirs, 0.0)
+        for rule, guesses in guessing.items():
+            note_guess(guesses.bonus, rank)
             if rule in (Rule.GREEDY, Rule.COUPLED):
                 if rank != 0:
-                    note_guess(counts.recovery, rank and rank - 1)
-            elif lost.sum() > 0.0 and residual[own] > 0.0:
+                    note_guess(guesses.recovery, rank and rank - 1)
+            elif lost.sum() > 0.0 and ratio < 1.0:
                 refused = int(self._generator.choice(len(lost), p=lost / lost.sum()))
                 # What is not accepted, 1 - sum min(p, q), is the residual's whole mass.
-                left = residual / (1.0 - float(np.minimum(ours, theirs).sum()))
+                left = residual / (1.0 - overlap)
                 after = race_rank(left, theirs, own, self._generator, refused)
-                note_guess(counts.recovery, after, 1.0 - float(theirs[own] / ours[own]))
+                note_guess(guesses.recovery, after, 1.0 - ratio)
+        return ratio, overlap, matched(ours, theirs, own)
 
 
 def _both(
@@ -509,70 +502,39 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
     if options.hits and not isinstance(reading.reader, ModelReader):
         raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
     samples = [reading.sample(temperature, progress) for temperature in (0.0, 1.0)]
-    return summarise(options, samples, reading.target.info.name, reading.name)
+    found = {"model": reading.target.info.name, "draft_model": reading.name}
+    return Report.of("How much of the target's text is drafted", found | figures(options, *samples))
 
 
-def summarise(
-    options: AcceptanceOptions, samples: Sequence[Sample], model: str, draft_model: str
-) -> Report:
+def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict[str, Any]:
     """Places count alike, whichever prompt they are of. `greedy` is the share of the tokens at
     temperature 0 that are the draft's likeliest too; `sampled` the mean over the places at
     temperature 1 of sum min(p, q); `by_position` the chance at temperature 1 that draft token i is
     accepted given that those before it were. `hits` has the chance that a round of K draft tokens
     comes to one of the first outcomes that the draft plans for."""
-    greedy, sampled = samples
+    samples = {"greedy": greedy, "sampled": sampled}
 
-    def rates(category: str | None = None) -> dict[str, float]:
-        return {
-            name: mean(
-                one
-                for text in sample.texts
-                if category in (None, text.category)
-                for one in text.overlaps
-            )
-            for name, sample in (("greedy", greedy), ("sampled", sampled))
-        }
+    def shares(category: str | None) -> dict[str, float]:
+        return {name: mean(sample.overlaps(category)) for name, sample in samples.items()}
 
-    categories = dict.fromkeys(text.category for text in sampled.texts)
-    values: dict[str, Any] = {
-        "model": model,
-        "draft_model": draft_model,
+    def hits(sample: Sample, rule: Rule) -> dict[str, float]:
+        accepted = [chance or 0.0 for chance in sample.by_position(rule)]
+        rates = sample.guessing[rule].hit_rates(accepted[: options.num_draft_tokens])
+        return {str(number): rates[number - 1] for number in OUTCOMES}
+
+    return {
         "num_prompts": len(sampled.texts),
         "max_tokens": options.max_tokens,
-        **rates(),
+        **shares(None),
         "by_position": sampled.by_position(Rule.TOKEN),
-        "num_positions": sum(len(text.overlaps) for text in sampled.texts),
-        "num_positions_greedy": sum(len(text.overlaps) for text in greedy.texts),
-        "by_category": {name: rates(name) for name in categories},
-        "hits": None,
+        "num_positions": len(sampled.overlaps()),
+        "num_positions_greedy": len(greedy.overlaps()),
+        "by_category": {text.category: shares(text.category) for text in sampled.texts},
+        "hits": None
+        if not options.hits
+        else {
+            "greedy": hits(greedy, Rule.GREEDY),
+            "token": hits(sampled, Rule.TOKEN),
+            "coupled": hits(sampled, Rule.COUPLED),
+        },
     }
-    shown = table(
-        f"{draft_model} reads {model}: {values['num_positions']} places",
-        ("prompts", "greedy", "sampled"),
-        [
-            (name, *(f"{rate:.3f}" for rate in found.values()))
-            for name, found in [*values["by_category"].items(), ("all", rates())]
-        ],
-    )
-    chances = ["-" if chance is None else f"{chance:.3f}" for chance in values["by_position"]]
-    parts: list[Any] = [shown, "sampled, by place in the proposal: " + " ".join(chances)]
-    if options.hits:
-        values["hits"] = {
-            rule.value: _hits(sample, rule, options.num_draft_tokens)
-            for sample, rule in (
-                (greedy, Rule.GREEDY), (sampled, Rule.TOKEN), (sampled, Rule.COUPLED),
-            )
-        }  # fmt: skip
-        rows = [
-            (rule, *(f"{share:.2f}" for share in found.values()))
-            for rule, found in values["hits"].items()
-        ]
-        title = f"rounds of {options.num_draft_tokens} whose outcome is among the first planned"
-        parts.append(table(title, ("rule", *map(str, OUTCOMES)), rows))
-    return Report(values, parts)
-
-
-def _hits(sample: Sample, rule: Rule, num_draft_tokens: int) -> dict[int, float]:
-    accepted = [chance or 0.0 for chance in sample.by_position(rule)[:num_draft_tokens]]
-    found = sample.guessing[rule].hit_rates(accepted)
-    return {number: found[number - 1] for number in OUTCOMES}

@@ -38,7 +38,8 @@ def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _rows(value, f"{shown}: ")
         elif value is not None:
-            yield shown, f"{value:.3f}" if isinstance(value, float) else str(value)
+            parts = value if isinstance(value, list | tuple) else [value]
+            yield shown, " ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in parts)
 
 
 def to_json(value: Mapping[str, object]) -> str:

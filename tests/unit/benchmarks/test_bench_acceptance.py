@@ -32,8 +32,8 @@ from benchmarks.acceptance import (
     Reader,
     Reading,
     Sample,
+    figures,
     measure,
-    summarise,
     write,
 )
 from benchmarks.options import AcceptanceOptions
@@ -230,8 +230,7 @@ def test_answers_side_by_side_are_those_alone() -> None:
 def test_places_count_alike_whichever_prompt_they_are_of() -> None:
     greedy = answer("a", (1.0,)), answer("a", (0.0, 0.0, 1.0)), answer("b", (0.0,))
     sampled = answer("a", (1.0,)), answer("a", (0.0, 0.5, 0.0)), answer("b", (0.25,))
-    samples = [Sample(0.0, greedy, {}), Sample(1.0, sampled, {})]
-    values = summarise(AcceptanceOptions(), samples, "m", "d").values
+    values = figures(AcceptanceOptions(), Sample(0.0, greedy, {}), Sample(1.0, sampled, {}))
     assert (values["greedy"], values["sampled"]) == pytest.approx((2 / 5, 1.75 / 5))
     assert values["by_category"]["a"]["greedy"] == pytest.approx(2 / 4)
     assert values["by_category"]["b"]["sampled"] == pytest.approx(0.25)

@@ -43,7 +43,7 @@ def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
     engine = ToyEngine(TOY_VOCAB, SALT)
     assert decode_with_engine(engine, [(1, 2), (3,)], 5) > 0
     assert not engine.held
-    assert len(engine.batches) == 2 + 4
+    assert len(engine.batches) == 1 + 5
 
 
 def test_no_two_prompts_begin_alike() -> None:
