@@ -276,11 +276,12 @@ def decode(
     """Plain decoding as a target's replica does it, side by side and without the replica: of each
     token which of `asked` it is of, the token, and its logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
-    new = {i: each.prompt_ids[-1:] for i, each in enumerate(asked)}
+    new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        for name, each in zip(names, asked, strict=True):  # One by one: prompts may be long.
+        for i, each in enumerate(asked if len(asked) > 1 else ()):  # Prompts may be long.
             if len(each.prompt_ids) > 1:
-                engine.forward([SequenceStep(name, each.prompt_ids[:-1], num_logits=0)])
+                engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
+                new[i] = each.prompt_ids[-1:]
         while new:
             going = tuple(new)
             logits = engine.forward([SequenceStep(names[i], new[i], num_logits=1) for i in going])

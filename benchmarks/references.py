@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PROMPT_LOOKUP_TOKENS: Final = 10
 """Tokens that the library's prompt lookup copies at most; it has no default."""
-_SEQUENCE: Final = "bench"
 
 Decode = Callable[[tuple[int, ...], Decoding], list[int]]
 """A prompt's completion, with the EOS if there is one."""
@@ -129,34 +128,16 @@ def load_side(side: Side, model: ReferenceModel) -> tuple[Decode, Sequence[int]]
 
 
 def engine_decoder(engine: Engine) -> Decode:
-    """Plain decoding as a target replica does it, without the replica: token after token is drawn
-    from the transformed distribution, as with K = 0."""
-    from outrider.engine.interface import SequenceStep
-    from outrider.speculation.logits_processing import NO_HISTORY
-    from outrider.speculation.proposal import EMPTY_PROPOSAL
-    from outrider.speculation.random_streams import RoundNoise
-    from outrider.speculation.verification import verdict_from_logits
+    """Plain decoding as a target replica does it, without the replica."""
+    from .acceptance import Answer, decode
 
-    eos = frozenset(engine.info.eos_token_ids)
-
-    def decode(prompt_ids: tuple[int, ...], decoding: Decoding) -> list[int]:
+    def one(prompt_ids: tuple[int, ...], decoding: Decoding) -> list[int]:
         params = SamplingParams(temperature=decoding.temperature)
-        completion: list[int] = []
-        new = prompt_ids
-        try:
-            while True:
-                [logits] = engine.forward([SequenceStep(_SEQUENCE, new, num_logits=1)])
-                position = len(prompt_ids) + len(completion)
-                noise = RoundNoise(decoding.seed, decoding.rule, position)
-                verdict = verdict_from_logits(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
-                new = (verdict.correction[0],)
-                completion += new
-                if new[0] in eos or len(completion) == decoding.max_tokens:
-                    return completion
-        finally:
-            engine.release(_SEQUENCE)
+        asked = [Answer("", decoding.seed, prompt_ids, decoding.max_tokens)]
+        eos = engine.info.eos_token_ids
+        return [token_id for _, token_id, _ in decode(engine, asked, params, decoding.rule, eos)]
 
-    return decode
+    return one
 
 
 def library_decoder(module: Any, eos_token_ids: Sequence[int], **drafting: object) -> Decode:
