@@ -21,10 +21,7 @@ from draft_service.training.options import (
 from outrider.config import DTYPES, TargetConfig
 from outrider.drafters.names import (
     SHIPPED,
-    DrafterChoice,
-    DraftModel,
     LookupKind,
-    parse_drafter,
 )
 from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
@@ -34,12 +31,10 @@ from .command import Arguments, argument, command, grouped, json_option, option
 from .output import program, progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from draft_service.training.documents import Template
     from draft_service.training.measuring import Measured
     from draft_service.training.teacher import Target
-    from draft_service.training.training import Point, Report
+    from draft_service.training.training import Point
     from outrider.tokenizer import TokenizerText
 
 _TURNS: Final = ("one", "Two?")
@@ -47,6 +42,9 @@ _TURNS: Final = ("one", "Two?")
 
 
 _DEFAULTS: Final = DistillOptions(out=Path())
+_FIELDS: Final = (
+    "out", "kind", "minutes", "layers", "heads", "draft_vocab", "corpus", "seed", "tokens", "steps"
+)  # fmt: skip
 _DRAFTER: Final = (
     option(
         "--kind", choices=KINDS, default=str(KINDS[0]),
@@ -112,16 +110,12 @@ _DRAFTER: Final = (
     "it has made lies in $OUTRIDER_CACHE/distillation.",
 )  # fmt: skip
 def distill(arguments: Arguments) -> int:
-    """Makes it, with a progress bar on standard error, or lines where that is no terminal."""
+    """Makes it, and says on standard error how far it is."""
+    given = vars(arguments)
     options = DistillOptions(
-        out=arguments.out, kind=arguments.kind, minutes=arguments.minutes,
-        layers=arguments.layers, heads=arguments.heads, draft_vocab=arguments.draft_vocab,
-        corpus=arguments.corpus, seed=arguments.seed, tokens=arguments.tokens,
-        steps=arguments.steps, start_name=arguments.start_from,
+        **{name: given[name] for name in _FIELDS}, start_name=arguments.start_from,
         start_from=None if arguments.start_from is None else Path(arguments.start_from),
     )  # fmt: skip
-    if options.start_name is not None:
-        _check_start(options.start_name)
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
@@ -145,8 +139,7 @@ def distill(arguments: Arguments) -> int:
         measure=_prompts("measure", arguments.measure, text),
         start_from=start,
     )
-    with _bar() as bar:
-        found = make(options, target, cache_dir(), _report_on(bar))
+    found = make(options, target, cache_dir(), _report)
     progress.rest()
     if arguments.json:
         of_prompts = None if found.of_prompts is None else _acceptance(found.of_prompts)
@@ -172,20 +165,6 @@ def serve_line(target: str, kind: str, out: Path) -> str:
     if kind == KINDS[0]:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
     return shlex.join([program(), "serve", target, "--draft-model", served])
-
-
-def _check_start(name: str) -> None:
-    """Raises `SettingError` for a name of `--draft-model` that is no model's."""
-    try:
-        is_model = parse_drafter(name) == DrafterChoice(None, DraftModel(name))
-    except SettingError:
-        is_model = False
-    if not is_model:
-        shipped = " or ".join(SHIPPED.values())
-        raise SettingError(
-            "start_from",
-            f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
-        )
 
 
 def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
@@ -252,37 +231,13 @@ def _prompts(
     return tuple(found)
 
 
-def _bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description:<9}"), BarColumn(), TaskProgressColumn(),
-        TimeElapsedColumn(), TextColumn("{task.fields[found]}"),
-        console=console, disable=progress.quiet or not console.is_terminal,
-    )  # fmt: skip
-
-
-def _report_on(bar: Progress) -> Report:
-    """Shows a line for each stage, that of training with what was measured last; without a bar by
-    lines of progress."""
-    tasks: dict[str, Any] = {}
-
-    def report(stage: str, part: float, point: Point | None) -> None:
-        found = ""
-        if point is not None:
-            found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
-        if bar.disable:
-            progress.begin(stage)
-            progress.update(f"{stage}: {part:.0%} {found}".rstrip())
-            return
-        progress.rest()
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(stage, total=1.0, found="")
-        bar.update(tasks[stage], completed=part, found=found)
-
-    return report
+def _report(stage: str, part: float, point: Point | None) -> None:
+    """Says how far a stage is; of training also what was measured last."""
+    found = ""
+    if point is not None:
+        found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
+    progress.begin(stage)
+    progress.update(f"{stage}: {part:.0%} {found}".rstrip())
 
 
 def _acceptance(measured: Measured) -> dict[str, Any]:

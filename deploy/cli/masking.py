@@ -62,12 +62,6 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, secret
 
 
-def environment_with(secret: Sequence[str]) -> dict[str, str]:
-    """This process's variables, and one that hands the secret words to a process it starts."""
-    handed: Mapping[str, str] = {VARIABLE: json.dumps(secret)} if secret else {}
-    return {**os.environ, **handed}
-
-
 def own_words() -> list[str]:
     """This process's words, with the secret ones that it was handed."""
     words = sys.argv[1:]
@@ -84,7 +78,8 @@ def leave_out() -> None:
         interpreter = sys.orig_argv[: len(sys.orig_argv) - len(words)]
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(sys.executable, [*interpreter, *others], environment_with(secret))  # noqa: S606
+        environment = os.environ | {VARIABLE: json.dumps(secret)}
+        os.execve(sys.executable, [*interpreter, *others], environment)  # noqa: S606
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

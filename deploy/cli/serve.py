@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -33,7 +32,6 @@ from deploy.fleet.local_state import (
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.telemetry.logs import LogFile
 
-from . import masking
 from .command import Arguments, argument, command, json_option, option
 from .options import COMMON, deployment_config, setting_options
 from .output import progress, shell_command
@@ -57,7 +55,6 @@ _POLL_S: Final = 0.05
         help="go on in the background after this command and its shell have ended",
     ),
     json_option(),
-    option("--detached", is_flag=True, hidden=True),
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
@@ -66,26 +63,20 @@ def serve(arguments: Arguments) -> int:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    if arguments.detached:
-        _bound_log(state_directory(os.environ))
     config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
     state = state_directory(os.environ)
     if arguments.detach:
-        return _serve_detached(state, arguments)
+        with exclusive(state):
+            pass  # Another deployment is noticed here, with a better message than from a log.
+        (state / LOG_NAME).unlink(missing_ok=True)
+        log = LogFile(state / LOG_NAME, descriptors=(1, 2))
+        if pid := os.fork():  # No other thread runs yet.
+            return _announce_detached(pid, state, arguments)
+        _detach(log)
     with exclusive(state):
         from deploy.fleet.launcher import Deployment
 
         return asyncio.run(_serve(Deployment(config, state, report=progress), state, arguments))
-
-
-def _bound_log(state: Path) -> None:
-    """Of a detached process, whose standard output and standard error are its log file."""
-    root = logging.getLogger()
-    handler = LogFile(state / LOG_NAME, descriptors=(1, 2))
-    for before in root.handlers[:]:
-        handler.setFormatter(before.formatter)
-        root.removeHandler(before)
-    root.addHandler(handler)
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
@@ -122,7 +113,7 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
     progress.rest()
     publish_key(state, deployment.api_key)
     publish(state, deployment.record)
-    if not arguments.detached:
+    if not arguments.detach:
         _announce(deployment.record, arguments)
     while (role := deployment.overview.hopeless) is None:
         await deployment.changed()
@@ -171,55 +162,48 @@ def _caller_needs(record: DeploymentRecord) -> list[str]:
     return needed
 
 
-def _serve_detached(state: Path, arguments: Arguments) -> int:
-    """Starts this command again in a session of its own, and waits until it serves or is gone."""
-    with exclusive(state):
-        pass  # Another deployment is noticed here, with a better message than from a log.
-    words, environment = _detached(arguments)
-    log_path = state / LOG_NAME
-    log_path.unlink(missing_ok=True)
-    with log_path.open("ab") as log:
-        log_path.chmod(0o600)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli.main", *words, "--detached"],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
+def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
+    """Waits until the detached process serves or is gone."""
     try:
-        record = _record_once_ready(state, process)
+        record, code = _record_once_ready(state, pid)
     except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
         raise
     if record is None:
-        return _raise_failure(process.wait(), state)
+        return _raise_failure(code, state)
     _announce(record, arguments)
     return 0
 
 
-def _record_once_ready(state: Path, process: subprocess.Popen[bytes]) -> DeploymentRecord | None:
-    """What a detached process records when it serves; None where it has gone. What it says
-    meanwhile in its log is said here, too."""
+def _record_once_ready(state: Path, pid: int) -> tuple[DeploymentRecord | None, int]:
+    """What a detached process records when it serves; None, and its exit code, where it has gone.
+    What it says meanwhile in its log is said here, too."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
-            record, is_over = running_deployment(state), process.poll() is not None
+            record, (gone, status) = running_deployment(state), os.waitpid(pid, os.WNOHANG)
             *lines, said = (said + log.read()).split(b"\n")
             for line in lines:
                 progress.relay(line.decode("utf-8", "replace"))
-            if record is not None and record.pid == process.pid:
-                return record
-            if is_over:
-                return None
+            if record is not None and record.pid == pid:
+                return record, 0
+            if gone:
+                return None, os.waitstatus_to_exitcode(status)
             time.sleep(LOOK_PERIOD_S)
 
 
-def _detached(arguments: Arguments) -> tuple[list[str], dict[str, str]]:
-    """The words and the variables of the detached process. Other users see its words, but not its
-    variables."""
-    words, secret = masking.split(arguments.words)
-    own = ("--detach", "--json", "--quiet", "-q")
-    return [word for word in words if word not in own], masking.environment_with(secret)
+def _detach(log: LogFile) -> None:
+    """Makes this process one of its own session, whose standard output and error are its log."""
+    os.setsid()
+    progress.quiet = False  # The other process relays what this one says, or not.
+    log.take_over()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    root = logging.getLogger()
+    for before in root.handlers[:]:
+        log.setFormatter(before.formatter)
+        root.removeHandler(before)
+    root.addHandler(log)
 
 
 def _raise_failure(code: int, state: Path) -> int:

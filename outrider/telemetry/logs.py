@@ -60,7 +60,7 @@ class LogFile(RotatingFileHandler):
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
         """Goes on with a file that is there. What this process writes to `descriptors` goes there
-        as well, and follows it."""
+        as well behind `take_over`, and follows it."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
@@ -79,6 +79,10 @@ class LogFile(RotatingFileHandler):
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
         """See `RotatingFileHandler.doRollover`."""
         super().doRollover()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """From now on what is written to its `descriptors` goes to it."""
         if self.stream is not None:
             for descriptor in self._descriptors:
                 os.dup2(self.stream.fileno(), descriptor)

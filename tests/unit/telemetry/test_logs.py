@@ -112,7 +112,7 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
         "from outrider.telemetry import logs as log_files; from deploy.cli import serve\n"
         f"log_files.LOG_BYTES_MAX = {SMALL}\n"
         "logging.basicConfig(stream=sys.stderr)\n"
-        "serve._bound_log(Path(sys.argv[1]))\n"
+        "serve._detach(log_files.LogFile(Path(sys.argv[1], 'serve.log'), (1, 2)))\n"
         "for index in range(200):\n"
         "    logging.getLogger('deploy').warning('line %d', index)\n"
         "    print('word', index, file=sys.stderr, flush=True)\n"

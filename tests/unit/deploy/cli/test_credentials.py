@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cli import masking, serve
+from deploy.cli import masking
 from deploy.cli.command import Arguments
 from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
@@ -109,14 +109,11 @@ def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
         assert caught.value.key == key
 
 
-def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
-    """Which other users see."""
-    flags = ("--api-key", KEY, "--api-key=another-key-123456", "--redis-url", "redis://:secret@h:1")
-    words, environment = serve._detached(parsed(*flags, "--max-num-seqs", "3"))
-    assert words == ["chat", "--max-num-seqs", "3"]
-    assert json.loads(environment[masking.VARIABLE]) == list(flags)
-    words, environment = serve._detached(parsed())
-    assert (words, masking.VARIABLE in environment) == (["chat"], False)
+def test_secrets_are_told_apart_from_other_words() -> None:
+    """Other users see a process's words."""
+    flags = ["--api-key", KEY, "--api-key=another-key-123456", "--redis-url", "redis://:secret@h:1"]
+    others = ["chat", "--max-num-seqs", "3"]
+    assert masking.split([*flags, *others]) == (others, flags)
 
 
 SHOWS = """

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from models import byte_level_tokenizer
@@ -104,13 +103,12 @@ def test_what_a_detached_process_says_is_said_here(
     said = b"outrider: loading\nI0000 a library\noutrider: error: none\n"
     monkeypatch.setattr(progress, "quiet", False)
     (tmp_path / "serve.log").write_bytes(said)
-    process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    monkeypatch.setattr(os, "waitpid", lambda pid, _: (0 if pid == os.getpid() else pid, 2 << 8))
     ready = record()
     threading.Timer(0.1, run_here, (tmp_path, ready)).start()
-    assert _record_once_ready(tmp_path, process) == ready
+    assert _record_once_ready(tmp_path, os.getpid()) == (ready, 0)
     assert lines(capsys) == ["loading"]
-    gone: Any = SimpleNamespace(pid=1, poll=lambda: 1)
-    assert _record_once_ready(tmp_path, gone) is None
+    assert _record_once_ready(tmp_path, 1) == (None, 2)
 
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
