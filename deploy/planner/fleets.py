@@ -12,11 +12,12 @@ from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from rich.console import RenderableType
 
+from outrider.engine.emulated_spec import parse_numbers
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
@@ -26,7 +27,6 @@ from .round_times import Line, Option, ServiceTimes
 from .simulation import ROLES, Fleet, FleetFigures, Pair, Scenario, Workload, simulate
 
 MS_MAX: Final = 60_000.0
-ROWS_MAX: Final = 2**20
 SEARCH_S: Final = (2.0, 10.0)
 """What is measured of each simulation while the fleet is looked for, at least and at most ..."""
 SEARCH_ROUNDS: Final = 2_000
@@ -54,23 +54,18 @@ def read_report(path: Path) -> Pair:
         ) from error
 
 
-def _points(value: str) -> Any:
-    """A step's table from ROWS:MS/ROWS:MS, or MS for any number of rows."""
+def _table(value: str) -> StepCosts:
     points = [part.split(":", 1) for part in value.split("/")]
-    return [("1", value), ("2", value)] if points == [[value]] else points
+    if points == [[value]]:
+        points = [["1", value], ["2", value]]
+    rows, times = zip(*((int(num), float(ms)) for num, ms in points), strict=True)
+    if rows[0] < 1 or list(rows) != sorted(set(rows)) or not all(0 <= ms <= MS_MAX for ms in times):
+        raise ValueError("it must be MS or ROWS:MS/ROWS:MS, whose rows ascend")
+    return StepCosts(rows, tuple(ms / 1e3 for ms in times))
 
 
-def _table(points: Sequence[tuple[int, float]]) -> StepCosts:
-    rows = tuple(row for row, _ in points)
-    if list(rows) != sorted(set(rows)):
-        raise ValueError("its rows must ascend")
-    return StepCosts(rows, tuple(ms / 1e3 for _, ms in points))
-
-
-_Row = Annotated[int, Field(ge=1, le=ROWS_MAX)]
-_Ms = Annotated[float, Field(ge=0, le=MS_MAX)]
+_Table = Annotated[StepCosts, BeforeValidator(_table)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Table = Annotated[tuple[tuple[_Row, _Ms], ...], BeforeValidator(_points)]
 
 
 class _Numbers(BaseModel, extra="forbid", validate_default=True):
@@ -84,7 +79,7 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
     num_draft_tokens: int = Field(6, ge=0, le=NUM_DRAFT_TOKENS_MAX)
     look_ahead: int = Field(0, ge=0, le=LOOK_AHEAD_MAX)
     hit_rate: _Share = 0.0
-    rest_ms: _Ms = 0.0
+    rest_ms: float = Field(0.0, ge=0, le=MS_MAX)
 
     def pair(self, name: str, target_seats: int, draft_seats: int) -> Pair:
         k, rest_s = self.num_draft_tokens, self.rest_ms / 1e3
@@ -93,7 +88,7 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
         return Pair(
             name=name,
             times=ServiceTimes(
-                target=_table(self.verify_ms), draft=_table(self.draft_ms), plain=Line(rest_s),
+                target=self.verify_ms, draft=self.draft_ms, plain=Line(rest_s),
                 rest_s=rest_s, target_max_num_seqs=target_seats, max_num_seqs=draft_seats,
             ),
             way=Option(
@@ -107,18 +102,11 @@ class _Numbers(BaseModel, extra="forbid", validate_default=True):
 def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
     """From `key=value,...` (`_Numbers`). So many sessions share a step of a target, or a draft.
     Raises `SettingError` naming what is wrong."""
-    given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
     try:
-        if len(given) < len([part for part in text.split(",") if part]):
-            raise ValueError("each number must be KEY=VALUE, and each key be given once")
-        return _Numbers.model_validate(given).pair(text or "70b-1b", target_seats, draft_seats)
-    except ValidationError as error:
-        first = error.errors()[0]
-        wrong = f"{first['loc'][0]}={first['input']!r} is wrong: {first['msg']}"
-        known = ", ".join(_Numbers.model_fields)
-        raise SettingError("from_numbers", f"{wrong}; known are {known}") from None
-    except ValueError as error:
-        raise SettingError("from_numbers", f"{text!r} is wrong: {error}") from None
+        found = parse_numbers(_Numbers, text, "of these numbers")
+    except ConfigError as error:
+        raise SettingError("from_numbers", error.message) from None
+    return found.pair(text or "70b-1b", target_seats, draft_seats)
 
 
 @dataclass(frozen=True, slots=True)

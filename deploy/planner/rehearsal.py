@@ -195,7 +195,7 @@ def fit(
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
-    drafted: dict[int, list[_DraftedRound]] = {}
+    drafted: dict[int, list[tuple[int, int, RoundReport, float]]] = {}
     for session in played:
         num_tokens, rounds = len(session.text.prompt_ids), session.rounds
         k = session.num_draft_tokens
@@ -208,7 +208,7 @@ def fit(
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
     for found in drafted.values():
-        longest_s = OUTLIER * median([one.seconds for one in found] or [0.0])
+        longest_s = OUTLIER * median([seconds for *_, seconds in found] or [0.0])
         for steps, context, report, seconds in found:
             if seconds <= longest_s:
                 step_s = 0.0 if known.draft is None else known.draft.step_seconds(1, 1, context)
@@ -223,19 +223,11 @@ def fit(
     )  # fmt: skip
 
 
-class _DraftedRound(NamedTuple):
-    num_steps: int
-    """Of the draft's model."""
-    context: int
-    report: RoundReport
-    seconds: float
-
-
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
-) -> Iterator[_DraftedRound]:
-    """Those that were drafted behind one that was: before the first of these the draft may still
-    read the prompt."""
+) -> Iterator[tuple[int, int, RoundReport, float]]:
+    """Steps of the draft's model, context, report and seconds of those that were drafted behind one
+    that was: before the first of these the draft may still read the prompt."""
     script, text = Script(draft, temperature), session.text
     max_tokens = min(TOKENS_MAX, text.max_tokens)
     for index, (before, now) in enumerate(pairwise(session.rounds)):
@@ -243,11 +235,10 @@ def _drafted_rounds(
         wanted = min(session.num_draft_tokens, max_tokens - start - 1)
         if wanted < 1:
             continue
-        committed = session.token_ids[:start]
-        found = script.proposed(text, committed, wanted, rehearsed_rule(temperature))
-        if index > 0 and found.num_tokens == len(now.report.proposed_token_ids):
+        found = script.attempt(text, start, wanted, rehearsed_rule(temperature))
+        if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
             context, seconds = len(text.prompt_ids) + start, now.arrived_s - before.arrived_s
-            yield _DraftedRound(found.num_steps, context, now.report, seconds)
+            yield found.num_steps, context, now.report, seconds
 
 
 async def play_validation(

@@ -113,21 +113,18 @@ class Rounds:
     @property
     def proposed_per_round(self) -> float:
         """Draft tokens, over all rounds but the first ones; 0 without any."""
-        return self._mean(self._kinds.sum(axis=1) @ np.arange(_KINDS))
+        return self._mean(sum(proposed * number for proposed, _, number in self.kinds()))
 
     @property
     def steps_per_round(self) -> float:
         """Steps of the draft's model, over the same rounds."""
-        return self._mean(self._kinds.sum(axis=0) @ np.arange(_KINDS))
+        return self._mean(sum(steps * number for _, steps, number in self.kinds()))
 
     def kinds(self) -> Iterator[tuple[int, int, float]]:
         """Of all rounds but the first ones: tokens proposed, steps, and how many such rounds."""
-        for proposed, steps in np.argwhere(self._kinds).tolist():
-            yield proposed, steps, float(self._kinds[proposed, steps])
-
-    @property
-    def _kinds(self) -> Array:
-        return self.sums[4 + 2 * _DEPTHS :].reshape(_KINDS, _KINDS)
+        kinds = self.sums[4 + 2 * _DEPTHS :].reshape(_KINDS, _KINDS)
+        for proposed, steps in np.argwhere(kinds).tolist():
+            yield proposed, steps, float(kinds[proposed, steps])
 
     def _mean(self, total: float) -> float:
         return float(total) / self.num_later if self.num_later > 0 else 0.0
@@ -164,16 +161,6 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
     return Rounds(np.concatenate([scalars, reached, accepted, kinds.ravel()]))
 
 
-class Proposed(NamedTuple):
-    """At one place."""
-
-    num_tokens: int
-    num_steps: int
-    """Of the draft's model."""
-    token_ids: tuple[int, ...] | None = None
-    """By the look-up; None = by the model."""
-
-
 class Script:
     """One drafter that goes through texts as it would through sessions, one after the other: what
     it may copy from earlier answers it has seen."""
@@ -183,26 +170,32 @@ class Script:
         self._lookup = build_lookup(draft)
         self._sampling = SamplingParams(temperature=temperature)
 
-    def proposed(self, text: Answer, committed: Sequence[int], bound: int, rule: Rule) -> Proposed:
-        """What it proposes when these tokens follow the prompt of `text`."""
-        if self._lookup is None:
-            return Proposed(bound, bound)
-        token_ids = (*text.prompt_ids, *committed)
-        guess = self._lookup.guess(
-            DraftRequest(
-                session_id=f"plan-{text.seed}",
-                tenant="",
-                token_ids=token_ids,
-                prompt_length=len(text.prompt_ids),
-                num_draft_tokens=bound,
-                sampling=self._sampling,
-                rule=rule,
-                noise=RoundNoise(text.seed, rule, len(token_ids)),
+    def attempt(self, text: Answer, start: int, bound: int, rule: Rule) -> Attempt:
+        """What it proposes behind the first `start` tokens of an answer."""
+        draft, num_steps, guessed = self._draft, bound, None
+        if self._lookup is not None:
+            token_ids = (*text.prompt_ids, *text.token_ids[:start])
+            guess = self._lookup.guess(
+                DraftRequest(
+                    session_id=f"plan-{text.seed}",
+                    tenant="",
+                    token_ids=token_ids,
+                    prompt_length=len(text.prompt_ids),
+                    num_draft_tokens=bound,
+                    sampling=self._sampling,
+                    rule=rule,
+                    noise=RoundNoise(text.seed, rule, len(token_ids)),
+                )
             )
-        )
-        if self._draft.drafter.model is None or guess.score >= self._draft.hybrid_min_score:
-            return Proposed(len(guess.token_ids), 0, guess.token_ids)
-        return Proposed(*(min(bound, self._draft.hybrid_model_tokens),) * 2)
+            num_steps = min(bound, draft.hybrid_model_tokens)
+            if draft.drafter.model is None or guess.score >= draft.hybrid_min_score:
+                guessed, num_steps = guess.token_ids, 0
+        num_proposed = num_steps if guessed is None else len(guessed)
+        left = text.token_ids[start : start + num_proposed]
+        steps: Sequence[float] = text.steps(rule)[start : start + len(left)]
+        if guessed is not None:
+            steps = [float(a == b) for a, b in zip(guessed, left, strict=False)]
+        return Attempt(num_proposed, num_steps, survival(rule, steps).tolist())
 
     def rounds(self, text: Answer, rule: Rule, num_draft_tokens: int) -> Rounds:
         """The expected rounds of a text with this bound K, which ends with its session."""
@@ -210,17 +203,7 @@ class Script:
         def attempt_at(start: int) -> Attempt:
             # As `coordinator.draft_length.policy`: one of the tokens to come is the target's.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
-            if wanted == 0:
-                return Attempt(0, 0, ())
-            num_tokens, num_steps, token_ids = self.proposed(
-                text, text.token_ids[:start], wanted, rule
-            )
-            left = text.token_ids[start : start + num_tokens]
-            steps: Sequence[float] = text.steps(rule)[start : start + len(left)]
-            if token_ids is not None:
-                pairs = zip(token_ids, left, strict=False)
-                steps = [float(ours == theirs) for ours, theirs in pairs]
-            return Attempt(num_tokens, num_steps, survival(rule, steps).tolist())
+            return self.attempt(text, start, wanted, rule) if wanted else Attempt(0, 0, ())
 
         try:
             return replay(len(text.token_ids), attempt_at, len(text.prompt_ids))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Final, Self, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
 
@@ -13,68 +14,45 @@ SCHEME: Final = "emulated"
 VOCAB_SIZE_MAX: Final = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class EmulatedSpec:
+class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """What a toy pair is; target and draft must be given the same one."""
 
-    vocab_size: int = 32_000
-    support: int = 64
+    vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
+    support: int = Field(default=64, ge=1)
     """Ids of probability above zero after each prefix."""
-    exponent: float = 1.706
+    exponent: float = Field(default=1.706, ge=0, le=100)
     """Of the Zipf law: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
-    deviation: float = 0.65
+    deviation: float = Field(default=0.65, ge=0, le=100)
     """Standard deviation of log q - log p before both are normalised; 0 = a perfect draft."""
-    order: int = 3
+    order: int = Field(default=3, ge=1, le=64)
     """Tokens of the prefix that the next distribution depends on."""
-    verify_ms: float = 18.3
+    verify_ms: float = Field(default=18.3, ge=0, le=60_000)
     """Time of a target step ..."""
-    verify_tokens: int = 16
+    verify_tokens: int = Field(default=16, ge=1)
     """... for each begun so many new tokens in it."""
-    draft_ms: float = 1.3
+    draft_ms: float = Field(default=1.3, ge=0, le=60_000)
     """Time of a draft step ..."""
-    draft_branches: int = 64
+    draft_branches: int = Field(default=64, ge=1)
     """... for each begun so many rows of logits in it."""
-    seed: int = 0
-    max_model_len: int = 8192
-    eos: int = -1
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    max_model_len: int = Field(default=8192, ge=1, le=2**20)
+    eos: int = Field(default=-1, ge=-1)
     """The id that ends a text; -1 = none."""
-    num_pages: int = 4096
+    num_pages: int = Field(default=4096, ge=1, le=2**16)
     """Of the engine, with `PAGE_SIZE` slots each."""
 
-    def __post_init__(self) -> None:
-        _require("vocab_size", 2 <= self.vocab_size <= VOCAB_SIZE_MAX, f"2..{VOCAB_SIZE_MAX}")
-        _require("support", 1 <= self.support <= self.vocab_size, "1..vocab_size")
-        _require("exponent", 0 <= self.exponent <= 100, "0..100")
-        _require("deviation", 0 <= self.deviation <= 100, "0..100")
-        _require("order", 1 <= self.order <= 64, "1..64")
-        _require("verify_ms", 0 <= self.verify_ms <= 60_000, "0..60000")
-        _require("verify_tokens", self.verify_tokens >= 1, "at least 1")
-        _require("draft_ms", 0 <= self.draft_ms <= 60_000, "0..60000")
-        _require("draft_branches", self.draft_branches >= 1, "at least 1")
-        _require("seed", 0 <= self.seed < 2**64, "0..2^64-1")
-        _require("max_model_len", 1 <= self.max_model_len <= 2**20, "1..2^20")
-        _require("num_pages", 1 <= self.num_pages <= 2**16, "1..65536")
-        _require("eos", -1 <= self.eos < self.vocab_size, "-1 or an id of the vocabulary")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.support > self.vocab_size or self.eos >= self.vocab_size:
+            raise ValueError("support and eos must fit the vocabulary")
+        return self
 
     @classmethod
     def parse(cls, text: str) -> EmulatedSpec:
         """From `key=value,...`, with or without `emulated:` before it; "" is all defaults.
 
-        Raises `ConfigError` naming a key that is unknown, repeated, or has a bad value."""
-        kinds = {f.name: float if f.type == "float" else int for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for item in filter(None, text.removeprefix(f"{SCHEME}:").split(",")):
-            key, _, value = (part.strip() for part in item.partition("="))
-            if key not in kinds:
-                raise ConfigError(f"emulated: unknown key {key!r}; known: {', '.join(kinds)}")
-            if key in values:
-                raise ConfigError(f"emulated: {key} is given twice")
-            try:
-                values[key] = kinds[key](value)
-            except ValueError as error:
-                kind = "a whole number" if kinds[key] is int else "a number"
-                raise ConfigError(f"emulated: {key}: {value!r} is not {kind}") from error
-        return cls(**values)
+        Raises `ConfigError` naming what is unknown, repeated, or has a bad value."""
+        return parse_numbers(cls, text.removeprefix(f"{SCHEME}:"), SCHEME)
 
     @property
     def fingerprint(self) -> str:
@@ -82,6 +60,22 @@ class EmulatedSpec:
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
 
-def _require(key: str, satisfied: bool, allowed: str) -> None:
-    if not satisfied:  # NaN satisfies no comparison
-        raise ConfigError(f"emulated: {key} is out of range; {allowed} is allowed")
+Numbers = TypeVar("Numbers", bound=BaseModel)
+
+
+def parse_numbers(kind: type[Numbers], text: str, what: str) -> Numbers:
+    """A model from `key=value,...`. Raises `ConfigError` naming a key that is unknown, repeated, or
+    has a bad value."""
+    given: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key in given:
+            raise ConfigError(f"{what}: {key} is given twice")
+        given[key] = value
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = "=".join([*map(str, first["loc"][:1]), repr(first["input"])])
+        known = ", ".join(kind.model_fields)
+        raise ConfigError(f"{what}: {wrong}: {first['msg']}; known: {known}") from None

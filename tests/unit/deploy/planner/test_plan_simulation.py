@@ -40,11 +40,11 @@ def test_numbers_say_what_is_simulated() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("speed=1", "speed='1' is wrong"),
-        ("verify_ms=1,verify_ms=2", "each key be given once"),
+        ("speed=1", "speed='1'"),
+        ("verify_ms=1,verify_ms=2", "verify_ms is given twice"),
         ("verify_ms=fast", "verify_ms='fast'"),
-        ("verify_ms=4:1/2:3", "its rows must ascend"),
-        ("verify_ms=1:x", "verify_ms='x'"),
+        ("verify_ms=4:1/2:3", "whose rows ascend"),
+        ("verify_ms=1:x", "verify_ms='1:x'"),
         ("acceptance=nan", "acceptance='nan'"),
         ("num_draft_tokens=2.5", "num_draft_tokens='2.5'"),
     ],
