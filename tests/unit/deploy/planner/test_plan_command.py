@@ -122,7 +122,10 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     saved = tmp_path / "plan.json"
     saved.write_text(shown.out)
     assert main(["plan", "--from-report", str(saved), *fleet]) == 0
-    assert json.loads(capsys.readouterr().out)["fleets"] == report["fleets"]
+    [again], [first] = json.loads(capsys.readouterr().out)["fleets"], report["fleets"]
+    assert again["fleet"] == first["fleet"]
+    rate = pytest.approx(first["figures"]["tokens_per_second"], rel=0.01)
+    assert again["figures"]["tokens_per_second"] == rate
     threads = "--target-num-threads 1 --draft-num-threads 1"
     assert " ".join(report["flags"]) == f"--device cpu {threads}"
     assert len(report["validation"]["by_k"]) == 9
