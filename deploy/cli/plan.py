@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from benchmarks.prompts import BenchPrompt
     from deploy.planner.fleets import SimulatedFleet
     from deploy.planner.report import PlanReport
-    from deploy.planner.simulation import Loss, Pair
+    from deploy.planner.simulation import Pair
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan is about, or that are a request's."""
@@ -53,7 +52,6 @@ BUILT_IN_PROMPTS: Final = 12
 RUNS_MAX: Final = 64
 """Loads and fleets that one command looks at."""
 ROLES: Final = ("target", "draft", "coordinator")
-_LOSS: Final = re.compile(r"(target|draft)@(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,39 +127,17 @@ class SimulationOptions(Options):
         None, "time per token that 99 % of the tokens are to keep", 0.001, 60_000, kind=float,
         metavar="MS",
     )  # fmt: skip
-    lose: str = field(
-        "", "lose a target or draft at that second, silently, and have another one at a later "
-        "second", metavar="ROLE@S[-S],..",
-    )  # fmt: skip
     simulated_seconds: float = field(10.0, "that are measured", 1, 3_600, metavar="S")
     coordinator_ms: float = field(
         0.29, "of a coordinator's one thread for a round; see `bench overhead`", 0, 1_000,
         metavar="MS",
     )  # fmt: skip
 
-    def losses(self) -> tuple[Loss, ...]:
-        """Of replicas, as they were asked for."""
-        from deploy.planner.simulation import Loss
-
-        found = []
-        for text in filter(None, self.lose.split(",")):
-            match = _LOSS.fullmatch(text.strip())
-            role, at_s, back_s = match.groups() if match else ("", "inf", None)
-            loss: Any = role, float(at_s), None if back_s is None else float(back_s)
-            if loss[1] > self.simulated_seconds or (back_s is not None and loss[2] <= loss[1]):
-                raise SettingError(
-                    "lose", f"{text!r} is wrong; it must be ROLE@SECONDS or ROLE@SECONDS-SECONDS, "
-                    "with target or draft, within --simulated-seconds, and be back later",
-                )  # fmt: skip
-            found.append(Loss(*loss))
-        return tuple(found)
-
     def check(self, has_drafts: bool) -> None:
         """Raises `ConfigError` for what cannot be simulated."""
         if bool(self.sessions) == bool(self.rate):
             raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
-        self.losses()
         if self.tpot_ms is None and any(0 in count for count in counts):
             raise ConfigError(
                 "--tpot-ms is needed to find numbers of replicas; or name --targets, "
@@ -171,8 +147,6 @@ class SimulationOptions(Options):
         runs *= len(self.sessions) + len(self.rate)
         if runs > RUNS_MAX:
             raise SettingError("targets", f"and the like make {runs} runs; {RUNS_MAX} are allowed")
-        if not has_drafts and any(loss.role == "draft" for loss in self.losses()):
-            raise SettingError("lose", "draft is wrong; this pair has no draft replicas")
 
     def simulate(self, config: DeploymentConfig, pair: Pair) -> list[SimulatedFleet]:
         """Every load on every fleet. What replicas take at a time is the deployment's."""
@@ -191,7 +165,7 @@ class SimulationOptions(Options):
         sizes = product(*(counts[role] for role in ROLES))
         fleets = [Fleet(targets=t, drafts=d, coordinators=c) for t, d, c in sizes]
         common = Scenario(
-            pair=pair, fleet=fleets[0], workload=workloads[0], config=config, losses=self.losses(),
+            pair=pair, fleet=fleets[0], workload=workloads[0], config=config,
             coordinator_s=self.coordinator_ms / 1e3, seconds=self.simulated_seconds,
         )  # fmt: skip
         return [

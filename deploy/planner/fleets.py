@@ -159,7 +159,7 @@ def smallest(
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
     """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
-    keeps a time per token, before any loss; the numbers of roles that are not `free` are the
+    keeps a time per token; the numbers of roles that are not `free` are the
     scenario's. None where none does: a single session takes longer, or another role is too small.
     Each role has plenty of those that come later."""
     workload, pair = scenario.workload, scenario.pair
@@ -168,9 +168,7 @@ def smallest(
         tokens = workload.sessions / (tpot_ms / 1e3)
     rounds = tokens / (1.0 + sum(pair.survival))
     seconds = min(scenario.seconds, max(SEARCH_S[0], min(SEARCH_S[1], SEARCH_ROUNDS / rounds)))
-    scenario = replace(
-        scenario, losses=(), seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2)
-    )
+    scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))
     one = Fleet(targets=1, drafts=int(pair.has_drafts))
     endless = replace(workload, sessions=1, rate=None, answer_tokens=math.inf)
     if not keeps(simulate(replace(scenario, fleet=one, workload=endless)), tpot_ms):
@@ -243,25 +241,19 @@ def tables(fleets: Sequence[SimulatedFleet], tpot_ms: float | None) -> Iterator[
     """For people. Replicas and their busy shares are targets, drafts, coordinators; times are p50,
     p99."""
     scenario = fleets[0].scenario
-    rows, losses = [], []
+    rows = []
     for one in fleets:
         load, size = _load(one.scenario.workload), in_words(one.scenario.fleet)
         if one.figures is None:
             yield f"No number of replicas keeps {tpot_ms:g} ms a token for {load}."
             continue
         if one.was_found:
-            yield f"For {load}: {size} keep {tpot_ms:g} ms a token, before any loss."
-        figures = asdict(one.figures)
+            yield f"For {load}: {size} keep {tpot_ms:g} ms a token."
         named = {"load": load, "replicas": tuple(asdict(one.scenario.fleet).values())}
-        losses += [named | loss for loss in figures.pop("losses")]
-        for unshown in ("tokens_by_second", "rounds_per_second"):
-            del figures[unshown]
-        rows.append(named | figures)
+        rows.append(named | asdict(one.figures))
     if rows:
         k, seconds = len(scenario.pair.survival), scenario.seconds
         yield figures_table(f"Simulated: {scenario.pair.name}; K = {k}, {seconds:g} s", rows)
-    if losses:
-        yield figures_table("What a loss costs", losses)
 
 
 def _load(workload: Workload) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,7 +20,6 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from coordinator.routing.discovery import Discovery
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import cancelling_others, run_virtually
@@ -32,10 +30,9 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import OutriderError
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_BITS
-from outrider.messages import ReplicaDescription
-from outrider.registry.registry import LEASE_S, ReplicaRecord, Role
+from outrider.registry.registry import Role
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import GenerateRequest, RoundReport, Tokens
 from outrider.sessions.memory_store import MemoryStore
@@ -49,8 +46,6 @@ ANSWER_TOKENS_MAX: Final = 2**17
 """Of an answer that does not end."""
 VOCABULARY: Final = 64
 PAGES_MIN: Final = 2**14
-PAUSE_S: Final = 1.0
-"""A session that has no token for so long after a loss is paused by it."""
 _GUESSED_MASS: Final = 2.0**-10
 _DECOY_MASS: Final = 2.0**-15
 """What the draft's law gives a correction that is to be guessed, and each one that is not."""
@@ -83,16 +78,6 @@ class Workload:
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
     """Mean; each token may be the last with the same chance. `inf` = nothing ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A target or draft that falls silent; another may take its place, with nothing held."""
-
-    role: ReplicaRole
-    at_s: float
-    """Since measuring began."""
-    back_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,24 +128,10 @@ class Scenario:
     """Of the services: time-outs and bounds."""
     coordinator_s: float = 0.00029
     """Of a coordinator's one thread for a round, as `outrider bench overhead` measures it."""
-    losses: tuple[Loss, ...] = ()
     warm_up_s: float = 3.0
     """Before measuring begins ..."""
     seconds: float = 10.0
     """... for so long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossFigures:
-    """What the loss of a replica cost: rates before it and, while it is away, behind the last
-    pause (None where that is no whole second); and the pauses of the sessions that it stopped."""
-
-    lost: str
-    tokens_per_second_before: float | None
-    tokens_per_second_after: float | None
-    num_paused: int
-    pause_ms_p50: float
-    pause_ms_max: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,17 +157,11 @@ class FleetFigures:
     """Share of the time that replicas were in a step, mean."""
     sessions_per_step: float
     """Of the targets, mean."""
-    tokens_by_second: tuple[int, ...]
-    losses: tuple[LossFigures, ...]
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
     """Runs a scenario to its end; the same one always comes to the same."""
-    logging.disable(logging.WARNING)  # Losses are stated, and no news.
-    try:
-        return run_virtually(cancelling_others(_Simulation(scenario).run()))
-    finally:
-        logging.disable(logging.NOTSET)
+    return run_virtually(cancelling_others(_Simulation(scenario).run()))
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
@@ -268,8 +233,7 @@ class _Engine(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """The look-up of a pair that has one: it finds all K tokens, or none. In place of draft
-    replicas that are gone it finds none: what one would bring there is not known."""
+    """The look-up of a pair that has one: it finds all K tokens, or none."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -288,10 +252,8 @@ class _Lookup(LookupDrafter):
 class _Replica:
     """A target or a draft."""
 
-    def __init__(self, scenario: Scenario, role: ReplicaRole, name: str) -> None:
-        self.role: ReplicaRole = role
-        self.name = name
-        self.lost_at = math.inf
+    def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
+        self.role = role
         target = scenario.config.target
         self.engine = _Engine(scenario, role)
         executor = InlineExecutor(self.engine.take_step_seconds)
@@ -305,50 +267,26 @@ class _Replica:
             else DraftService.with_model(self.engine, executor, **bounds)
         )
 
-    @property
-    def is_lost(self) -> bool:
-        return self.lost_at < math.inf
-
-
-class _Link(MemoryLink[Any, Any]):
-    """Takes the time that messages were measured to take, and that of the coordinator's one thread.
-    What is sent to or by a replica that is lost is lost, too."""
-
-    def __init__(self, coordinator: _Coordinator, replica: _Replica, scenario: Scenario) -> None:
-        super().__init__(replica.service, self._carry)
-        self._replica, self._coordinator = replica, coordinator
-        times, turn_s = scenario.pair.times, scenario.coordinator_s
-        both_s = times.rest_s - turn_s if scenario.pair.survival else 0.0
-        if replica.role == "draft":
-            both_s, turn_s = times.wait.base_s + times.round_trip_s, 0.0
-        self._travel_s, self._turn_s = max(0.0, both_s) / 2, turn_s / 2
-
-    async def describe(self, timeout_s: float) -> ReplicaDescription:
-        if self._replica.is_lost:
-            await asyncio.sleep(timeout_s)
-            raise Unavailable(f"{self._replica.name} does not answer")
-        return await super().describe(timeout_s)
-
-    def _carry(self, message: Callable[[], None]) -> None:
-        if not self._replica.is_lost:
-            arrives_at = self._coordinator.worked_until(self._turn_s) + self._travel_s
-            asyncio.get_running_loop().call_at(arrives_at, self._arrive, message)
-
-    def _arrive(self, message: Callable[[], None]) -> None:
-        if not self._replica.is_lost:
-            message()
-
 
 class _Coordinator:
-    """A coordinator and its thread."""
+    """A coordinator and its one thread."""
 
-    def __init__(self, simulation: _Simulation, name: str) -> None:
+    def __init__(
+        self, scenario: Scenario, place: int, replicas: Sequence[_Replica], store: MemoryStore
+    ) -> None:
         self.busy_s = 0.0
         self._free_at = 0.0
-        self._simulation = simulation
-        scenario, rng = simulation.scenario, simulation.rng
-        pair, k = scenario.pair, len(scenario.pair.survival)
+        pair, k, rng = scenario.pair, len(scenario.pair.survival), random.Random(place)  # noqa: S311
         looks_up = k > 0 and not pair.has_drafts
+        times, turn_s = pair.times, scenario.coordinator_s
+        carriers = {
+            "target": self._carrier(times.rest_s - turn_s if k else 0.0, turn_s),
+            "draft": self._carrier(times.wait.base_s + times.round_trip_s, 0.0),
+        }
+        links: dict[str, dict[str, Any]] = {"target": {}, "draft": {}}
+        for number, one in enumerate(replicas):
+            link: Any = MemoryLink(one.service, carriers[one.role])
+            links[one.role][f"{one.role}-{number}"] = link
         self.service = CoordinatorService(
             replace(
                 scenario.config.coordinator,
@@ -362,35 +300,26 @@ class _Coordinator:
                 lookup=DraftConfig() if looks_up else None,
                 membership=None,
             ),
-            name,
-            store=simulation.store,
-            targets={one.name: self.link(one.name) for one in simulation.present("target")},
-            drafts={one.name: self.link(one.name) for one in simulation.present("draft")},
+            f"coordinator-{place}",
+            store=store,
+            targets=links["target"],
+            drafts=links["draft"],
             fallback=_Lookup(k if looks_up else 0),
-            text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(SEED_BITS),
-            registry=simulation,  # type: ignore[arg-type]
         )
 
-    async def start(self) -> None:
-        """Serves, and follows the replicas that come and go."""
-        await self.service.start()
-        registry: Any = self._simulation
-        for role, pool in self.service.fleet.pools.items():
-            known = {name: name for name in pool.names}
-            discovery = Discovery(role, self.service.fleet, registry, self.link, known)
-            registry.begin(discovery.run())
+    def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
+        """Takes a message where it is to go: the time that those of a round were measured to take,
+        half of it each way, behind the work of the thread for it and for others before it."""
 
-    def link(self, name: str) -> _Link:
-        """To the replica at an address, which is its name."""
-        return _Link(self, self._simulation.replicas[name], self._simulation.scenario)
+        def carry(message: Callable[[], None]) -> None:
+            loop = asyncio.get_running_loop()
+            self._free_at = max(self._free_at, loop.time()) + turn_s / 2
+            self.busy_s += turn_s / 2
+            loop.call_at(self._free_at + max(0.0, both_s) / 2, message)
 
-    def worked_until(self, seconds: float) -> float:
-        """When it has done so much more work, behind that which waits for it."""
-        self._free_at = max(self._free_at, asyncio.get_running_loop().time()) + seconds
-        self.busy_s += seconds
-        return self._free_at
+        return carry
 
 
 class _Request:
@@ -410,51 +339,51 @@ class _Request:
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
 
-    def pause(self, at: float) -> float:
-        """Seconds without a token about a time; 0 where it does not go on after it."""
-        before = [time for time, _ in self.tokens if time <= at]
-        return self.tokens[len(before)][0] - before[-1] if 0 < len(before) < len(self.tokens) else 0
-
 
 class _Simulation:
-    """All replicas, the clients, and what these see."""
+    """All replicas, and the clients."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.rng = random.Random(0)  # noqa: S311 (sampling, not secrecy)
-        self.replicas: dict[str, _Replica] = {}
-        """By name, with those that were lost."""
-        self.coordinators: list[_Coordinator] = []
-        self._drawn = np.random.default_rng(0)
+        self._scenario = scenario
+        self._rng = np.random.default_rng(0)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
         self._requests: list[_Request] = []
 
     async def run(self) -> FleetFigures:
         """The whole scenario."""
-        scenario, loop = self.scenario, asyncio.get_running_loop()
+        scenario, loop = self._scenario, asyncio.get_running_loop()
         fleet, workload = scenario.fleet, scenario.workload
-        self.store = MemoryStore(lambda: loop.time() * 1e3)
-        for role, number in (("target", fleet.targets), ("draft", fleet.drafts)):
-            for _ in range(number if role == "target" or scenario.pair.has_drafts else 0):
-                self._add(role)  # type: ignore[arg-type]
-        for place in range(fleet.coordinators):
-            self.coordinators.append(_Coordinator(self, f"coordinator-{place}"))
-            await self.coordinators[-1].start()
-        self._turns = itertools.cycle(self.coordinators)
+        drafts = fleet.drafts if scenario.pair.has_drafts else 0
+        replicas = [_Replica(scenario, "target") for _ in range(fleet.targets)]
+        replicas += [_Replica(scenario, "draft") for _ in range(drafts)]
+        store = MemoryStore(lambda: loop.time() * 1e3)
+        coordinators = [
+            _Coordinator(scenario, place, replicas, store) for place in range(fleet.coordinators)
+        ]
+        for coordinator in coordinators:
+            await coordinator.service.start()
+        self._turns = itertools.cycle(coordinators)
         for index in range(workload.sessions or 0):
             self.begin(self._keep(scenario.warm_up_s / 2 * index / (workload.sessions or 1)))
         if workload.rate:
             self.begin(self._arrive(workload.rate))
-        for loss in scenario.losses:
-            self.begin(self._lose(loss))
+
+        def work() -> dict[Role, Any]:
+            """Of each role so far: seconds busy, steps, and sessions in them."""
+            found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
+            for one in replicas:
+                found[one.role] += one.engine.work
+            found["coordinator"][0] = sum(one.busy_s for one in coordinators)
+            return found
+
         await asyncio.sleep(scenario.warm_up_s)
-        before = self._work()
+        before = work()
         await asyncio.sleep(scenario.seconds)
         if self._failure is not None:
             raise self._failure
-        work = {role: now - before[role] for role, now in self._work().items()}
-        return _measured(self._requests, scenario, work)
+        done = {role: now - before[role] for role, now in work().items()}
+        return _measured(self._requests, scenario, done)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs to the end of the simulation."""
@@ -467,28 +396,11 @@ class _Simulation:
         if not task.cancelled():
             self._failure = self._failure or task.exception()
 
-    def present(self, role: ReplicaRole) -> list[_Replica]:
-        """The replicas of a role that are there."""
-        return [one for one in self.replicas.values() if one.role == role and not one.is_lost]
-
-    async def records(self, role: Role) -> list[ReplicaRecord]:
-        """As a registry has them: a lease longer than they are there."""
-        ends_at = asyncio.get_running_loop().time() - LEASE_S
-        return [
-            ReplicaRecord(role=role, name=one.name, address=one.name, host="simulated", pid=1)
-            for one in self.replicas.values()
-            if one.role == role and one.lost_at > ends_at
-        ]
-
-    def _add(self, role: ReplicaRole) -> None:
-        name = f"{role}-{len(self.replicas)}"
-        self.replicas[name] = _Replica(self.scenario, role, name)
-
     async def _keep(self, start_s: float) -> None:
         """One request after the other. The first prompt is short: else a fleet would begin with the
         prompts of all at once."""
         await asyncio.sleep(start_s)
-        prompt_tokens = self.scenario.workload.prompt_tokens
+        prompt_tokens = self._scenario.workload.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
         while True:
             if not is_served:
@@ -497,20 +409,20 @@ class _Simulation:
 
     async def _arrive(self, rate: float) -> None:
         while True:
-            await asyncio.sleep(float(self._drawn.exponential(1.0 / rate)))
-            self.begin(self._request(self.scenario.workload.prompt_tokens))
+            await asyncio.sleep(float(self._rng.exponential(1.0 / rate)))
+            self.begin(self._request(self._scenario.workload.prompt_tokens))
 
     async def _request(self, prompt_tokens: int) -> bool:
         """Whether it was served."""
-        mean, loop = self.scenario.workload.answer_tokens, asyncio.get_running_loop()
+        mean, loop = self._scenario.workload.answer_tokens, asyncio.get_running_loop()
         answer = ANSWER_TOKENS_MAX
         if mean < math.inf:
-            answer = min(answer, int(self._drawn.geometric(1.0 / mean)))
-        prompt = self._drawn.integers(VOCABULARY, size=prompt_tokens)
+            answer = min(answer, int(self._rng.geometric(1.0 / mean)))
+        prompt = self._rng.integers(VOCABULARY, size=prompt_tokens)
         asked = GenerateRequest(
             prompt=(*prompt.tolist()[:-1], 0), sampling=SamplingParams(temperature=1.0),
-            max_tokens=answer, seed=self.rng.getrandbits(SEED_BITS), rule=Rule.TOKEN,
-            num_draft_tokens=len(self.scenario.pair.survival), deadline_ms=DEADLINE_MS_MAX,
+            max_tokens=answer, rule=Rule.TOKEN,
+            num_draft_tokens=len(self._scenario.pair.survival), deadline_ms=DEADLINE_MS_MAX,
             include_rounds=True,
         )  # fmt: skip
         request = _Request(loop.time())
@@ -527,38 +439,16 @@ class _Simulation:
         request.ended_at = loop.time()
         return not request.failed
 
-    async def _lose(self, loss: Loss) -> None:
-        """The first replica of the role that is there, if there is one."""
-        await asyncio.sleep(self.scenario.warm_up_s + loss.at_s)
-        for replica in self.present(loss.role)[:1]:
-            replica.lost_at = asyncio.get_running_loop().time()
-        if loss.back_s is not None:
-            await asyncio.sleep(loss.back_s - loss.at_s)
-            self._add(loss.role)
-
-    def _work(self) -> dict[Role, Any]:
-        """Of the replicas of each role so far: seconds busy, steps, and sessions in them."""
-        found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
-        for one in self.replicas.values():
-            found[one.role] += one.engine.work
-        found["coordinator"][0] = sum(one.busy_s for one in self.coordinators)
-        return found
-
 
 def _measured(
     requests: Sequence[_Request], scenario: Scenario, work: dict[Role, Any]
 ) -> FleetFigures:
-    """From the warm-up's end on. `work` is as of `_Simulation._work`."""
+    """From the warm-up's end on. `work` is as `_Simulation.run` counts it."""
     begin, seconds = scenario.warm_up_s, scenario.seconds
-    tokens = [(at - begin, n) for one in requests for at, n in one.tokens if at >= begin]
     rounds = [report for one in requests for at, report in one.rounds if at >= begin]
     drafted = [report for report in rounds if report.proposed_token_ids]
     ended = [one for one in requests if begin <= one.ended_at <= begin + seconds]
-    total = sum(n for _, n in tokens)
-    by_second = [0] * max(1, int(seconds))
-    for at, n in tokens:
-        if at < len(by_second):
-            by_second[int(at)] += n
+    total = sum(n for one in requests for at, n in one.tokens if at >= begin)
     pace = [found for one in requests if (found := one.pace(begin)) is not None]
     firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
     busy = [float(work[role][0]) / seconds / max(1, scenario.fleet.of(role)) for role in ROLES]
@@ -574,30 +464,6 @@ def _measured(
         hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
         busy=(busy[0], busy[1], busy[2]),
         sessions_per_step=float(work["target"][2] / max(1, work["target"][1])),
-        tokens_by_second=tuple(by_second),
-        losses=tuple(_loss(loss, requests, by_second, scenario) for loss in scenario.losses),
-    )
-
-
-def _loss(
-    loss: Loss, requests: Sequence[_Request], by_second: Sequence[int], scenario: Scenario
-) -> LossFigures:
-    pauses = [one.pause(scenario.warm_up_s + loss.at_s) for one in requests]
-    pauses = [pause for pause in pauses if pause > PAUSE_S] or [0.0]
-    end_s = scenario.seconds if loss.back_s is None else min(loss.back_s, scenario.seconds)
-
-    def rate(start_s: float, until_s: float) -> float | None:
-        whole = by_second[math.ceil(start_s) : math.floor(until_s)]
-        return sum(whole) / len(whole) if whole else None
-
-    back = "" if loss.back_s is None else f"-{loss.back_s:g}"
-    return LossFigures(
-        lost=f"{loss.role}@{loss.at_s:g}{back}",
-        tokens_per_second_before=rate(0.0, loss.at_s),
-        tokens_per_second_after=rate(loss.at_s + max(pauses), end_s),
-        num_paused=sum(pause > 0 for pause in pauses),
-        pause_ms_p50=1e3 * float(np.median(pauses)),
-        pause_ms_max=1e3 * max(pauses),
     )
 
 

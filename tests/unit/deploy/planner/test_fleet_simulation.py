@@ -14,14 +14,13 @@ from deploy.planner.round_times import Line, Option, ServiceTimes
 from deploy.planner.simulation import (
     Fleet,
     FleetFigures,
-    Loss,
     Pair,
     Scenario,
     Workload,
     simulate,
 )
 from outrider.engine.step_costs import StepCosts
-from outrider.registry.registry import LEASE_S, Role
+from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 4096), (0.020, 0.020))
@@ -165,42 +164,6 @@ def test_a_rate_is_served_as_it_comes() -> None:
     assert found.num_refused == 0
 
 
-def test_a_lost_target_costs_its_share_once_others_have_its_sessions() -> None:
-    """Of three full targets one falls silent. Its sessions wait until the registry and then the
-    coordinator have missed it for a lease each and it has not answered; then they crowd the
-    others, which bring two thirds. Another one is filled by sessions that begin."""
-    workload = Workload(sessions=12, prompt_tokens=16, answer_tokens=50)
-    found = _simulated(
-        targets=3, seats=2, workload=workload, pair=ALL, seconds=26.0, drafts=2,
-        losses=(Loss("target", 4.0, 17.0),), times={"target": StepCosts((1, 4096), (0.1, 0.1))},
-    )  # fmt: skip
-    (loss,) = found.losses
-    before = loss.tokens_per_second_before
-    assert before is not None
-    # 50 tokens take the prompt's round and 0.98 / (1 - 0.98^5) more, as the last one may be cut.
-    assert before == pytest.approx(3 * 2 / 0.1 * 50 / 11.2, rel=0.1)
-    assert loss.tokens_per_second_after == pytest.approx(2 / 3 * before, rel=0.1)
-    assert loss.num_paused == 4
-    assert 2 * LEASE_S * 1e3 <= loss.pause_ms_p50 <= loss.pause_ms_max < 10_000
-    assert sum(found.tokens_by_second[-4:]) / 4 == pytest.approx(before, rel=0.1)
-
-
-def test_sessions_of_the_only_target_wait_until_there_is_another() -> None:
-    found = _simulated(sessions=3, losses=(Loss("target", 1.0, 3.0),), seconds=12.0)
-    assert sum(found.tokens_by_second[2:4]) == 0
-    assert min(found.tokens_by_second[-2:]) == pytest.approx(124, abs=4)
-    assert found.losses[0].num_paused == 3
-
-
-def test_without_its_draft_a_session_goes_on() -> None:
-    """Once the silent draft is given up, at a token each 20 ms; with another one rounds bring five
-    tokens in 24 ms again."""
-    found = _simulated(pair=ALL, losses=(Loss("draft", 2.0, 10.0),), seconds=16.0)
-    assert found.tokens_by_second[9] == pytest.approx(50, abs=2)
-    for second in (1, 14):
-        assert found.tokens_by_second[second] == pytest.approx(208, abs=5)
-
-
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """K = 4: where each outcome is there in time a round is the target's 20 ms; of a quarter that
     are missed it is 4 ms more (five standard errors of 200 rounds)."""
@@ -218,7 +181,6 @@ def test_a_scenario_always_comes_to_the_same() -> None:
     scenario = _scenario(
         targets=3, drafts=2, coordinators=2, workload=workload, coordinator_s=0.0003,
         pair=_model(0.8, 0.6), seconds=5.0,
-        losses=(Loss("draft", 0.5, 2.0), Loss("target", 1.5, 4.0)),
     )  # fmt: skip
     assert simulate(scenario) == simulate(scenario)
 
