@@ -37,8 +37,7 @@ from outrider.tokenizer import TokenizerText
 
 from .measurement import Progress
 from .options import AcceptanceOptions
-from .prompts import BenchPrompt
-from .references import encoder
+from .prompts import BenchPrompt, encoder
 from .report import Report
 
 SAMPLED: Final = SamplingParams(temperature=1.0)

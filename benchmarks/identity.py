@@ -19,16 +19,20 @@ import click
 
 from outrider.client import Client
 from outrider.errors import OutriderError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 
+from .clients import GrpcClient
 from .measurement import BenchClient, Completion, Decoding
 from .options import PromptOptions, option
 from .prompts import BenchPrompt
-from .speedup import ServiceClient
 
-WAYS: Final = ("alone", "beside", "context")
-_CONTEXT: Final = "The lighthouse keeper wrote down the wind, the tide and the ships that passed. "
+WAYS: Final = {"alone": 1, "beside": 8, "context": 1}
+"""Requests at a time."""
+CONTEXT: Final = 214 * (
+    "The lighthouse keeper wrote down the wind, the tide and the ships that passed. "
+)
+"""Some 4,000 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +45,6 @@ class IdentityOptions(PromptOptions):
         (1, 4, 8), "each K that is compared with plain decoding", low=1, high=NUM_DRAFT_TOKENS_MAX,
         metavar="K[,K..]",
     )  # fmt: skip
-    rules: tuple[str, ...] = option(
-        ("greedy", "coupled"), "rules to try", choices=("greedy", "coupled"), metavar="NAMES",
-    )  # fmt: skip
-    ways: tuple[str, ...] = option(WAYS, "how prompts are asked", choices=WAYS, metavar="NAMES")
-    at_once: int = option(8, "requests of `beside`", low=1, high=SESSIONS_PER_COORDINATOR_MAX)
-    context_words: int = option(3_000, "words of `context`", low=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +52,37 @@ class WayReport:
     """How many answers of one way were those of plain decoding alone."""
 
     way: str
-    rule: str
+    rule: Rule
     num_draft_tokens: int
     num_prompts: int
-    num_same: int
     num_accepted_draft_tokens: int
     different: tuple[int, ...]
     """Prompts, from 0 on."""
 
+    @property
+    def passes(self) -> bool:
+        """Whether all answers are the same, and drafts were accepted."""
+        return not self.different and self.num_accepted_draft_tokens > 0
+
 
 async def compare(client: BenchClient, options: IdentityOptions) -> list[WayReport]:
     """A report for each rule, way and K. Raises what the deployment refuses a request with."""
-    context = _CONTEXT * (options.context_words // len(_CONTEXT.split()))
-    texts = [prompt.text for prompt in options.load_prompts()]
     found: list[WayReport] = []
-    for rule in map(Rule, options.rules):
+    for rule in (Rule.GREEDY, Rule.COUPLED):
         decoding = Decoding(options.max_tokens, 0.0 if rule is Rule.GREEDY else 1.0, rule, 0, 0)
-        expected: dict[bool, list[Completion]] = {}
-        for way in options.ways:
-            behind = way == "context"
-            prompts = [BenchPrompt(f"{context}\n\n{t}" if behind else t, way) for t in texts]
-            if behind not in expected:
-                expected[behind] = await _answers(client, prompts, decoding, 1)
+        expected: dict[str, list[Completion]] = {}
+        for way, at_once in WAYS.items():
+            context = CONTEXT + "\n\n" if way == "context" else ""
+            prompts = [BenchPrompt(context + one.text, way) for one in options.load_prompts()]
+            if context not in expected:
+                expected[context] = await _answers(client, prompts, decoding, 1)
             for number in options.num_draft_tokens:
                 drafted = replace(decoding, num_draft_tokens=number)
-                at_once = options.at_once if way == "beside" else 1
                 got = await _answers(client, prompts, drafted, at_once)
-                pairs = enumerate(zip(expected[behind], got, strict=True))
+                pairs = enumerate(zip(expected[context], got, strict=True))
                 different = tuple(i for i, (a, b) in pairs if a.token_ids != b.token_ids)
-                report = WayReport(
-                    way, rule.value, number, len(got), len(got) - len(different),
-                    sum(answer.num_accepted_draft_tokens for answer in got), different,
-                )  # fmt: skip
+                accepted = sum(answer.num_accepted_draft_tokens for answer in got)
+                report = WayReport(way, rule, number, len(got), accepted, different)
                 found.append(report)
                 click.echo(json.dumps(asdict(report)), err=True)
     return found
@@ -98,32 +95,25 @@ async def _answers(
     return await client.generate_all(jobs, at_once)
 
 
-def passes(reports: Sequence[WayReport]) -> bool:
-    """Whether all answers are the same, and drafts were accepted in every way that has any."""
-    return all(not report.different and report.num_accepted_draft_tokens > 0 for report in reports)
-
-
 def _main(**values: Any) -> None:
     """Prints one JSON array, or in one line what is wrong."""
 
     async def run(options: IdentityOptions) -> list[WayReport]:
         async with Client(options.server) as client:
-            return await compare(ServiceClient(client, raw=options.raw), options)
+            return await compare(GrpcClient(client, raw=options.raw), options)
 
     try:
         reports = asyncio.run(run(IdentityOptions(**values)))
     except OutriderError as error:
         raise click.UsageError(str(error)) from error
     click.echo(json.dumps([asdict(report) for report in reports]))
-    raise SystemExit(0 if passes(reports) else 1)
+    raise SystemExit(0 if all(report.passes for report in reports) else 1)
 
 
 main: Final = click.Command(
-    "python -m benchmarks.identity",
-    help=__doc__,
-    callback=_main,
+    "python -m benchmarks.identity", help=__doc__, callback=_main,
     params=[*IdentityOptions.params(click.Option)],
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from statistics import median
 from typing import Final
 
@@ -28,37 +27,21 @@ Progress = Callable[[str], None]
 """Is told what happens, one line at a time."""
 
 
-class Side(StrEnum):
-    """What decodes."""
-
-    PLAIN = "plain"
-    """The services, with the target alone."""
-    SPECULATIVE = "speculative"
-    """The services, with drafts."""
-    ENGINE = "engine"
-    """The engine in a process, without services."""
-    TRANSFORMERS = "transformers"
-    """The library's own `generate` in a process."""
-    ASSISTED = "transformers assisted"
-    """The same, with the draft as its assistant."""
-    PROMPT_LOOKUP = "transformers prompt lookup"
-    """The same, which copies from the text so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a prompt is decoded."""
+    """How a prompt is decoded; None = the server's default."""
 
     max_tokens: int
     temperature: float
-    rule: Rule
-    seed: int
-    num_draft_tokens: int
+    rule: Rule | None = None
+    seed: int | None = None
+    num_draft_tokens: int | None = None
     """Bound on draft tokens a round; 0 = plain decoding."""
+    ignore_eos: bool = False
 
     def for_prompt(self, index: int) -> Decoding:
         """That of a later prompt, or of one before the first: each has a seed of its own."""
-        return replace(self, seed=(self.seed + index) & SEED_MAX)
+        return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +58,9 @@ class Completion:
     num_draft_tokens: int = 0
     """Proposed in all."""
     num_accepted_draft_tokens: int = 0
-    first_token_s: float | None = None
-    """Seconds from the request to the first token; None where a side does not say."""
+    chunk_s: Sequence[float] = ()
+    """Seconds from the request to each chunk with tokens, or at least to the first."""
+    prompt_tokens: int = 0
     counted_tokens: int = 0
     """Tokens of a completion whose ids are not known, as by HTTP."""
 
@@ -84,6 +68,11 @@ class Completion:
     def num_tokens(self) -> int:
         """With the EOS, if there is one."""
         return len(self.token_ids) or self.counted_tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to the first token; None where a side does not say."""
+        return self.chunk_s[0] if self.chunk_s else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -130,7 +119,6 @@ class Contestant:
     """One side, and how it is called."""
 
     side: str
-    """Its name: a `Side`, or another one."""
     client: BenchClient
     decoding: Decoding
     """Of the first prompt."""

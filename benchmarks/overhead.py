@@ -52,21 +52,12 @@ from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 
-from .measurement import Progress, together
+from .clients import GrpcClient, HttpClient
+from .measurement import BenchClient, Decoding, Progress, together
 from .options import Options, option
 from .processes import Process, Replicas, Role, embedded_redis, service_process
 from .prompts import BenchPrompt
 from .report import Report, percentile
-from .serve import ServeOptions
-from .serve_clients import (
-    TEXT,
-    GrpcServingClient,
-    HttpServer,
-    HttpServingClient,
-    RequestFailed,
-    ServingClient,
-    StreamTimes,
-)
 
 PARTS: Final = ("rounds", "capacity", "transports")
 NUM_DRAFT_TOKENS: Final = 8
@@ -246,16 +237,15 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     same turn; `X_chunk_added_ms` the median time from the coordinator's having a chunk to X's
     client having read it, less the same median in-process."""
     progress("starting the target")
-    asked = ServeOptions(ignore_eos=True, raw=True, num_draft_tokens=0)
     async with (
         _coordinator_here() as (stamps, service, address, url),
         Client(InProcessTransport(service)) as here,
         Client(address) as there,
-        HttpServingClient(HttpServer(base_url=url, endpoint=TEXT, model="emulated"), asked) as http,
+        HttpClient(url, raw=True, model="emulated") as http,
     ):
-        clients: dict[str, ServingClient] = {
-            "in_process": GrpcServingClient(here, asked),
-            "grpc": GrpcServingClient(there, asked),
+        clients: dict[str, BenchClient] = {
+            "in_process": GrpcClient(here, raw=True),
+            "grpc": GrpcClient(there, raw=True),
             "http": http,
         }
         gc.collect()
@@ -268,32 +258,29 @@ Turns = list[tuple[float, list[float]]]
 
 
 async def take_turns(
-    clients: Mapping[str, ServingClient], stamps: list[float], progress: Progress
+    clients: Mapping[str, BenchClient], stamps: list[float], progress: Progress
 ) -> dict[str, Turns]:
     """By client. `stamps` has when the coordinator had each chunk of the newest request. Raises
     `Unavailable` where a request fails, or loses chunks."""
     names = list(clients)
     found: dict[str, Turns] = {name: [] for name in names}
-    clock = asyncio.get_running_loop().time
+    decoding = Decoding(TURN_TOKENS, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
     for turn in range(-WARM_UP_TURNS, TURNS):
         if turn % 10 == 0:
             progress(f"turn {turn} of {TURNS}")
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             stamps.clear()
-            times, began = StreamTimes(clock), clock()
-            try:
-                await clients[name].answer(PROMPT, TURN_TOKENS, times)
-            except RequestFailed as failure:
-                raise Unavailable(f"by {name}: {failure}") from failure
-            if len(times.chunk_s) != len(stamps) or not stamps:
+            done = await clients[name].generate(PROMPT, decoding)
+            if len(done.chunk_s) != len(stamps) or not stamps:
                 raise Unavailable(
-                    f"by {name} came {len(times.chunk_s)} chunks where the coordinator had "
+                    f"by {name} came {len(done.chunk_s)} chunks where the coordinator had "
                     f"{len(stamps)}"
                 )
             if turn >= 0:
-                delays = [1e3 * (at - had) for at, had in zip(times.chunk_s, stamps, strict=True)]
-                found[name].append((1e3 * (times.chunk_s[0] - began), delays))
+                came = [done.started_s + at_s for at_s in done.chunk_s]
+                delays = [1e3 * (at_s - had) for at_s, had in zip(came, stamps, strict=True)]
+                found[name].append((1e3 * done.chunk_s[0], delays))
     return found
 
 

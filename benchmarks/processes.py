@@ -53,21 +53,19 @@ class Process:
 
     def __init__(
         self,
-        role: str,
+        command: str | Sequence[str],
         name: str,
         setup: Mapping[str, object],
-        *,
-        advice: str = "",
         environment: Mapping[str, str] | None = None,
-        command: Sequence[str] = (sys.executable, "-m", "benchmarks.processes"),
     ) -> None:
-        """`role` is MODULE:FUNCTION, see `Opens`, or what else `command` takes; `name` is what
-        errors call it, `setup` its first line. `advice` follows the news that it has ended.
-        `environment` is added to this process's own, but for bounds of threads."""
-        self._command = (*command, *role.split())
+        """A text as `command` is a role, MODULE:FUNCTION, see `Opens`, and its options. `name` is
+        what errors call the process, `setup` its first line. `environment` is added to this
+        process's own, but for bounds of threads."""
+        if isinstance(command, str):
+            command = (sys.executable, "-m", "benchmarks.processes", *command.split())
+        self._command = command
         self._name = name
         self._setup = setup
-        self._advice = advice
         self._environment = unbounded_threads() | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}
@@ -116,9 +114,7 @@ class Process:
             raise Unavailable(f"{self._name} broke off: {error}") from error
         if not line.endswith(b"\n"):
             status = await process.wait()
-            raise Unavailable(
-                f"{self._name} {ending(status)}; what it said is on standard error{self._advice}"
-            )
+            raise Unavailable(f"{self._name} {ending(status)}; what it said is on standard error")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")

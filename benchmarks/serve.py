@@ -4,45 +4,67 @@ serve`.
 With a rate, requests come at their own times whether or not others are answered; one that finds no
 place under `max_concurrency` waits in this client, which is told apart from its latency. Without a
 rate all come at once, or, with `max_concurrency`, one whenever there is a place.
+
+| figure | of each request that did not fail |
+| --- | --- |
+| TTFT | from sending to the first chunk with tokens |
+| E2EL | from sending to the last chunk |
+| TPOT | (E2EL - TTFT) / (output tokens - 1); requests of one token have none |
+| ITL | each gap between two chunks that follow each other, of all requests together |
+
+A request is good where it meets every goal; its TPOT counts as 0 where it has none. Failed requests
+count in `failed` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from itertools import cycle, pairwise
+from io import StringIO
+from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
+import numpy as np
 
-from outrider.errors import SettingError, Unavailable, check
-from outrider.limits import (
-    MAX_TOKENS_DEFAULT,
-    NUM_DRAFT_TOKENS_MAX,
-    SEED_MAX,
-    TEMPERATURE_MAX,
-)
+from outrider.errors import ConfigError, OutriderError, SettingError
+from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, TEMPERATURE_MAX
 from outrider.settings import check_range
 
-from .options import Options, option
-from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, read_prompts
-from .serve_clients import Answer, RequestFailed, ServingClient, StreamTimes
+from .measurement import BenchClient, Completion, Decoding, Progress
+from .options import PromptOptions, option
+from .prompts import BenchPrompt, built_in_prompts, read_prompts
+from .report import Report, percentile, table
 
-METRICS: Final = ("ttft", "tpot", "itl", "e2el")
 GOALS: Final = ("ttft", "tpot", "e2el")
 """What `--goodput` may bound."""
 GOAL_MS_MAX: Final = 1e9
 REQUESTS_MAX: Final = 1_000_000
 LAG_PERIOD_S: Final = 0.05
 """How often this client looks whether its own event loop is late."""
-WARM_UPS_AT_ONCE: Final = 16
-_GAPS: Final = 1_024
-"""Gaps that are drawn at a time: one draw costs as much as hundreds of them together."""
+LAG_MS_MAX: Final = 10.0
+"""Where this client is later than that once in a hundred times, its own times are told to be too
+long."""
+ERRORS_SHOWN: Final = 3
+NAMES: Final = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between chunks",
+    "e2el": "end to end",
+}
+STATISTICS: Final[Mapping[str, Any]] = {
+    "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
+}  # fmt: skip
+PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>bench serve</title>
+<pre style="font-family: monospace; line-height: 1.2">{code}</pre>
+"""
+"""As Rich fills it in; the plots follow."""
 
 
 def goal(text: str) -> tuple[str, float]:
@@ -57,22 +79,17 @@ def goal(text: str) -> tuple[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options):
+class ServeOptions(PromptOptions):
     """What `bench serve` is asked for."""
 
     base_url: str | None = option(
         None, "a server with OpenAI's interface, such as http://127.0.0.1:8000 [a deployment of "
         "ours, by gRPC]", metavar="URL", kind=str,
     )  # fmt: skip
-    endpoint: str | None = option(
-        None, "with --base-url: /v1/chat/completions, or /v1/completions [the first; with --raw "
-        "the second]", metavar="PATH", kind=str,
-    )  # fmt: skip
     num_prompts: int | None = option(
         None, "requests in all; prompts are repeated where there are fewer [one for each prompt]",
         low=1, high=REQUESTS_MAX,
     )  # fmt: skip
-    num_warmups: int = option(0, "requests before anything is measured", low=0, high=10_000)
     request_rate: float = option(
         math.inf, "requests a second, at random times; inf = all at once", low=1e-3, metavar="R",
     )  # fmt: skip
@@ -87,11 +104,6 @@ class ServeOptions(Options):
         None, "send requests for so long, then wait for those that run", low=1, high=86_400,
         metavar="S", kind=float,
     )  # fmt: skip
-    seed: int = option(0, "of the random times", low=0, high=SEED_MAX)
-    prompts: Path | None = option(
-        None, "JSONL of `prompt` and, if wanted, `category` and `max_tokens` "
-        f"[{len(built_in_prompts())} built-in prompts]", metavar="FILE", kind=Path,
-    )  # fmt: skip
     max_tokens: int = option(
         128, "tokens of an answer whose prompt does not say", low=1, high=MAX_TOKENS_DEFAULT
     )
@@ -99,131 +111,90 @@ class ServeOptions(Options):
         0.0, "0 = always the likeliest token", low=0, high=TEMPERATURE_MAX, metavar="T"
     )
     ignore_eos: bool = option(False, "go on past the model's own end (not of OpenAI's)")
-    raw: bool = option(False, "do not apply the model's chat template")
     num_draft_tokens: int | None = option(
         None, "by gRPC: draft tokens a round; 0 = plain decoding [the deployment's own]", low=0,
         high=NUM_DRAFT_TOKENS_MAX, metavar="K",
-    )  # fmt: skip
-    rounds: bool = option(
-        False, "by gRPC: let each round be reported, for look-ahead and where rounds spend their "
-        "time; costs a message a round",
     )  # fmt: skip
     goodput: tuple[tuple[str, float], ...] = option(
         (), f"what a good request keeps to: {', '.join(GOALS)}, such as ttft:200 tpot:50",
         metavar="NAME:MS", kind=goal, several=True,
     )  # fmt: skip
-    percentile_metrics: tuple[str, ...] = option(
-        METRICS, "whose percentiles to report", choices=METRICS, metavar="NAMES"
-    )
-    metric_percentiles: tuple[float, ...] = option(
-        (99.0,), "which percentiles", low=0, high=100, metavar="P,.."
-    )
-    save_result: Path | None = option(
-        None, "write the JSON object to a file", metavar="FILE", kind=Path
-    )
-    save_detailed: bool = option(False, "with the times of each request in that file")
     report: Path | None = option(None, "write one page with plots", metavar="FILE.html", kind=Path)
 
     def __post_init__(self) -> None:
-        if self.burstiness != 1 and self.request_rate == math.inf:
-            raise SettingError("burstiness", "needs --request-rate: it is of the gaps between")
-        names = [name for name, _ in self.goodput]
-        if len(set(names)) != len(names) or not set(names) <= set(GOALS):
-            raise SettingError(
-                "goodput", f"{' '.join(names)} is wrong; it must be each of {', '.join(GOALS)} once"
-            )
-        for _, bound in self.goodput:
+        for name, bound in self.goodput:
+            if name not in GOALS:
+                raise SettingError(
+                    "goodput", f"{name!r} is wrong; it must be of {', '.join(GOALS)}"
+                )
             check_range("goodput", bound, 0, GOAL_MS_MAX)
-        at_once = self.request_rate == math.inf and self.max_concurrency is None
-        if self.duration is not None and at_once and self.num_prompts is None:
+        if self.num_prompts is None and self.duration is not None and self.comes_at_once:
             raise SettingError(
                 "duration",
                 "needs --request-rate or --max-concurrency: without them requests without end "
                 "would come at once",
             )
-        if self.save_detailed and self.save_result is None:
-            raise SettingError("save_detailed", "needs --save-result")
-        for name in ("save_result", "report"):  # Now, and not when everything has been measured.
-            path = getattr(self, name)
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise SettingError(
-                    name, f"{path} is wrong; it must be a file in a folder that exists"
-                )
+        if self.report is not None and not self.report.parent.is_dir():  # Before all is measured.
+            raise SettingError("report", f"{self.report.parent} is no folder")
+
+    @property
+    def comes_at_once(self) -> bool:
+        """Whether neither a rate nor a number of requests at a time holds anything back."""
+        return self.request_rate == math.inf and self.max_concurrency is None
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to send, one of each category in turn, so that any first N of them are of all
         kinds. Raises `SettingError` for a file that is wrong."""
-        waiting: dict[str, list[BenchPrompt]] = {}
+        seen: Counter[str] = Counter()
+        placed = []
         for prompt in built_in_prompts() if self.prompts is None else read_prompts(self.prompts):
-            waiting.setdefault(prompt.category, []).append(prompt)
-        most = max(map(len, waiting.values()))
-        turns = (each[turn : turn + 1] for turn in range(most) for each in waiting.values())
-        return tuple(prompt for found in turns for prompt in found)
+            placed.append((seen[prompt.category], prompt))
+            seen[prompt.category] += 1
+        return tuple(prompt for _, prompt in sorted(placed, key=lambda entry: entry[0]))
 
-    def shown(self, backend: str, server: str, model: str) -> dict[str, object]:
-        """What was asked for, by vLLM's names in a result where it has one; infinity is text, as
-        JSON has no number for it. `server` is HOST:PORT."""
-        named = ("num_prompts", "num_warmups", "request_rate", "burstiness", "max_concurrency")
-        others = ("max_tokens", "temperature", "ignore_eos", "raw", "num_draft_tokens", "seed")
-        return {
-            "backend": backend,
-            "server": server,
-            "model_id": model,
-            **{n: "inf" if getattr(self, n) == math.inf else getattr(self, n) for n in named},
-            "duration_limit": self.duration,
-            "prompts": "built-in" if self.prompts is None else self.prompts.name,
-            **{name: getattr(self, name) for name in others},
-            "goodput": dict(self.goodput),
+    def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
+        """What was asked for, as a result says it. `server` is HOST:PORT."""
+        values = asdict(self) | {"goodput": dict(self.goodput)}
+        named = {"backend": backend, "server": server, "model_id": model}
+        return named | {
+            name: str(value) if value == math.inf or isinstance(value, Path) else value
+            for name, value in values.items()
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Times are seconds since the load began."""
+    """One request that is over. Times are seconds since the load began."""
 
-    index: int
-    """In the order of arrival."""
-    category: str
     due_s: float
     """When it came."""
     started_s: float
     """When it was sent: later where `--max-concurrency` held it back, or this client was late."""
-    ended_s: float
-    """When the last chunk was read; of a failed request, when that was known."""
-    times: StreamTimes
-    """Of its chunks."""
-    answer: Answer
-    error: str = ""
-    """Why it failed; empty if it did not."""
+    done: Completion | str
+    """Or why it failed."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What was measured of the requests, in the order of their ends."""
+
+    began: datetime
+    records: list[Record] = field(default_factory=list)
+    duration_s: float = 0.0
+    most_running: int = 0
+    lags_s: list[float] = field(default_factory=list)
+    """How late this client's event loop was, each time it looked: what was read then was read so
+    much later than it came."""
 
     @property
-    def num_tokens(self) -> int:
-        """Of the answer: as the server says, or else the number of its chunks."""
-        told = self.answer.output_tokens
-        return len(self.times.chunk_s) if told is None else told
+    def completed(self) -> list[tuple[Record, Completion]]:
+        """Those that did not fail."""
+        return [(one, one.done) for one in self.records if isinstance(one.done, Completion)]
 
     @property
-    def ttft_s(self) -> float:
-        """Time to first token; of an answer without any, to its end."""
-        chunk_s = self.times.chunk_s
-        return (chunk_s[0] if chunk_s else self.ended_s) - self.started_s
-
-    @property
-    def latency_s(self) -> float:
-        """From sending to the last chunk."""
-        return self.ended_s - self.started_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Time per output token behind the first; None for an answer of one token."""
-        if self.num_tokens < 2:
-            return None
-        return (self.latency_s - self.ttft_s) / (self.num_tokens - 1)
-
-    @property
-    def itl_s(self) -> list[float]:
-        """Gaps between chunks that follow each other."""
-        return [after - before for before, after in pairwise(self.times.chunk_s)]
+    def errors(self) -> Counter[str]:
+        """Why the others failed."""
+        return Counter(one.done for one in self.records if isinstance(one.done, str))
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
@@ -233,144 +204,213 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
     Poisson process, less comes in bursts, more is more even, infinity is a metronome. The first
     request comes after a gap, too. An infinite rate: all at 0. Unlike vLLM's, the times are not
     stretched so that the last of them falls on its mean."""
-    import numpy as np
-
-    generator = np.random.default_rng(seed)
+    generator = random.Random(seed)  # noqa: S311 (times, not secrecy)
+    is_even = math.inf in (rate, burstiness)
     now = 0.0
     while True:
-        if math.isinf(burstiness) or math.isinf(rate):
-            gaps = [1 / rate] * _GAPS
-        else:
-            gaps = generator.gamma(burstiness, 1 / (rate * burstiness), _GAPS).tolist()
-        for gap in gaps:
-            now += gap
-            yield now
+        now += 1 / rate if is_even else generator.gammavariate(burstiness, 1 / (rate * burstiness))
+        yield now
 
 
-class Load:
-    """What `bench serve` sends. What it has measured can be read while it runs, and after it was
-    cancelled."""
+async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
+    """Sends all requests and waits for them; their failures are in their records. `tell` is told
+    how far it is, often."""
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    load = Load(datetime.now().astimezone())
+    prompts = options.load_prompts()
+    places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
+    has_rate = options.request_rate != math.inf
+    most = options.num_prompts or (len(prompts) if options.duration is None else REQUESTS_MAX)
+    decoding = Decoding(
+        options.max_tokens, options.temperature, num_draft_tokens=options.num_draft_tokens,
+        ignore_eos=options.ignore_eos,
+    )  # fmt: skip
+    num_running = 0
 
-    def __init__(
-        self, options: ServeOptions, client: ServingClient, settings: Mapping[str, object]
-    ) -> None:
-        """`settings` are those of `ServeOptions.shown`."""
-        self.options = options
-        self.settings = settings
-        self.date = ""
-        """When it began, as vLLM writes it: YYYYMMDD-HHMMSS, local time."""
-        self._client = client
-        self._prompts = options.load_prompts()
-        self._began_at: float | None = None
-        self._ended_s: float | None = None
-        self._time_limit = math.inf if options.duration is None else options.duration
-        self._places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
-        self.num_planned = options.num_prompts
-        """None = as many as the duration has room for."""
-        if self.num_planned is None and options.duration is None:
-            self.num_planned = len(self._prompts)
-        self.records: list[Record] = []
-        """Of requests that are over, in the order of their ends."""
-        self.is_over = False
-        """Else it still runs, or was interrupted: requests that ran then are in no record."""
-        self.num_running = 0
-        self.num_failed = 0
-        self.num_tokens = 0
-        """Of those that are over."""
-        self.lags_s: list[float] = []
-        """How late this client's event loop was, each time it looked: what was read then was read
-        so much later than it came."""
-
-    @property
-    def duration_s(self) -> float:
-        """From the load's beginning to its last request's end; until now while it runs."""
-        if self._began_at is None:
-            return 0.0
-        return self._now() if self._ended_s is None else self._ended_s
-
-    async def warm_up(self) -> None:
-        """Requests that are not measured. Raises `Unavailable` where one fails."""
-        wanted = self.options.num_warmups
-        most = min(self.options.max_concurrency or WARM_UPS_AT_ONCE, WARM_UPS_AT_ONCE)
-        clock = asyncio.get_running_loop().time
-
-        async def warm(number: int) -> None:
-            prompt = WARM_UP_PROMPTS[number % len(WARM_UP_PROMPTS)]
-            await self._client.answer(prompt, self.options.max_tokens, StreamTimes(clock))
-
+    async def ask(prompt: BenchPrompt, due_s: float) -> None:
+        nonlocal num_running
+        if has_rate:
+            await places.acquire()
+        started_s = clock() - began_s
+        num_running += 1
+        load.most_running = max(load.most_running, num_running)
+        length = prompt.max_tokens or options.max_tokens
+        done: Completion | str
         try:
-            for first in range(0, wanted, most):
-                await asyncio.gather(*map(warm, range(first, min(first + most, wanted))))
-        except RequestFailed as failure:
-            raise Unavailable(f"a warm-up request failed: {failure}") from failure
-
-    async def measure(self) -> None:
-        """Sends all requests and waits for them; their failures are in their records. Cancelling
-        it cancels what runs, of which nothing is kept."""
-        check(self._began_at is None, "a load is measured once")
-        self._began_at = asyncio.get_running_loop().time()
-        self.date = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-        watch = asyncio.create_task(self._watch_lag())
-        try:
-            async with asyncio.TaskGroup() as group:
-                await self._send(group)
-            self.is_over = True
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            done = await client.generate(prompt, replace(decoding, max_tokens=length))
+        except OutriderError as error:
+            done = error.message
         finally:
-            self._ended_s = self._now()
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
+            num_running -= 1
+            places.release()
+        load.records.append(Record(due_s, started_s, done))
+        tell(f"{len(load.records)} requests over, {num_running} running")
 
-    async def _send(self, group: asyncio.TaskGroup) -> None:
-        options = self.options
-        has_rate = options.request_rate != math.inf
-        times = arrival_times(options.request_rate, options.burstiness, options.seed)
-        prompts = cycle(self._prompts)
-        for index in range(self.num_planned or REQUESTS_MAX):
-            due_s, prompt = next(times), next(prompts)
-            if has_rate:
-                if due_s >= self._time_limit:
-                    return
-                await asyncio.sleep(max(0.0, due_s - self._now()))
-            else:
-                await self._places.acquire()
-                due_s = self._now()
-                if due_s >= self._time_limit:
-                    return
-            group.create_task(self._ask(index, prompt, due_s, has_place=not has_rate))
-
-    async def _ask(self, index: int, prompt: BenchPrompt, due_s: float, *, has_place: bool) -> None:
-        if not has_place:
-            await self._places.acquire()
-        times = StreamTimes(self._now)
-        started_s = self._now()
-        self.num_running += 1
-        answer, error = Answer(), ""
-        try:
-            most = prompt.max_tokens or self.options.max_tokens
-            answer = await self._client.answer(prompt, most, times)
-            if times.ended_s is None:
-                error = "the answer ended without a token"
-        except RequestFailed as failure:
-            error = str(failure) or "failed"
-        finally:
-            self.num_running -= 1
-            self._places.release()
-        ended_s = self._now() if error or times.ended_s is None else times.ended_s
-        record = Record(index, prompt.category, due_s, started_s, ended_s, times, answer, error)
-        self.records.append(record)
-        self.num_failed += bool(error)
-        self.num_tokens += 0 if error else record.num_tokens
-
-    def _now(self) -> float:
-        """Seconds since the load began."""
-        return asyncio.get_running_loop().time() - (self._began_at or 0.0)
-
-    async def _watch_lag(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def watch_lag() -> None:
         while True:
-            due = loop.time() + LAG_PERIOD_S
+            due = clock() + LAG_PERIOD_S
             await asyncio.sleep(LAG_PERIOD_S)
-            self.lags_s.append(max(0.0, loop.time() - due))
+            load.lags_s.append(max(0.0, clock() - due))
+
+    times = arrival_times(options.request_rate, options.burstiness, options.seed)
+    watch = asyncio.create_task(watch_lag())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for due_s, prompt in islice(zip(times, cycle(prompts), strict=False), most):
+                if not has_rate:
+                    await places.acquire()
+                    due_s = clock() - began_s
+                if due_s >= (options.duration or math.inf):
+                    break
+                await asyncio.sleep(max(0.0, began_s + due_s - clock()))
+                group.create_task(ask(prompt, due_s))
+    finally:
+        watch.cancel()
+    load.duration_s = clock() - began_s
+    return load
+
+
+def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
+    """By vLLM's names and with its units; None = not measured. Rates are over `duration`, and over
+    requests that did not fail. `settings` are those of `ServeOptions.settings`."""
+    done = [one for _, one in load.completed]
+    seconds = load.duration_s or math.inf
+    inputs, outputs = sum(one.prompt_tokens for one in done), sum(one.num_tokens for one in done)
+    steps, drafted, accepted = (
+        sum(getattr(one, name) for one in done)
+        for name in ("num_rounds", "num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    goals = dict(options.goodput)
+    num_good = sum(is_good(one, goals) for one in done)
+    waits = [record.started_s - record.due_s for record, _ in load.completed]
+    lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else None
+    figures = {
+        "duration": load.duration_s,
+        "completed": len(done),
+        "failed": load.errors.total(),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(done) / seconds,
+        "request_goodput": num_good / seconds if goals else None,
+        "output_throughput": outputs / seconds,
+        "total_token_throughput": (inputs + outputs) / seconds,
+        "max_output_tokens_per_s": most_tokens_in_a_second(load),
+        "max_concurrent_requests": load.most_running,
+        "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
+        "spec_decode_acceptance_length": 1 + accepted / steps if steps else None,
+        "spec_decode_num_drafts": steps or None,
+        "spec_decode_draft_tokens": drafted if steps else None,
+        "spec_decode_accepted_tokens": accepted if steps else None,
+        **spread("client_queue_time", [] if options.request_rate == math.inf else waits),
+        "client_lag_p99_ms": lag_ms,
+    }
+    latencies = {name: spread(name, values) for name, values in samples(load).items()}
+    rows = [
+        [
+            f"{NAMES[name]} ({name.upper()})",
+            *("-" if v is None else f"{v:.2f}" for v in found.values()),
+        ]
+        for name, found in latencies.items()
+    ]
+    title = f"{settings['model_id']} by {settings['backend']}"
+    shown = [*Report.of(title, figures).shown, table("latencies, ms", ("", *STATISTICS), rows)]
+    warnings = []
+    if (lag_ms or 0.0) > LAG_MS_MAX:
+        warnings.append(
+            f"warning: this client was up to {lag_ms:.0f} ms late itself (99 of 100 times); "
+            "latencies are too long by as much: give it a core of its own, or less load"
+        )
+    if load.errors:
+        reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
+        warnings.append(
+            f"warning: {load.errors.total()} of {len(load.records)} requests failed: {reasons}"
+        )
+    values = {"date": f"{load.began:%Y%m%d-%H%M%S}", **settings, **figures}
+    for found in latencies.values():
+        values |= found
+    return Report(values, shown, warnings)
+
+
+def spread(metric: str, values_s: Sequence[float]) -> dict[str, float | None]:
+    """Statistics of values in seconds, by vLLM's names such as `p99_ttft_ms`; None where there are
+    none."""
+    ms = 1e3 * np.asarray(values_s, dtype=np.float64)
+    return {
+        f"{name}_{metric}_ms": float(of(ms)) if ms.size else None for name, of in STATISTICS.items()
+    }
+
+
+def samples(load: Load) -> dict[str, list[float]]:
+    """By metric, s."""
+    done = [one for _, one in load.completed]
+    tpots = (tpot_s(one) for one in done)
+    return {
+        "ttft": [ttft_s(one) for one in done],
+        "tpot": [found for found in tpots if found is not None],
+        "itl": [after - before for one in done for before, after in pairwise(one.chunk_s)],
+        "e2el": [one.seconds for one in done],
+    }
+
+
+def ttft_s(done: Completion) -> float:
+    """Time to first token; of an answer without a chunk of any, to its end."""
+    return done.first_token_s or done.seconds
+
+
+def tpot_s(done: Completion) -> float | None:
+    """Time per output token behind the first; None for an answer of one token."""
+    if done.num_tokens < 2:
+        return None
+    return (done.seconds - ttft_s(done)) / (done.num_tokens - 1)
+
+
+def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
+    """Whether a request meets every goal, by name, ms."""
+    measured = {"ttft": ttft_s(done), "tpot": tpot_s(done) or 0.0, "e2el": done.seconds}
+    return all(1e3 * measured[name] <= bound for name, bound in goals.items())
+
+
+def token_times(load: Load) -> tuple[list[float], list[float]]:
+    """When chunks came, s, and their tokens: an answer's are shared out evenly over its chunks.
+    vLLM counts a chunk as one token here."""
+    times: list[float] = []
+    tokens: list[float] = []
+    for record, done in load.completed:
+        times += [record.started_s + at_s for at_s in done.chunk_s]
+        tokens += [done.num_tokens / len(done.chunk_s)] * len(done.chunk_s)
+    return times, tokens
+
+
+def most_tokens_in_a_second(load: Load) -> float:
+    """Of the seconds since the load began."""
+    times, tokens = token_times(load)
+    return float(np.bincount(np.array(times, dtype=int), tokens).max()) if times else 0.0
+
+
+def page(found: Report, load: Load) -> str:
+    """One HTML file that loads nothing: settings, figures and plots. Raises `ConfigError` without
+    matplotlib."""
+    from rich.console import Console
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--report needs matplotlib: pip install 'outrider[bench]'") from error
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    *places, over_time, by_request = figure.subplots(2, 3).flat
+    for axes, (name, values) in zip(places, samples(load).items(), strict=True):
+        axes.ecdf([1e3 * value for value in values] or [0.0])
+        axes.set(title=f"{NAMES[name]} ({name.upper()}): share that took at most", xlabel="ms")
+    times, tokens = token_times(load)
+    over_time.hist(times, bins=np.arange(math.ceil(load.duration_s) + 1), weights=tokens)
+    over_time.set(title="output tokens in each second", xlabel="s")
+    for record, done in load.completed:
+        by_request.plot([record.started_s], [done.seconds], "b.")
+    by_request.set(title="end to end, by when it was sent", xlabel="s", ylabel="s")
+    drawn = StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    console = Console(record=True, file=StringIO(), width=120)
+    console.print(*Report.of("bench serve", found.values).shown)
+    text = console.export_html(code_format=PAGE, inline_styles=True)
+    return text + drawn.getvalue()[drawn.getvalue().index("<svg") :]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.errors import BadRequest, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.limits import MAX_TOKENS_DEFAULT
+
+if TYPE_CHECKING:
+    from outrider.tokenizer import TokenizerText
 
 CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
 """The built-in ones. A prompt of the last three holds the text that it is about."""
@@ -105,6 +108,13 @@ def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[Be
             left[prompt.category] -= 1
             selected.append(prompt)
     return tuple(selected)
+
+
+def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
+    """Makes a prompt's token ids, under the chat template unless it is to go in as it is."""
+    if raw:
+        return text.encode
+    return lambda prompt: text.encode_chat([{"role": "user", "content": prompt}])
 
 
 class _Line(BaseModel):

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,20 +26,16 @@ from outrider.replica.process_setup import available_cores, use_threads
 from .command import Arguments, Command, Group, Option, json_option, option
 from .connection import Connection, connected, connection_options
 from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
-from .output import note, progress, show
+from .output import progress, show
 
 if TYPE_CHECKING:
-    from benchmarks.references import ReferenceModel
-    from benchmarks.serve import Load, ServeOptions
-    from benchmarks.serve_clients import HttpServer, ServingClient
+    from benchmarks.libraries import Target
+    from benchmarks.measurement import BenchClient
+    from benchmarks.serve import ServeOptions
     from benchmarks.speedup import Subject
     from outrider.client import Client
 
-ASKED_NAME: Final = "measured-prompts.json"
-"""In the state directory: what measurements have asked the deployment that runs."""
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-REFRESH_S: Final = 0.5
-"""Between two looks at how far a load is."""
 TARGET_SETTINGS: Final = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
     "target_num_threads",
@@ -116,7 +111,7 @@ def _run_speedup(options: Any, arguments: Arguments) -> int:
         found = []
         for level in options.levels():
             async with connected(arguments) as connection, connection.client() as client:
-                subject = _subject(connection, client, options.raw, _reference(connection))
+                subject = _subject(connection, client, options.raw)
                 found.append(await speedup.run(level, subject, progress))
         return found
 
@@ -156,38 +151,35 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
     if is_own:
         arguments = with_settings(arguments, api_key=key)
     async with connected(arguments) as connection, connection.client() as client:
-        reference = _drafting_reference(connection)
-        subject = _subject(connection, client, raw, reference)
+        subject = _subject(connection, client, raw)
         if not is_own:
             yield subject, subject
             return
         other = replace(connection, api_key=key)
         async with other.client() as other_client:
-            yield _subject(other, other_client, raw, reference), subject
+            yield _subject(other, other_client, raw), subject
 
 
-def _subject(
-    connection: Connection, client: Client, raw: bool, reference: ReferenceModel | None
-) -> Subject:
-    from benchmarks.speedup import AskedPrompts, ServiceClient, Subject
+def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
+    """Warns where drafts may repeat what was answered before."""
+    from benchmarks.clients import GrpcClient
+    from benchmarks.speedup import Subject
 
     settings = connection.settings
-    asked = None  # For a server of which only the address is known.
-    if connection.is_own:
-        asked = AskedPrompts(None, "")
-    elif connection.deployment:
-        asked = AskedPrompts(state_directory(os.environ) / ASKED_NAME, connection.deployment)
+    if _keeps_answers(connection) and not connection.is_own:
+        progress(
+            "warning: drafts may copy from earlier answers: a prompt that this deployment was "
+            "asked before is not measured as a new one is. A deployment that the command starts, "
+            "where none runs, has nothing to copy"
+        )
+    num_draft_tokens = settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
     return Subject(
-        client=ServiceClient(client, raw=raw),
+        client=GrpcClient(client, raw=raw),
         model=str(settings.get("model", connection.address)),
         draft_model=str(settings.get("draft_model", "its own")),
         dtype=_dtype(connection),
-        num_draft_tokens=int(
-            settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
-        ),
-        reference=reference,
-        keeps_answers=_keeps_answers(connection),
-        asked=asked,
+        num_draft_tokens=int(num_draft_tokens),
+        target=_target(connection),
         http_url=connection.http_address and f"http://{connection.http_address}",
         api_key=connection.api_key,
     )
@@ -212,153 +204,72 @@ def _dtype(connection: Connection) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or asked)
 
 
-def _reference(connection: Connection) -> ReferenceModel | None:
-    """The target once more, without services; None where its files are not here."""
+def _target(connection: Connection) -> Target | None:
+    """The target once more, on as many threads as the services have in all, which take turns; None
+    where its files are not here."""
     if not connection.target_directory:
         return None
-    from benchmarks.references import ReferenceModel
+    from benchmarks.libraries import Target
 
     settings = connection.settings
-    return ReferenceModel(
+    num_threads = int(settings["target_num_threads"] or available_cores())
+    return Target(
         directory=connection.target_directory,
         dtype=str(settings["dtype"]),
         device=str(settings["device"]),
-        num_threads=int(settings["target_num_threads"] or available_cores()),
+        num_threads=max(num_threads, int(settings["draft_num_threads"] or 0)),
         trust_remote_code=bool(settings["trust_remote_code"]),
     )
 
 
-def _drafting_reference(connection: Connection) -> ReferenceModel | None:
-    """The target and, where a model drafts, that model once more, on as many threads as the
-    services have in all: theirs take turns."""
-    target = _reference(connection)
-    if target is None:
-        return None
-    from outrider.models.sources import resolve_model
-
-    settings = connection.settings
-    num_threads = max(target.num_threads, int(settings["draft_num_threads"] or 0))
-    target = replace(target, num_threads=num_threads)
-    model = parse_drafter(str(settings["draft_model"])).model
-    if model is None or model.name is None:
-        return target
-    directory = resolve_model(model.name, trust_remote_code=target.trust_remote_code)
-    return replace(
-        target, drafter=str(directory), drafter_name=model.name,
-        drafter_dtype=str(settings["draft_dtype"]),
-    )  # fmt: skip
-
-
 def _run_serve(options: ServeOptions, arguments: Arguments) -> int:
-    """Measures and reports; 1 where requests failed. Interrupted, it reports what there is."""
+    """Measures and reports; 1 where requests failed."""
     options.load_prompts()  # What is wrong with them shows before anything is started.
-    server = _http_server(arguments, options)
-    begun: list[Load] = []
-    try:
-        asyncio.run(_serve(arguments, options, server, begun))
-    except KeyboardInterrupt:
-        for load in begun:
-            _tell_load(arguments, load)
-        raise
-    return _tell_load(arguments, begun[0])
+    if options.base_url is None and arguments.api_key is not None:
+        raise SettingError("api_key", "needs --base-url")
+    if options.base_url is not None:
+        given = [*(arguments.settings.keys() - {"model"}), *(
+            name for name in ("server", "config") if getattr(arguments, name)
+        )]  # fmt: skip
+        given += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
+        if given:
+            raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
+    report, page = asyncio.run(_serve(arguments, options))
+    _tell(report, arguments)
+    if options.report is not None:
+        options.report.write_text(page, encoding="utf-8")
+    return 1 if report.values["failed"] else 0
 
 
-def _http_server(arguments: Arguments, options: ServeOptions) -> HttpServer | None:
-    """Where HTTP goes; None = gRPC it is. Raises `SettingError` for flags of the other."""
-    if options.base_url is None:
-        for name in ("endpoint", "api_key"):
-            if getattr(arguments, name) is not None:
-                raise SettingError(name, "needs --base-url")
-        return None
-    from benchmarks.serve_clients import CHAT, TEXT, HttpServer
-
-    flags = dict(arguments.settings)
-    model = flags.pop("model", "")
-    others = [*sorted(flags), *(name for name in ("server", "config") if getattr(arguments, name))]
-    others += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
-    others += ["rounds"] if options.rounds else []
-    if others:
-        raise SettingError(others[0], "is for a deployment of ours by gRPC, not for --base-url")
-    endpoint = options.endpoint or (TEXT if options.raw else CHAT)
-    if options.raw and endpoint == CHAT:
-        raise SettingError("raw", f"cannot go with --endpoint {CHAT}, which applies the template")
-    key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
-    return HttpServer(
-        base_url=options.base_url, endpoint=endpoint, model=str(model), api_key=key.strip()
-    )
-
-
-async def _serve(
-    arguments: Arguments, options: ServeOptions, server: HttpServer | None, begun: list[Load]
-) -> None:
-    """Measures; `begun` has the load from its first request on."""
-    from benchmarks import serve_clients as clients
-    from benchmarks.serve import Load
+async def _serve(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:
+    """The report and, where it is wanted, the page."""
+    from benchmarks import serve
+    from benchmarks.clients import GrpcClient, HttpClient
 
     async with AsyncExitStack() as stack:
-        client: ServingClient
-        if server is not None:
-            http = client = clients.HttpServingClient(server, options)
-            await stack.enter_async_context(http)
-            await http.find_model()
-            place = clients.BACKENDS[server.endpoint], server.address, http.model
+        client: BenchClient
+        if options.base_url is not None:
+            key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
+            model = str(arguments.settings.get("model", ""))
+            http = HttpClient(options.base_url, raw=options.raw, model=model, api_key=key.strip())
+            client = await stack.enter_async_context(http)
+            settings = options.settings(
+                "openai" if options.raw else "openai-chat", http.address, http.model
+            )
         else:
             connection = await stack.enter_async_context(connected(arguments))
             # What fails is told as it is, and not tried again.
             ours = await stack.enter_async_context(connection.client(tries_again=False))
-            client = clients.GrpcServingClient(ours, options)
-            place = clients.GRPC_BACKEND, connection.address, (await ours.describe()).model
-        load = Load(options, client, options.shown(*place))
-        if options.num_warmups:
-            progress(f"warming up with {options.num_warmups} requests")
-            await load.warm_up()
-        begun.append(load)
+            client = GrpcClient(ours, raw=options.raw)
+            model = (await ours.describe()).model
+            settings = options.settings("outrider-grpc", connection.address, model)
         gc.collect()
         gc.freeze()  # What is always there is not looked through while times are taken.
         progress("sending requests")
-        watching = asyncio.create_task(_watch(load))
-        try:
-            await load.measure()
-        finally:
-            watching.cancel()
-            progress.rest()
-
-
-async def _watch(load: Load) -> None:
-    """Says on standard error how far it is."""
-    of = f" of {load.num_planned}" if load.num_planned else ""
-    while True:
-        failed = f", {load.num_failed} failed" if load.num_failed else ""
-        rate = load.num_tokens / load.duration_s if load.duration_s else 0.0
-        progress.update(
-            f"{len(load.records)}{of} requests over, {load.num_running} running{failed}, "
-            f"{rate:.0f} tokens/s"
-        )
-        await asyncio.sleep(REFRESH_S)
-
-
-def _tell_load(arguments: Arguments, load: Load) -> int:
-    """Writes what was asked for; the exit code."""
-    from benchmarks.serve_report import ServeReport
-
-    options, report = load.options, ServeReport(load)
-    _tell(report.report(), arguments)
-    if options.save_result is not None:
-        values = report.detailed_values() if options.save_detailed else report.values
-        _write("save_result", options.save_result, to_json(values) + "\n")
-    if options.report is not None:
-        _write("report", options.report, report.page())
-    sys.stdout.flush()
-    if failed := report.failures():
-        note("\n".join(failed))
-    return 1 if failed else 0
-
-
-def _write(name: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SettingError(name, f"cannot write {path}: {error.strerror}") from error
+        load = await serve.measure(options, client, progress.update)
+        progress.rest()
+    report = serve.report(options, settings, load)
+    return report, serve.page(report, load) if options.report else ""
 
 
 MEASUREMENTS: Final = {

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Contestant, Decoding, Side, measure, medians_ms
+from benchmarks.measurement import Contestant, Decoding, measure, medians_ms
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.errors import InvariantError, OutriderError, Unavailable
 from outrider.limits import SEED_MAX
@@ -28,8 +28,8 @@ def decoding(num_draft_tokens: int, seed: int = 0, max_tokens: int = 64) -> Deco
 
 def pair(side: ScriptedSide, concurrency: int = 1, **changes: int) -> list[Contestant]:
     return [
-        Contestant(Side.PLAIN, side, decoding(0, **changes), concurrency),
-        Contestant(Side.SPECULATIVE, side, decoding(8, **changes), concurrency),
+        Contestant("plain", side, decoding(0, **changes), concurrency),
+        Contestant("speculative", side, decoding(8, **changes), concurrency),
     ]
 
 
@@ -42,8 +42,8 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
     side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
     assert [found.seed for _, found in side.calls[4:]] == [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
-    assert [results[name].seconds for name in (Side.PLAIN, Side.SPECULATIVE)] == [6.0, 3.0]
-    assert results[Side.SPECULATIVE].tokens_per_second == 10.0
+    assert [results[name].seconds for name in ("plain", "speculative")] == [6.0, 3.0]
+    assert results["speculative"].tokens_per_second == 10.0
     assert side.log[4:] == [
         ("p0", "plain"), ("p0", "drafted"),
         ("p1", "drafted"), ("p1", "plain"),
@@ -113,9 +113,9 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
         return True
 
     results = await measure(PROMPTS, pair(ScriptedSide(script)), silent, drops)
-    assert dropped == [f"{Side.SPECULATIVE}: the library broke"]
-    assert list(results) == [Side.PLAIN]
-    assert len(results[Side.PLAIN].completions) == len(PROMPTS)
+    assert dropped == [f"{'speculative'}: the library broke"]
+    assert list(results) == ["plain"]
+    assert len(results["plain"].completions) == len(PROMPTS)
 
 
 async def test_an_empty_completion_is_no_measurement() -> None:

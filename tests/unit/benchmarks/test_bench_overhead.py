@@ -11,6 +11,7 @@ import pytest
 from bench_sides import ProcessHere
 from rounds import make_head
 
+from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.overhead import (
     CANNED,
     Q_ENTRIES,
@@ -24,7 +25,6 @@ from benchmarks.overhead import (
     verify,
 )
 from benchmarks.prompts import BenchPrompt
-from benchmarks.serve_clients import Answer, StreamTimes
 from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.errors import Unavailable
@@ -107,11 +107,10 @@ def test_what_a_transport_adds_is_a_median_of_pairs_and_a_difference_of_medians(
 async def test_a_transport_that_loses_chunks_is_no_measurement() -> None:
     had: list[float] = []
 
-    class Losing:
-        async def answer(self, prompt: BenchPrompt, max_tokens: int, times: StreamTimes) -> Answer:
+    class Losing(BenchClient):
+        async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
             had.extend((0.0, 0.0))
-            times.chunk(1)
-            return Answer()
+            return Completion((1, 2), 0.0, 1.0, chunk_s=(1.0,))
 
     with pytest.raises(Unavailable, match="by http came 1 chunks where the coordinator had 2"):
         await take_turns({"http": Losing()}, had, lambda line: None)

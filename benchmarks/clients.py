@@ -1,0 +1,219 @@
+"""How benchmarks call servers: by gRPC, or by OpenAI's HTTP interface, and always as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any, Final, Self
+
+import httpx2
+
+from outrider.client import ChatMessage, Client, Finished, GenerateRequest, SamplingParams, Tokens
+from outrider.errors import SettingError, Unavailable
+from outrider.limits import DEADLINE_MS_MAX
+from outrider.sessions.store import FinishReason
+
+from .measurement import BenchClient, Completion, Decoding
+from .prompts import BenchPrompt
+
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = "/v1/completions"
+CONNECT_S: Final = 60.0
+SILENCE_S: Final = 600.0
+"""How long a server may be silent before a request counts as failed."""
+ERROR_CHARS_MAX: Final = 300
+_CONTENT: Final = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""What holds tokens in the delta of a chat."""
+
+
+class GrpcClient(BenchClient):
+    """A coordinator by gRPC."""
+
+    def __init__(self, client: Client, *, raw: bool) -> None:
+        """`raw` leaves the model's chat template out."""
+        self._client = client
+        self._raw = raw
+
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        """Decodes one prompt. Raises what the coordinator refuses it with, and `Unavailable` where
+        it was cut short: its time would mean nothing."""
+        request = GenerateRequest(
+            prompt=prompt.text if self._raw else (ChatMessage("user", prompt.text),),
+            sampling=SamplingParams(temperature=decoding.temperature),
+            max_tokens=decoding.max_tokens,
+            ignore_eos=decoding.ignore_eos,
+            seed=decoding.seed,
+            rule=decoding.rule,
+            num_draft_tokens=decoding.num_draft_tokens,
+            deadline_ms=DEADLINE_MS_MAX,
+            constraint=prompt.constraint,
+        )
+        clock = asyncio.get_running_loop().time
+        token_ids: list[int] = []
+        chunk_s: list[float] = []
+        finished: Finished | None = None
+        started_s = clock()
+        async with aclosing(self._client.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    chunk_s.append(clock() - started_s)
+                    token_ids += event.token_ids
+                elif isinstance(event, Finished):
+                    finished = event
+        seconds = clock() - started_s
+        reason = finished and finished.finish_reason
+        if finished is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise Unavailable(f"a measured request ended early: {reason}")
+        metrics = finished.metrics
+        return Completion(
+            tuple(token_ids), started_s, seconds, metrics.num_rounds, metrics.num_draft_tokens,
+            metrics.num_accepted_draft_tokens, chunk_s, finished.usage.prompt_tokens,
+        )  # fmt: skip
+
+
+class HttpClient(BenchClient):
+    """A server with OpenAI's HTTP interface. An async context manager: entering waits for no
+    server, but asks for its model where none is named, and raises `Unavailable` where it does not
+    say. Any number of connections, which are used again."""
+
+    def __init__(
+        self, base_url: str, *, raw: bool, model: str = "", api_key: str = "",
+        extra_body: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        """A `/v1` at the end of `base_url` is not said twice. `raw` asks for a text completion in
+        place of a chat; `extra_body` is added to every request. Raises `SettingError`."""
+        try:
+            url = httpx2.URL(base_url)
+        except httpx2.InvalidURL:
+            url = httpx2.URL()
+        if url.scheme not in ("http", "https") or not url.host or url.query:
+            raise SettingError(
+                "base_url", f"{base_url!r} is wrong; it must be http://HOST:PORT or https://.."
+            )
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise SettingError("api_key", "must be of printable ASCII")
+        self.model = model
+        """What requests call it."""
+        self.address = f"{url.host}:{url.port}" if url.port else url.host
+        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._raw = raw
+        self._extra_body = extra_body or {}
+        self._url = httpx2.URL(self._root + (TEXT if raw else CHAT))  # Parsed once.
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S, pool=None),
+        )
+
+    async def __aenter__(self) -> Self:
+        if not self.model:
+            await self.find_model()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def find_model(self) -> None:
+        """Takes the first model that the server lists. Raises `Unavailable`."""
+        url = f"{self._root}/v1/models"
+        try:
+            response = await self._client.get(url)
+            if response.status_code != httpx2.codes.OK:
+                raise Unavailable(f"{url}: {_refusal(response)}")
+            self.model = str(response.json()["data"][0]["id"])
+        except httpx2.HTTPError as error:
+            raise Unavailable(f"{url}: {_reason(error)}") from error
+        except (ValueError, LookupError, TypeError):
+            raise Unavailable(f"{url} lists no models; name one (--model)") from None
+
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        """Decodes one prompt. Raises `Unavailable` where the request is refused, its stream breaks,
+        or does not tell how many tokens it had."""
+        clock = asyncio.get_running_loop().time
+        chunk_s: list[float] = []
+        usage: dict[str, Any] = {}
+        told: dict[str, Any] = {}
+        is_whole = False
+        started_s = clock()
+        seconds = 0.0
+        try:
+            async with self._client.sse(
+                self._url, method="POST", json=self._body(prompt, decoding)
+            ) as events:
+                if events.response.status_code != httpx2.codes.OK:
+                    await events.response.aread()
+                    raise Unavailable(_refusal(events.response))
+                async for event in events:
+                    if event.data == "[DONE]":
+                        is_whole = True
+                        continue
+                    chunk = json.loads(event.data)
+                    if error := chunk.get("error"):
+                        message = error.get("message") if isinstance(error, dict) else error
+                        raise Unavailable(f"the stream ended with an error: {_one_line(message)}")
+                    for choice in chunk.get("choices") or ():
+                        seconds = clock() - started_s
+                        if _has_tokens(choice):
+                            chunk_s.append(seconds)
+                    usage = chunk.get("usage") or usage
+                    told = (chunk.get("metrics") or {}).get("speculative_decoding") or told
+            if not is_whole:
+                raise Unavailable("the stream ended before [DONE]")
+            if not usage.get("completion_tokens") or not seconds:
+                raise Unavailable("an answer without tokens, or without their number in its usage")
+            return Completion(
+                (), started_s, seconds, int(told.get("num_spec_steps", 0)),
+                int(told.get("num_draft_tokens", 0)), int(told.get("num_accepted_draft_tokens", 0)),
+                chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
+            )  # fmt: skip
+        except httpx2.HTTPError as error:
+            raise Unavailable(_reason(error)) from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise Unavailable(f"the stream is not as OpenAI's: {error}") from error
+
+    def _body(self, prompt: BenchPrompt, decoding: Decoding) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": decoding.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._extra_body,
+        }
+        if decoding.ignore_eos:
+            body["ignore_eos"] = True  # Not OpenAI's, which refuses what it does not know.
+        if self._raw:
+            return body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
+        messages = [{"role": "user", "content": prompt.text}]
+        return body | {"messages": messages, "max_completion_tokens": decoding.max_tokens}
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a chunk holds some of the answer: the one that only names the role does not, nor one
+    that only says why the answer ended."""
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice.get("text"))
+    return any(delta.get(name) for name in _CONTENT)
+
+
+def _refusal(response: httpx2.Response) -> str:
+    """An error answer in one line."""
+    try:
+        text = response.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        text = response.text
+    unauthorized = response.status_code == httpx2.codes.UNAUTHORIZED
+    hint = " (--api-key, or OPENAI_API_KEY)" if unauthorized else ""
+    return f"HTTP {response.status_code}: {_one_line(text)}".rstrip(": ") + hint
+
+
+def _one_line(text: object) -> str:
+    """What another server says, as it may go to a terminal."""
+    line = " ".join(str(text).split())[:ERROR_CHARS_MAX]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def _reason(error: httpx2.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
