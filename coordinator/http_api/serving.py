@@ -78,12 +78,12 @@ class Generated(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._events.aclose()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for index, event in self._events:
-            for part in self._tell(index, event):
-                await self._send(send, part)
+        async with aclosing(self._events) as events:
+            async for index, event in events:
+                for part in self._tell(index, event):
+                    await self._send(send, part)
         if self._whole is None:
             await send({"type": "http.response.body", "body": _LAST})
         else:
