@@ -71,13 +71,13 @@ def _token_ids(text: str) -> tuple[int, ...]:
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
     """Generates, and prints the text or one JSON object."""
-    from outrider.client.client import check_sendable
     from outrider.speculation.sampling_params import check_sampling
+    from outrider.transport.request_codec import request_to_proto
 
     # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of
     # standard input, which an event loop would not let it.
     request = _request(arguments)
-    check_sendable(request)
+    request_to_proto(request)
     check_sampling(request.sampling)
     asyncio.run(_run(arguments, request))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
@@ -21,8 +21,8 @@ from outrider.client.transport import (
     Transport,
 )
 from outrider.errors import BadRequest, InvariantError
-from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
-from outrider.request import ChatMessage, Event, GenerateRequest, ResumeRequest
+from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
+from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")
@@ -30,7 +30,6 @@ CALL_TIMEOUT_S: Final = 10.0
 """Of a call that does no generation."""
 RESUMED_TIMEOUT_S: Final = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 """Of the call that resumes a generation, whose deadline only the coordinator knows."""
-_INT32: Final = (-(2**31), 2**31 - 1)
 
 
 class Client:
@@ -92,7 +91,6 @@ class Client:
         the session. Raises what the coordinator refuses the request with, and `DeadlineExceeded`
         if its last event does not come. A stream that breaks is resumed, or ends with
         `StreamBroken`; then `resume` may be tried later."""
-        check_sendable(request)
         timeout_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
         async with aclosing(self._transport.generate(request, timeout_s)) as events:
             async for event in events:
@@ -251,50 +249,3 @@ def check_timeout(timeout_s: float) -> float:
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
     return timeout_s
-
-
-def check_sendable(request: GenerateRequest) -> None:
-    """Raises `BadRequest` for what no message holds, and so cannot even be sent to be refused. All
-    other limits are the coordinator's to check."""
-    if not isinstance(request.prompt, str) and len({type(part) for part in request.prompt}) > 1:
-        raise BadRequest("prompt", "mixes kinds; give text, chat messages or token ids")
-    for name, text in _texts(request):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRequest(name, f"is not Unicode text: {error.reason}") from None
-    for name, value, lowest, highest in _integers(request):
-        if not lowest <= value <= highest:
-            raise BadRequest(name, f"{value} is wrong; it must be from {lowest} to {highest}")
-
-
-def _texts(request: GenerateRequest) -> Iterator[tuple[str, str]]:
-    yield "model", request.model
-    if isinstance(request.prompt, str):
-        yield "text", request.prompt
-    else:
-        for index, turn in enumerate(request.prompt):
-            if isinstance(turn, ChatMessage):
-                yield f"chat.messages[{index}].role", turn.role
-                yield f"chat.messages[{index}].content", turn.content
-    for index, text in enumerate(request.stop):
-        yield f"stop[{index}]", text
-    if request.constraint is not None:
-        yield str(request.constraint.kind), request.constraint.text
-
-
-def _integers(request: GenerateRequest) -> Iterator[tuple[str, int, int, int]]:
-    for name in (
-        "max_tokens", "num_draft_tokens", "deadline_ms", "logprobs", "draft_deadline_ms"
-    ):  # fmt: skip
-        value: int | None = getattr(request, name)
-        if value is not None:
-            yield name, value, *_INT32
-    if request.seed is not None:
-        yield "seed", request.seed, 0, SEED_MAX
-    yield "sampling.top_k", request.sampling.top_k, *_INT32
-    for token_id, _ in request.sampling.logit_bias:
-        yield "sampling.logit_bias", token_id, *_INT32
-    for index, part in enumerate(request.prompt):
-        if isinstance(part, int):
-            yield f"token_ids.ids[{index}]", part, *_INT32

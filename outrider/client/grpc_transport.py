@@ -15,12 +15,11 @@ from outrider.errors import BadRequest, DeadlineExceeded, OutriderError, StreamB
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust, open_blocking_channel, open_channel
+from outrider.transport.codec import from_proto
 from outrider.transport.request_codec import (
-    FINISH_REASONS,
     event_from_proto,
     request_to_proto,
     resume_to_proto,
-    rule_from_number,
 )
 from outrider.transport.status import status_to_error
 from outrider.v1 import coordinator_pb2 as pb
@@ -59,13 +58,12 @@ class GrpcTransport(Transport):
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
         request = pb.GetSessionRequest(session_id=session_id)
-        return session_view(await self._call(self._stub.GetSession, request, timeout_s))
+        found = await self._call(self._stub.GetSession, request, timeout_s)
+        return from_proto(found, SessionView)
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
         found = await self._call(self._stub.Describe, types_pb2.DescribeRequest(), timeout_s)
-        return CoordinatorDescription(
-            found.model, found.vocab_size, found.max_model_len, found.num_running
-        )
+        return from_proto(found, CoordinatorDescription)
 
     async def healthy(self, timeout_s: float) -> bool:
         """See `Transport.healthy`. Any server of ours may be asked, replicas too."""
@@ -181,16 +179,3 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
             "api_key", f"is wrong; it must be up to {API_KEY_CHARS_MAX} visible ASCII characters"
         )
     return (("authorization", f"Bearer {api_key}"),)
-
-
-def session_view(found: pb.Session) -> SessionView:
-    return SessionView(
-        session_id=found.session_id,
-        epoch=found.epoch,
-        state=found.state,
-        seed=found.seed,
-        rule=rule_from_number(found.rule),
-        prompt_length=found.prompt_length,
-        token_ids=tuple(found.token_ids),
-        finish_reason=FINISH_REASONS.get(found.finish_reason),
-    )

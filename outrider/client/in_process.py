@@ -11,11 +11,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from outrider.client.grpc_transport import session_view
 from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
-from outrider.transport.codec import session_id_from_wire
+from outrider.transport.codec import from_proto, session_id_from_wire
 from outrider.transport.request_codec import (
     request_from_proto,
     request_to_proto,
@@ -77,7 +76,7 @@ class InProcessTransport(Transport):
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
         async with self._until(_now() + timeout_s):
             found = await self._service.session(session_id_from_wire(session_id), self._tenant)
-        return session_view(session_to_proto(found))
+        return from_proto(session_to_proto(found), SessionView)
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
         async with self._until(_now() + timeout_s):

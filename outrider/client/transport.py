@@ -135,8 +135,7 @@ class CompletionBuilder:
 class Transport(Protocol):
     """Carries calls to one coordinator. Every method is for one event loop, ends within the
     `timeout_s` seconds it is given, and raises errors of `outrider.errors` alone, `Unavailable` and
-    `DeadlineExceeded` among them, and `StreamBroken` where no coordinator answers. Requests have
-    been checked by `client.check_sendable`."""
+    `DeadlineExceeded` among them, and `StreamBroken` where no coordinator answers."""
 
     @property
     def address(self) -> str:

@@ -1,19 +1,21 @@
 """Protobuf messages <-> the values of `outrider.messages`.
 
-Decoding trusts nothing that a peer says: whatever does not fit raises `BadRequest` with the
-field's path. Encoding trusts our own values.
+Fields of one name are the same. A few messages have functions of their own, and `_LIMITS` bounds
+what a peer may send: decoding trusts nothing, and raises `BadRequest` with the field's path.
+Encoding trusts our own values.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, partial
+from typing import Any, Final, Generic, TypeVar, cast
 
 from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import BadRequest, InvariantError
@@ -43,7 +45,6 @@ from outrider.messages import (
     PositionLogprobs,
     ProposalReply,
     Refused,
-    ReplicaDescription,
     ReplyKey,
     Resync,
     RoundHead,
@@ -54,104 +55,196 @@ from outrider.messages import (
 )
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal, draft_tree
+from outrider.speculation.proposal import Q_BYTES_MAX, SealedProposal, draft_tree
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 T = TypeVar("T")
 
-RULES: Final = {types_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
-"""A rule by its number on the wire."""
-RULE_NUMBERS: Final[Any] = {rule: number for number, rule in RULES.items()}
-"""A rule's number on the wire."""
 _SESSION_ID = re.compile(r"[0-9a-f]{32}")
+_LIMITS: Final[Mapping[str, int]] = {
+    "RoundHead.tenant": TENANT_CHARS_MAX,
+    "RoundHead.traceparent": TRACEPARENT_CHARS_MAX,
+    "RoundHead.deadline_ms": DEADLINE_MS_MAX,
+    "VerifyItem.run_ahead": RUN_AHEAD_ROUNDS_MAX,
+    "VerifyItem.num_logprobs": LOGPROBS_MAX,
+    "VerifyItem.num_next_draft_tokens": NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.next_siblings": NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.next_budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
+    "DraftItem.num_draft_tokens": NUM_DRAFT_TOKENS_MAX,
+    "DraftItem.look_ahead": LOOK_AHEAD_MAX,
+    "DraftItem.siblings": NUM_DRAFT_TOKENS_MAX,
+    "DraftItem.budget_us": 1000 * DRAFT_DEADLINE_MS_MAX,
+    "ProposalAnswer.assumed": NUM_DRAFT_TOKENS_MAX + 1,  # Accepted draft tokens and one more.
+    "Refused.message": ERROR_MESSAGE_CHARS_MAX,
+}
+"""The largest number, or the most characters or entries, of a field."""
+_AMOUNTS: Final = ("Verdict", "ProposalAnswer", "AuditSums")
+"""Messages whose numbers with a fraction are finite, and 0 or more."""
 
 
-def copied(source: Any, kind: type[T], **others: Any) -> T:
-    """A dataclass or a message of this kind: `others`, and for the rest of its fields what `source`
-    has under the same name, as a tuple where a message has several. A field that is None is not set
-    in a message."""
-    values = {
-        name: tuple(getattr(source, name)) if is_repeated else getattr(source, name)
-        for name, is_repeated in _shared(type(source), kind)  # type: ignore[arg-type]
-        if name not in others
-    }
-    return kind(**values, **others)
+def to_proto(value: Any, kind: type[T], **others: Any) -> T:
+    """A message of this kind: `others`, and for the rest of its fields what the dataclass `value`
+    has under the same name. What is None is not set. Raises `BadRequest` for what no message
+    holds."""
+    for name, encode, _ in _shared(kind, type(value)):  # type: ignore[arg-type]
+        if name not in others:
+            found = getattr(value, name)
+            try:
+                others[name] = found if encode is None or found is None else encode(found)
+            except BadRequest as error:
+                raise BadRequest(f"{name}.{error.field}", error.reason) from error
+    try:
+        return kind(**others)
+    except (TypeError, ValueError):
+        for name, found in others.items():
+            try:
+                kind(**{name: found})
+            except (TypeError, ValueError) as error:
+                raise BadRequest(name, f"cannot be sent: {error}") from error
+        raise
+
+
+def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
+    """A dataclass of this kind, in the same way. What is not set has its default, and what is no
+    known member of an enumeration is None. Raises `BadRequest` for what is beyond `_LIMITS`, or
+    what the dataclass refuses."""
+    for name, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
+        if name not in others:
+            if decode is None:
+                others[name] = getattr(message, name)
+            else:
+                decode(message, path, others)
+    try:
+        return kind(**others)
+    except InvariantError as error:
+        raise BadRequest(path, error.message) from error
 
 
 @cache
-def _shared(source: Any, kind: Any) -> tuple[tuple[str, bool], ...]:
-    """Names of the fields that both have, and whether the source, a message, has several there."""
-    names = _names(kind)
-    return tuple((name, repeats) for name, repeats in _names(source).items() if name in names)
+def _shared(message: Any, kind: Any) -> list[tuple[str, Any, Any]]:
+    """Fields that a message and a dataclass have in common, with what encodes and decodes them."""
+    names = {field.name for field in fields(kind) if field.init}
+    common = [field for field in message.DESCRIPTOR.fields if field.name in names]
+    return [(field.name, _encoder(field), _decoder(field)) for field in common]
 
 
-def _names(kind: Any) -> dict[str, bool]:
-    if is_dataclass(kind):
-        return {field.name: False for field in fields(kind) if field.init}
-    return {field.name: bool(field.is_repeated) for field in kind.DESCRIPTOR.fields}
+def _encoder(field: Any) -> Callable[[Any], Any] | None:
+    """None = a message takes what the dataclass has."""
+    encode: Callable[[Any], Any]
+    if field.enum_type is not None:
+        encode = {member: number for number, member in _members(field).items()}.__getitem__
+    elif field.message_type is None:
+        return None
+    elif field.message_type.name in OWN_CODECS:
+        encode = OWN_CODECS[field.message_type.name][0]
+    else:
+        encode = partial(to_proto, kind=GetMessageClass(field.message_type))
+    return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
+
+
+def _decoder(field: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
+    """Puts the field of a message, if it is set, in its place of a dictionary; None = it may have
+    any value, and a dataclass takes what the message has."""
+    name, is_optional, decode = field.name, field.has_presence, _reader(field)
+    limit = _LIMITS.get(f"{field.containing_type.name}.{name}")
+    if not is_optional and decode is None and limit is None:
+        return None
+
+    def read(message: Any, path: str, values: dict[str, Any]) -> None:
+        if is_optional and not message.HasField(name):
+            return
+        found = values[name] = getattr(message, name)
+        place = f"{path}.{name}" if path else name
+        if limit is not None and (size := found if isinstance(found, int) else len(found)) > limit:
+            raise BadRequest(place, f"{size} is over {limit}")
+        if decode is not None:
+            values[name] = decode(found, path=place)
+
+    return read
+
+
+def _reader(field: Any) -> Callable[..., Any] | None:
+    """None = a dataclass takes what the message has."""
+    one = _one_reader(field)
+    if one is None or not field.is_repeated or one is token_ids_from_wire:
+        return one
+    return lambda values, path: tuple(one(value, path=path) for value in values)
+
+
+def _one_reader(field: Any) -> Callable[..., Any] | None:
+    is_real = field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE)
+    if field.enum_type is not None:
+        members = _members(field)
+        return lambda number, path: members.get(number)
+    if field.message_type is not None:
+        name = field.message_type.name
+        if name in OWN_CODECS:
+            return OWN_CODECS[name][1]
+        kind = VALUES[name]
+        return lambda message, path: from_proto(message, kind, path)
+    if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT32:
+        return token_ids_from_wire
+    if is_real and field.containing_type.name in _AMOUNTS:
+        return _amount
+    return (lambda value, path: value) if field.is_repeated else None
+
+
+def _members(field: Any) -> dict[int, Any]:
+    """What numbers of an enumeration stand for: 0 for nothing."""
+    _, *values = field.enum_type.values
+    prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+    kind = VALUES[field.enum_type.name]
+    return {value.number: kind[value.name.removeprefix(prefix)] for value in values}
 
 
 # Fields
 
 
-def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
+def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
     """Checks that a session id is 32 lower-case hexadecimal digits."""
     if _SESSION_ID.fullmatch(session_id) is None:
         raise BadRequest(
-            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
+            path, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
         )
     return session_id
 
 
 def token_ids_from_wire(
-    ids: Iterable[int], field: str, num_max: int | None = None
+    ids: Iterable[int], path: str, num_max: int = SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
     """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary, its
     owner checks."""
     token_ids = tuple(ids)
-    if num_max is not None and len(token_ids) > num_max:
-        raise BadRequest(field, f"{len(token_ids)} tokens are more than {num_max}")
+    if len(token_ids) > num_max:
+        raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
     if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
-        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
+        raise BadRequest(path, f"a token id is not in 0..{TOKEN_ID_MAX}")
     return token_ids
 
 
-def _check_bounds(message: Any, prefix: str = "", **bounds: int) -> None:
-    """Of numbers, by their fields' names."""
-    for name, bound in bounds.items():
-        value = getattr(message, name)
-        if value > bound:
-            raise BadRequest(prefix + name, f"{value} is over {bound}")
-
-
-def _check_amounts(message: Any, prefix: str, *names: str) -> None:
-    """Of numbers that are finite, and 0 or more."""
-    for name in names:
-        value = getattr(message, name)
-        if not 0.0 <= value < math.inf:
-            raise BadRequest(prefix + name, f"{value!r} is not finite, or less than 0")
+def _amount(value: float, path: str) -> float:
+    if not 0.0 <= value < math.inf:
+        raise BadRequest(path, f"{value!r} is not finite, or less than 0")
+    return value
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Every field is set, defaults too."""
-    return copied(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
+    return to_proto(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
 
 
 def sampling_from_proto(
-    message: types_pb2.SamplingParams, field: str = "sampling"
+    message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
     """Fields that are not set take their defaults; each is checked against `outrider.limits`.
     Whether `top_k` and biased tokens fit a vocabulary, its owner checks."""
-    if len(message.logit_bias) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
-        raise BadRequest(
-            f"{field}.logit_bias",
-            f"got {len(message.logit_bias)} entries; at most {LOGIT_BIAS_ENTRIES_MAX}",
-        )
-    given = {descriptor.name: value for descriptor, value in message.ListFields()}
-    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
-    params = SamplingParams(**given)
-    check_sampling(params, field)
+    if (size := len(message.logit_bias)) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
+        reason = f"got {size} entries; at most {LOGIT_BIAS_ENTRIES_MAX}"
+        raise BadRequest(f"{path}.logit_bias", reason)
+    bias = tuple(sorted(message.logit_bias.items()))
+    params = from_proto(message, SamplingParams, path, logit_bias=bias)
+    check_sampling(params, path)
     return params
 
 
@@ -160,270 +253,138 @@ def _proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal | None:
     if not proposal:
         return None
     parents = [parent + 1 for parent in proposal.parents]
-    return types_pb2.Proposal(token_ids=proposal.token_ids, q=proposal.q, parents=parents)
+    return to_proto(proposal, types_pb2.Proposal, parents=parents)
 
 
-def _proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
+def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
     """Checks the tree, the token ids and the size of q, which is for the target to open."""
-    if not (message.token_ids or message.q or message.parents):
-        return NOTHING_SEALED
     num_max = TREE_TOKENS_MAX if message.parents else NUM_DRAFT_TOKENS_MAX
-    token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids", num_max)
+    token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
     if len(message.q) > Q_BYTES_MAX:
-        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
+        raise BadRequest(f"{path}.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
     parents = tuple(parent - 1 for parent in message.parents)
     draft_tree(parents, len(token_ids))
     return SealedProposal(token_ids, message.q, parents)
 
 
-def constraint_from_proto(
-    message: types_pb2.RoundHead, field: str
-) -> tuple[Constraint | None, bytes]:
-    """What the completion must be, and its hash; None where only that was sent, or nothing."""
-    given = message.WhichOneof("completion")
-    if given is None:
-        return None, b""
-    if given == "constraint":
-        constraint = Constraint.read(message.constraint.kind, message.constraint.text, field)
-        return constraint, constraint.digest()
-    if len(message.constraint_hash) != DIGEST_BYTES:
-        raise BadRequest(f"{field}_hash", f"has {len(message.constraint_hash)} bytes, not 16")
-    return None, message.constraint_hash
-
-
-def _features_to_proto(features: Features | None) -> types_pb2.Features | None:
-    return None if features is None else copied(features, types_pb2.Features)
-
-
-def _features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
-    """Checks that they are whole rows, and few; None where none were sent."""
-    if not (message.width or message.rows):
-        return None
+def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
+    """Checks that they are whole rows, and few."""
     if not 0 < message.width <= FEATURES_WIDTH_MAX:
-        raise BadRequest(f"{field}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
+        raise BadRequest(f"{path}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
     num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
     if rest or not 0 < num <= FEATURES_MAX:
         whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
-        raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
-    return Features(message.first, message.width, message.rows)
+        raise BadRequest(f"{path}.rows", f"{len(message.rows)} bytes are not {whole}")
+    return from_proto(message, Features, path)
 
 
-def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
-    return types_pb2.PositionLogprobs(
-        logprob=entry.logprob,
-        top=[types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top],
-    )
+def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
+    top = [types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top]
+    return types_pb2.PositionLogprobs(logprob=entry.logprob, top=top)
 
 
-def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs:
+def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
     """One position. Minus infinity is the log-probability of an impossible token."""
-    if len(message.top) > LOGPROBS_MAX:
-        raise BadRequest("logprobs.top", f"{len(message.top)} entries are over {LOGPROBS_MAX}")
-    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
-    for value in (message.logprob, *(value for _, value in top)):
+    token_ids = token_ids_from_wire((one.token_id for one in message.top), path, LOGPROBS_MAX)
+    values = [message.logprob, *(one.logprob for one in message.top)]
+    for value in values:
         if not value < math.inf:
-            raise BadRequest("logprobs", f"{value!r} is no log-probability")
-    token_ids_from_wire((v for v, _ in top), "logprobs.top")
-    return PositionLogprobs(message.logprob, top)
+            raise BadRequest(path, f"{value!r} is no log-probability")
+    return PositionLogprobs(values[0], tuple(zip(token_ids, values[1:], strict=True)))
+
+
+OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any], Callable[[Any, str], Any]]]] = {
+    "SamplingParams": (sampling_to_proto, sampling_from_proto),
+    "Proposal": (_proposal_to_proto, _proposal_from_proto),
+    "HeldProposal": (
+        lambda token_ids: draft_pb2.HeldProposal(token_ids=token_ids),
+        lambda held, path: token_ids_from_wire(held.token_ids, path, NUM_DRAFT_TOKENS_MAX),
+    ),
+    "Features": (
+        lambda features: to_proto(features, types_pb2.Features), _features_from_proto
+    ),
+    "PositionLogprobs": (_logprobs_to_proto, _logprobs_from_proto),
+    "Constraint": (
+        lambda constraint: to_proto(constraint, types_pb2.Constraint),
+        lambda message, path: Constraint.read(message.kind, message.text, path),
+    ),
+}  # fmt: skip
+"""By a message's name how it is made of our value, and our value of it and its place."""
+VALUES: Final[dict[str, Any]] = {
+    "Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums, "LogitBiasEntry": tuple
+}  # fmt: skip
+"""Our value by the name of its message or enumeration."""
 
 
 # Items
 
 
-def head_to_proto(head: RoundHead, hashed: bool = False) -> types_pb2.RoundHead:
+def _head_to_proto(head: RoundHead, hashed: bool) -> types_pb2.RoundHead:
     """With parameters and constraint in full, or with their hashes."""
-    own: dict[str, Any] = {"constraint": None, "constraint_hash": None, "sampling_hash": None}
     if hashed:
-        own["sampling_hash"] = head.sampling_hash
-        own["constraint_hash"] = head.constraint_hash or None
-    elif head.sampling is None:
+        digest = head.constraint_hash or None
+        return to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
+    if head.sampling is None:
         raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
-    else:
-        own["sampling_params"] = sampling_to_proto(head.sampling)
-        if head.constraint is not None:
-            own["constraint"] = copied(head.constraint, types_pb2.Constraint)
-    return copied(head, types_pb2.RoundHead, rule=RULE_NUMBERS[head.rule], **own)
+    sampling = sampling_to_proto(head.sampling)
+    return to_proto(
+        head,
+        types_pb2.RoundHead,
+        sampling_params=sampling,
+        sampling_hash=None,
+        constraint_hash=None,
+    )
 
 
 def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
     """`sampling` and `constraint` are None where only a hash was sent."""
     session_id_from_wire(message.session_id, "head.session_id")
-    append = token_ids_from_wire(message.append, "head.append")
-    committed_length = message.base_length + len(append)
-    if committed_length > SESSION_TOKENS_MAX:
-        reason = f"a prefix of {committed_length} tokens is over {SESSION_TOKENS_MAX}"
-        raise BadRequest("head.base_length", reason)
-    if not 1 <= message.prompt_length <= committed_length:
-        raise BadRequest(
-            "head.prompt_length",
-            f"{message.prompt_length} is not in 1..{committed_length}, the committed length",
-        )
-    rule = RULES.get(message.rule)
-    if rule is None:
-        raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
-    if message.epoch < 1:
-        raise BadRequest("head.epoch", "epochs begin at 1")
-    for name, most in (("tenant", TENANT_CHARS_MAX), ("traceparent", TRACEPARENT_CHARS_MAX)):
-        if len(getattr(message, name)) > most:
-            raise BadRequest(f"head.{name}", f"is longer than {most} characters")
-    _check_bounds(message, "head.", deadline_ms=DEADLINE_MS_MAX)
-    sampling, sampling_hash = None, message.sampling_hash
-    given = message.WhichOneof("sampling")
-    if given is None:
-        raise BadRequest("head.sampling", "neither parameters nor their hash are given")
-    if given == "sampling_params":
+    given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
+    if message.HasField("sampling_params"):
         sampling = sampling_from_proto(message.sampling_params, "head.sampling_params")
-        sampling_hash = sampling.hash()
-    constraint, constraint_hash = constraint_from_proto(message, "head.constraint")
-    return copied(
-        message,
-        RoundHead,
-        append=append,
-        rule=rule,
-        sampling=sampling,
-        sampling_hash=sampling_hash,
-        constraint=constraint,
-        constraint_hash=constraint_hash,
-    )
+        given = {"sampling": sampling, "sampling_hash": sampling.hash()}
+    elif not message.HasField("sampling_hash"):
+        raise BadRequest("head.sampling", "neither parameters nor their hash are given")
+    head = from_proto(message, RoundHead, "head", **given)
+    if head.constraint is not None:
+        head = replace(head, constraint_hash=head.constraint.digest())
+    if len(head.constraint_hash) not in (0, DIGEST_BYTES):
+        reason = f"has {len(head.constraint_hash)} bytes, not {DIGEST_BYTES}"
+        raise BadRequest("head.constraint_hash", reason)
+    if head.committed_length > SESSION_TOKENS_MAX:
+        reason = f"a prefix of {head.committed_length} tokens is over {SESSION_TOKENS_MAX}"
+        raise BadRequest("head.base_length", reason)
+    if not 1 <= head.prompt_length <= head.committed_length:
+        reason = f"{head.prompt_length} is not in 1..{head.committed_length}, the committed length"
+        raise BadRequest("head.prompt_length", reason)
+    if head.rule is None:
+        raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
+    if head.epoch < 1:
+        raise BadRequest("head.epoch", "epochs begin at 1")
+    return head
 
 
-def verify_item_to_proto(item: VerifyItem, hashed: bool = False) -> target_pb2.VerifyItem:
-    head, proposal = head_to_proto(item.head, hashed), _proposal_to_proto(item.proposal)
-    return copied(item, target_pb2.VerifyItem, head=head, proposal=proposal)
-
-
-def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
-    _check_tree(message, "num_next_draft_tokens", "next_siblings")
-    _check_bounds(
-        message,
-        run_ahead=RUN_AHEAD_ROUNDS_MAX,
-        num_logprobs=LOGPROBS_MAX,
-        next_budget_us=1000 * DRAFT_DEADLINE_MS_MAX,
-    )
-    return copied(
-        message,
-        VerifyItem,
-        head=head_from_proto(message.head),
-        proposal=_proposal_from_proto(message.proposal),
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-    )
-
-
-def draft_item_to_proto(item: DraftItem, hashed: bool = False) -> draft_pb2.DraftItem:
-    return copied(
-        item,
-        draft_pb2.DraftItem,
-        head=head_to_proto(item.head, hashed),
-        held=None if item.held is None else draft_pb2.HeldProposal(token_ids=item.held),
-        features=_features_to_proto(item.features),
-    )
-
-
-def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
-    _check_tree(message, "num_draft_tokens", "siblings")
-    _check_bounds(message, look_ahead=LOOK_AHEAD_MAX, budget_us=1000 * DRAFT_DEADLINE_MS_MAX)
-    held = token_ids_from_wire(message.held.token_ids, "held.token_ids", NUM_DRAFT_TOKENS_MAX)
-    return copied(
-        message,
-        DraftItem,
-        head=head_from_proto(message.head),
-        held=held if message.HasField("held") else None,
-        features=_features_from_proto(message.features, "features"),
-    )
-
-
-def _check_tree(message: Any, number_field: str, field: str) -> None:
+def _check_tree(item: RoundItem) -> None:
     """Of what is asked for: tokens in a chain, and siblings beside them."""
-    siblings = tuple(getattr(message, field))
-    _check_bounds(message, "", **{number_field: NUM_DRAFT_TOKENS_MAX})
-    if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
+    if isinstance(item, VerifyItem):
+        field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
+    else:
+        field, siblings, num = "siblings", item.siblings, item.num_draft_tokens
+    if max(siblings, default=0) > SIBLINGS_MAX or sum(siblings) + num > TREE_TOKENS_MAX:
         raise BadRequest(
             field,
-            f"{siblings} are more than {SIBLINGS_MAX} beside each of {NUM_DRAFT_TOKENS_MAX} tokens",
+            f"{siblings} are more than {SIBLINGS_MAX} beside a token, or make a tree of over "
+            f"{TREE_TOKENS_MAX} tokens",
         )
-    if sum(siblings) + getattr(message, number_field) > TREE_TOKENS_MAX:
-        raise BadRequest(field, f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
 
 
 # Answers
 
 
-def verify_answer_to_proto(answer: VerifyAnswer) -> target_pb2.VerifyReplyItem:
-    if not isinstance(answer, VerdictReply):
-        return _other_answer_to_proto(answer, target_pb2.VerifyReplyItem)
-    verdict = copied(
-        answer,
-        target_pb2.Verdict,
-        accept_probability=answer.verdict.accept_probability,
-        correction=answer.verdict.correction,
-        logprobs=[logprobs_to_proto(entry) for entry in answer.logprobs],
-        next_proposal=_proposal_to_proto(answer.next_proposal),
-        features=_features_to_proto(answer.features),
-        audit=None if answer.audit is None else copied(answer.audit, target_pb2.AuditSums),
-    )
-    return copied(answer.key, target_pb2.VerifyReplyItem, verdict=verdict)
-
-
-def verify_answer_from_proto(message: target_pb2.VerifyReplyItem) -> VerifyAnswer:
-    if message.WhichOneof("answer") != "verdict":
-        return _other_answer_from_proto(message)
-    verdict = message.verdict
-    accept, correction = tuple(verdict.accept_probability), tuple(verdict.correction)
-    if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
-        raise BadRequest(
-            "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
-        )
-    for probability in accept:
-        if not 0.0 <= probability <= 1.0:
-            raise BadRequest("verdict.accept_probability", f"{probability!r} is not in [0, 1]")
-    if verdict.logprobs and len(verdict.logprobs) != 2 * len(accept) + 1:
-        raise BadRequest(
-            "verdict.logprobs", f"{len(verdict.logprobs)} entries, not {2 * len(accept) + 1}"
-        )
-    _check_amounts(verdict, "verdict.", "queue_ms", "compute_ms", "next_draft_ms", "next_work_ms")
-    return copied(
-        verdict,
-        VerdictReply,
-        key=key_from_proto(message),
-        verdict=Verdict(accept, token_ids_from_wire(correction, "verdict.correction")),
-        logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
-        next_proposal=_proposal_from_proto(verdict.next_proposal),
-        features=_features_from_proto(verdict.features, "verdict.features"),
-        audit=_audit_from_proto(verdict) if verdict.HasField("audit") else None,
-    )
-
-
-def _audit_from_proto(verdict: target_pb2.Verdict) -> AuditSums:
-    sums = copied(verdict.audit, AuditSums)
-    parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
-    if sums.num_tokens != len(verdict.accept_probability) or sum(parts) > sums.num_tokens:
-        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
-    _check_amounts(sums, "verdict.audit.", "surprise", "entropy", "variance")
-    return sums
-
-
-def draft_answer_to_proto(answer: DraftAnswer) -> draft_pb2.DraftReplyItem:
-    if not isinstance(answer, ProposalReply):
-        return _other_answer_to_proto(answer, draft_pb2.DraftReplyItem)
-    proposal = _proposal_to_proto(answer.proposal)
-    told = copied(answer, draft_pb2.ProposalAnswer, proposal=proposal)
-    return copied(answer.key, draft_pb2.DraftReplyItem, proposal=told)
-
-
-def draft_answer_from_proto(message: draft_pb2.DraftReplyItem) -> DraftAnswer:
-    if message.WhichOneof("answer") != "proposal":
-        return _other_answer_from_proto(message)
-    answer = message.proposal
-    _check_amounts(answer, "proposal.", "queue_ms", "compute_ms", "work_ms")
-    # An outcome is assumed: accepted draft tokens and one more.
-    assumed = token_ids_from_wire(answer.assumed, "proposal.assumed", NUM_DRAFT_TOKENS_MAX + 1)
-    return copied(
-        answer,
-        ProposalReply,
-        key=key_from_proto(message),
-        proposal=_proposal_from_proto(answer.proposal),
-        assumed=assumed,
-    )
+_ANSWERS: Final[Mapping[str, Any]] = {
+    "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
+}  # fmt: skip
+_ANSWER_FIELDS: Final = {kind: name for name, kind in _ANSWERS.items()}
 
 
 def key_from_proto(message: Any) -> ReplyKey:
@@ -431,41 +392,23 @@ def key_from_proto(message: Any) -> ReplyKey:
     return ReplyKey(session_id_from_wire(message.session_id), message.epoch, message.round)
 
 
-def _other_answer_to_proto(answer: Resync | Refused, kind: type[T]) -> T:
-    if isinstance(answer, Resync):
-        return copied(answer.key, kind, resync=copied(answer, types_pb2.Resync))
-    text = answer.message[:ERROR_MESSAGE_CHARS_MAX]
-    return copied(answer.key, kind, refused=types_pb2.Refused(code=answer.code, message=text))
-
-
-def _other_answer_from_proto(message: Any) -> Resync | Refused:
-    key, kind = key_from_proto(message), message.WhichOneof("answer")
-    if kind == "resync":
-        return copied(message.resync, Resync, key=key)
-    if kind == "refused":
-        text = message.refused.message[:ERROR_MESSAGE_CHARS_MAX]
-        return Refused(key, message.refused.code, text)
-    raise BadRequest("answer", "is empty")
-
-
-# Descriptions
-
-
-def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
-    costs = description.step_costs
-    told = None if costs is None else copied(costs, types_pb2.StepCosts)
-    return copied(description, types_pb2.ReplicaDescription, step_costs=told)
-
-
-def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
-    costs = None
-    if message.HasField("step_costs"):
-        try:
-            costs = copied(message.step_costs, StepCosts)
-        except InvariantError as error:
-            raise BadRequest("step_costs", error.message) from error
-    token_ids_from_wire(message.eos_token_ids, "eos_token_ids")
-    return copied(message, ReplicaDescription, step_costs=costs)
+def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
+    accept, correction = tuple(message.accept_probability), tuple(message.correction)
+    if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
+        raise BadRequest(
+            "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
+        )
+    for probability in accept:
+        if not 0.0 <= probability <= 1.0:
+            raise BadRequest("verdict.accept_probability", f"{probability!r} is not in [0, 1]")
+    if message.logprobs and len(message.logprobs) != 2 * len(accept) + 1:
+        reason = f"{len(message.logprobs)} entries, not {2 * len(accept) + 1}"
+        raise BadRequest("verdict.logprobs", reason)
+    sums = message.audit
+    parts = sums.num_impossible + sums.num_unlikely + sums.num_near_ties
+    if message.HasField("audit") and (sums.num_tokens != len(accept) or parts > len(accept)):
+        raise BadRequest("verdict.audit", "does not count the tokens of its verdict")
+    return Verdict(accept, token_ids_from_wire(correction, "verdict.correction"))
 
 
 # Streams
@@ -475,48 +418,72 @@ Item = TypeVar("Item", bound=RoundItem)
 Answer = TypeVar("Answer", bound=VerifyAnswer | DraftAnswer)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Codec(Generic[Item, Answer]):
-    """Names and conversions of one kind of replica. Protobuf messages are `Any` here: the fields
-    that are used (`items`, `head`) are the same in both kinds."""
+    """Names and conversions of one kind of replica. Protobuf messages are `Any` here."""
 
     service: ServiceDescriptor
     stream_method: str
-    request: Any
-    """A frame of items: its message's class."""
-    reply: Any
-    """A frame of answers."""
-    item_to_proto: Callable[[Item, bool], Any]
-    """An item, with hashes in the place of parameters and constraint or not."""
-    item_from_proto: Callable[[Any], Item]
-    answer_to_proto: Callable[[Answer], Any]
-    answer_from_proto: Callable[[Any], Answer]
+    item: type[Item]
 
     def path(self, method: str) -> str:
         """The path of a method of the service."""
         return f"/{self.service.full_name}/{method}"
 
+    @cached_property
+    def request(self) -> Any:
+        """A frame of items: its message's class."""
+        return GetMessageClass(self.service.methods_by_name[self.stream_method].input_type)
 
-VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
-    target_pb2.DESCRIPTOR.services_by_name["Target"],
-    "Verify",
-    target_pb2.VerifyRequest,
-    target_pb2.VerifyReply,
-    verify_item_to_proto,
-    verify_item_from_proto,
-    verify_answer_to_proto,
-    verify_answer_from_proto,
+    @cached_property
+    def reply(self) -> Any:
+        """A frame of answers."""
+        return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
+
+    def item_to_proto(self, item: Item, hashed: bool = False) -> Any:
+        """With hashes in the place of parameters and constraint, or not."""
+        return to_proto(item, self._one(self.request), head=_head_to_proto(item.head, hashed))
+
+    def item_from_proto(self, message: Any) -> Item:
+        """Raises `BadRequest`."""
+        item = from_proto(message, self.item, head=head_from_proto(message.head))
+        _check_tree(item)
+        return item
+
+    def answer_to_proto(self, answer: Answer) -> Any:
+        """With its key."""
+        name, kind = _ANSWER_FIELDS[type(answer)], self._one(self.reply)
+        more: dict[str, Any] = {}
+        if isinstance(answer, VerdictReply):
+            more = {field.name: getattr(answer.verdict, field.name) for field in fields(Verdict)}
+        elif isinstance(answer, Refused):
+            more = {"message": answer.message[:ERROR_MESSAGE_CHARS_MAX]}
+        part = GetMessageClass(kind.DESCRIPTOR.fields_by_name[name].message_type)
+        return to_proto(answer.key, kind, **{name: to_proto(answer, part, **more)})
+
+    def answer_from_proto(self, message: Any) -> Answer:
+        """Raises `BadRequest`."""
+        name = message.WhichOneof("answer")
+        if name is None:
+            raise BadRequest("answer", "is empty")
+        part = getattr(message, name)
+        more: dict[str, Any] = {"key": key_from_proto(message)}
+        if name == "verdict":
+            more["verdict"] = _verdict_from_proto(part)
+        elif name == "proposal":
+            more["proposal"] = _proposal_from_proto(part.proposal)
+        return cast(Answer, from_proto(part, _ANSWERS[name], name, **more))
+
+    @staticmethod
+    def _one(frame: Any) -> Any:
+        return GetMessageClass(frame.DESCRIPTOR.fields_by_name["items"].message_type)
+
+
+VERIFY: Final[Codec[VerifyItem, VerifyAnswer]] = Codec(
+    target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem
 )
 """The stream between a coordinator and a target."""
-
-DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
-    draft_pb2.DESCRIPTOR.services_by_name["Draft"],
-    "Propose",
-    draft_pb2.DraftRequest,
-    draft_pb2.DraftReply,
-    draft_item_to_proto,
-    draft_item_from_proto,
-    draft_answer_to_proto,
-    draft_answer_from_proto,
+DRAFT: Final[Codec[DraftItem, DraftAnswer]] = Codec(
+    draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem
 )
 """The stream between a coordinator and a draft."""

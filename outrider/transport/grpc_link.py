@@ -43,7 +43,7 @@ from outrider.transport.codec import (
     Answer,
     Codec,
     Item,
-    description_from_proto,
+    from_proto,
 )
 from outrider.transport.link import LinkBytes
 from outrider.transport.status import status_to_error
@@ -127,7 +127,8 @@ class GrpcLink(Generic[Item, Answer]):
             raise Unavailable(f"the link to {self._address} is closed")
         try:
             reply = await self._describe(request, timeout=timeout_s)
-            return description_from_proto(types_pb2.ReplicaDescription.FromString(reply))
+            found = types_pb2.ReplicaDescription.FromString(reply)
+            return from_proto(found, ReplicaDescription)
         except grpc.aio.AioRpcError as error:
             reason = status_to_error(error).message
             raise Unavailable(f"{self._address} does not describe itself: {reason}") from error

@@ -22,7 +22,7 @@ from outrider.limits import (
 )
 from outrider.messages import Refused, ReplyKey, Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST
-from outrider.transport.codec import Answer, Codec, Item, description_to_proto, session_id_from_wire
+from outrider.transport.codec import Answer, Codec, Item, session_id_from_wire, to_proto
 from outrider.transport.link import Connection, ReplicaService
 from outrider.transport.server import Service
 from outrider.v1 import types_pb2
@@ -93,7 +93,7 @@ class ReplicaServicer(Generic[Item, Answer]):
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Any
     ) -> types_pb2.ReplicaDescription:
-        return description_to_proto(self._service.describe())
+        return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
     async def release(
         self, request: types_pb2.ReleaseRequest, context: Any

@@ -57,8 +57,8 @@ async def serve(servicer: object) -> RpcServer:
 async def test_an_answer_that_does_not_fit_breaks_the_link() -> None:
     """A replica that cannot be believed is as good as gone: the good answer before is heard, then
     the loss, with the field at fault."""
-    good = codec.verify_answer_to_proto(GOOD)
-    bad = codec.verify_answer_to_proto(GOOD)
+    good = VERIFY.answer_to_proto(GOOD)
+    bad = VERIFY.answer_to_proto(GOOD)
     bad.verdict.accept_probability.append(7.0)
     bad.verdict.correction.append(1)
     server = await serve(Impostor(target_pb2.VerifyReply(items=[good, bad, good])))
@@ -191,7 +191,7 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
 async def ask_raw(channel: Any) -> Any:
     """A stream with one item written and nothing read."""
     call = channel.stream_stream(codec.VERIFY.path("Verify"))()
-    item = codec.verify_item_to_proto(VerifyItem(make_head((1,))))
+    item = VERIFY.item_to_proto(VerifyItem(make_head((1,))))
     await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
     return call
 

@@ -23,7 +23,6 @@ from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor, ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport import codec
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import draft_link, target_link
@@ -285,10 +284,10 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
 async def test_a_bad_item_is_refused_by_name_and_its_frame_goes_on(pair: Pair) -> None:
     """One frame with a good item, one with a bad id, one without parameters: each gets its own
     answer, and the half-closed stream ends well."""
-    good = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT)))
-    bad = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)))
+    good = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT)))
+    bad = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT, session=2)))
     bad.head.session_id = "XYZ"
-    unknown = codec.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), hashed=True)
+    unknown = VERIFY.item_to_proto(VerifyItem(make_head(PROMPT, session=3)), hashed=True)
     frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
     replies, code, _ = await send_raw(pair.target_server.address, [frame])
     assert code is grpc.StatusCode.OK
