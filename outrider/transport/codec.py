@@ -181,8 +181,7 @@ def _one_reader(field: Any) -> Callable[..., Any] | None:
         name = field.message_type.name
         if name in OWN_CODECS:
             return OWN_CODECS[name][1]
-        kind = VALUES[name]
-        return lambda message, path: from_proto(message, kind, path)
+        return lambda message, path: from_proto(message, VALUES[name], path)
     if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT32:
         return token_ids_from_wire
     if is_real and field.containing_type.name in _AMOUNTS:
@@ -310,9 +309,7 @@ OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any], Callable[[Any, str], Any
     ),
 }  # fmt: skip
 """By a message's name how it is made of our value, and our value of it and its place."""
-VALUES: Final[dict[str, Any]] = {
-    "Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums, "LogitBiasEntry": tuple
-}  # fmt: skip
+VALUES: Final[dict[str, Any]] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
 """Our value by the name of its message or enumeration."""
 
 
