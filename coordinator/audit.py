@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from coordinator.decoding.sessions import InBackground
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
@@ -50,7 +49,7 @@ class Auditor:
         targets: TargetPool,
         observation: Observation,
         random_bits: Callable[[int], int],
-        in_background: InBackground,
+        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
         """`owner` is the coordinator's name in the session store; `random_bits(n)` gives n fresh
         random bits."""

@@ -29,76 +29,74 @@ NO_SESSION: Final = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
 
 
-async def trouble(committer: Committer, store: SessionStore, targets: TargetPool) -> str:
-    """Why a request that comes now cannot make progress; empty where commits go on, and the store
-    and a target answer within `TROUBLE_S`. The draft is not asked, because requests do without
-    it."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + TROUBLE_S
-    while True:
-        if committer.closing:
-            return "the coordinator is shutting down"
-        found = await store_trouble(store)
-        if found:
-            found = f"the session store does not answer: {found}"
-        elif not await targets.healthy(HEALTH_TIMEOUT_S):
-            found = "no target answers"
-        if not found or loop.time() >= until:
-            return found
-        await asyncio.sleep(TROUBLE_RETRY_S)
-
-
-async def store_trouble(store: SessionStore) -> str:
-    try:
-        await store.load(NO_SESSION)
-    except NotFound:
-        return ""
-    except OutriderError as error:
-        return error.message
-    return ""
-
-
 class HealthMonitor:
-    """Looks now and then, and remembers."""
+    """Asks store and targets, now and then and when it is asked itself, and remembers."""
 
     def __init__(
         self,
+        committer: Committer,
         store: SessionStore,
         targets: TargetPool,
         drafts: DraftPool,
         registry: RedisRegistry | None = None,
     ) -> None:
+        self._committer = committer
         self._store = store
         self._pools = (targets, drafts)
         self._registry = registry
-        self.target_available: bool | None = None
-        self.store_available: bool | None = None
-        self.replicas_wanted: Mapping[Any, int] = {}
-        self.replicas_present: Mapping[Any, int] = {}
+        self._flags: dict[str, dict[str, float]] = {"target_available": {}, "store_available": {}}
+        """1 or 0; nothing before it is known."""
+        self._counts: dict[str, Mapping[Any, float]] = {
+            "replicas_wanted": {}, "replicas_present": {}
+        }  # fmt: skip
 
     def readings(self) -> dict[str, Mapping[str, float]]:
         """By metric and the value of its label what is known now. May be called by any thread."""
         pools = self._pools
-        return {
-            "target_available": _flag(self.target_available),
-            "store_available": _flag(self.store_available),
-            "replicas_wanted": self.replicas_wanted,
-            "replicas_present": self.replicas_present,
+        return self._flags | self._counts | {
             "wire_bytes_sent": {pool.role: pool.num_bytes.sent for pool in pools},
             "wire_bytes_received": {pool.role: pool.num_bytes.received for pool in pools},
             "stale_answers": {pool.role: pool.num_stale for pool in pools},
-        }
+        }  # fmt: skip
 
     async def run(self) -> None:
         while True:
-            await self.look()
+            await asyncio.gather(self.look(), self._count())
             await asyncio.sleep(LOOK_PERIOD_S)
 
-    async def look(self) -> None:
-        self.target_available, trouble, _ = await asyncio.gather(
-            self._pools[0].healthy(HEALTH_TIMEOUT_S), store_trouble(self._store), self._count()
+    async def trouble(self) -> str:
+        """Why a request that comes now cannot make progress; empty where commits go on, and the
+        store and a target answer within `TROUBLE_S`. The draft is not asked, because requests do
+        without it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TROUBLE_S
+        while True:
+            if self._committer.closing:
+                return "the coordinator is shutting down"
+            found = await self.look()
+            if not found or loop.time() >= until:
+                return found
+            await asyncio.sleep(TROUBLE_RETRY_S)
+
+    async def look(self) -> str:
+        """What is wrong now with store or targets."""
+        has_target, store_trouble = await asyncio.gather(
+            self._pools[0].healthy(HEALTH_TIMEOUT_S), self._store_trouble()
         )
-        self.store_available = not trouble
+        self._flags = {
+            "target_available": {"": float(has_target)},
+            "store_available": {"": float(not store_trouble)},
+        }
+        return store_trouble or ("" if has_target else "no target answers")
+
+    async def _store_trouble(self) -> str:
+        try:
+            await self._store.load(NO_SESSION)
+        except NotFound:
+            return ""
+        except OutriderError as error:
+            return f"the session store does not answer: {error.message}"
+        return ""
 
     async def _count(self) -> None:
         registry = self._registry
@@ -112,11 +110,5 @@ class HealthMonitor:
             }
         except OutriderError as error:
             _log.debug("how large the fleet is, is not known: %s", error)
-            return
-        self.replicas_wanted = dict(wanted)
-        self.replicas_present = present
-
-
-def _flag(known: bool | None) -> dict[str, float]:
-    """1 or 0; nothing before it is known."""
-    return {} if known is None else {"": float(known)}
+        else:
+            self._counts = {"replicas_wanted": wanted, "replicas_present": present}

@@ -10,6 +10,7 @@ import secrets
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,6 @@ from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.tls import internal_trust, server_credentials
 from outrider.v1 import coordinator_pb2
 
-from .closing import run_all
 from .grpc_api import CoordinatorServicer
 from .service import CoordinatorService
 
@@ -189,16 +189,21 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        servers = [one for one in (self.server, self.http) if one is not None]
-        closed = (self.service, self.announcer, self.access, self.exports)
-        await run_all(
-            *([] if self.announcer is None else [self.announcer.withdraw]),
-            lambda: asyncio.gather(
-                *(run_all(partial(one.stop, grace_s)) for one in servers), return_exceptions=True
-            ),
-            self._end_followers,  # What still ran had to follow replicas that came and went.
-            *(one.close for one in closed if one is not None),
-        )
+        async with AsyncExitStack() as ending:  # The last one first; all, also where one raises.
+            for part in (self.exports, self.access, self.announcer, self.service):
+                if part is not None:
+                    ending.push_async_callback(part.close)
+            # What still runs follows replicas that come and go.
+            ending.push_async_callback(self._end_followers)
+            ending.push_async_callback(self._stop_servers, grace_s)
+            if self.announcer is not None:
+                ending.push_async_callback(self.announcer.withdraw)
+
+    async def _stop_servers(self, grace_s: float) -> None:
+        stops = [one.stop(grace_s) for one in (self.server, self.http) if one is not None]
+        for error in await asyncio.gather(*stops, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _end_followers(self) -> None:
         for task in self.followers:

@@ -6,16 +6,16 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import Decoding, RoundMeter
 from coordinator.decoding.recovery import Replayed, replay, told_again
-from coordinator.decoding.sessions import COMMIT_GRACE_S, OwnedSessions, SessionRun, SessionWriter
+from coordinator.decoding.sessions import OwnedSessions, SessionRun
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
 from coordinator.requests.validation import (
@@ -45,15 +45,12 @@ from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.transport.link import Link
 
 from .audit import Auditor
-from .closing import run_all
-from .health import HealthMonitor, trouble
+from .health import HealthMonitor
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class CoordinatorService:
@@ -104,15 +101,10 @@ class CoordinatorService:
         self._prompts = PromptEncoder(text)
         self.draw_seed = random_seed
         """Gives the seed of a request that names none."""
-        self._background: set[asyncio.Task[Any]] = set()
-        self._writer = SessionWriter(store, owner, random_bits, self._in_background)
         self._sessions = OwnedSessions(
-            store, owner, self._writer, self.targets, config.resume_grace_ms / 1e3,
-            self._in_background,
-        )  # fmt: skip
-        self._committer = Committer(
-            store, owner, lambda: random_bits(53) / 2**53, self._release_wanted
+            store, owner, self.targets, random_bits, config.resume_grace_ms / 1e3
         )
+        self._committer = Committer(store, owner, self._sessions.random, self._release_wanted)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
         self._watching: list[asyncio.Task[None]] = []
@@ -120,7 +112,7 @@ class CoordinatorService:
         self._lengths: LengthControls | None = None
         self._meter = RoundMeter()
         self._observation = observation
-        self._health = HealthMonitor(store, self.targets, self.drafts, registry)
+        self._health = HealthMonitor(self._committer, store, self.targets, self.drafts, registry)
         observation.watch(
             lambda: self._health.readings() | {
                 "num_requests_running": {"": self.num_running},
@@ -128,7 +120,7 @@ class CoordinatorService:
             }
         )  # fmt: skip
         self._auditor = Auditor(
-            config, owner, self.targets, observation, random_bits, self._in_background
+            config, owner, self.targets, observation, random_bits, self._sessions.in_background
         )
 
     async def start(self) -> None:
@@ -240,7 +232,7 @@ class CoordinatorService:
         try:
             async with asyncio.timeout_at(deadline):
                 parameters = await self._resolve(request, tenant)
-                session = await self._writer.open(tenant, parameters)
+                session = await self._sessions.open(tenant, parameters)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"deadline_ms: {deadline_ms} ms passed before the session was open"
@@ -248,7 +240,7 @@ class CoordinatorService:
         try:
             return self._begin(SessionContext(session, parameters, deadline, observer), arrived)
         except BaseException:
-            self._writer.cancel(session.record)
+            self._sessions.give_up(session.record)
             raise
 
     async def resume(
@@ -264,7 +256,7 @@ class CoordinatorService:
         with self._admitted(), ExitStack() as taking_over:
             self._check_open()
             taking_over.enter_context(self._sessions.taking_over(request.session_id))
-            await self._writer.told(request.session_id)
+            await self._sessions.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
             completion = self._completion(parameters)
@@ -307,7 +299,7 @@ class CoordinatorService:
         if run is not None and tenant in (run.session.record.tenant, None):
             run.cancel()
             return
-        await self._writer.told(session_id)
+        await self._sessions.told(session_id)
         await self._sessions.cancel(await self.session(session_id, tenant))
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
@@ -324,32 +316,25 @@ class CoordinatorService:
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels what runs, commits what was decided, closes the links and the store. Does all of
-        that, and raises the first error in the end."""
+        """Cancels what runs, commits what was decided, closes the links and the store: all of
+        that, also where one of it raises."""
         self._sessions.close()
         self._auditor.close()
-        await run_all(
-            self._prompts.close, self._end_background, self._end_commits, self._end_watching,
-            self.targets.close, self.drafts.close, self._store.close,
-        )  # fmt: skip
+        async with AsyncExitStack() as ending:  # The last one first.
+            for close in (
+                self._store.close, self.drafts.close, self.targets.close, self._end_tasks,
+                self._sessions.end_background, self._prompts.close,
+            ):  # fmt: skip
+                ending.push_async_callback(close)
 
     def _release_wanted(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
-            self._in_background(self._sessions.release_wanted(session_id))
+            self._sessions.in_background(self._sessions.release_wanted(session_id))
 
-    async def _end_background(self) -> None:
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
-            for task in late:
-                task.cancel()
-
-    async def _end_commits(self) -> None:
-        self._writer.close()
+    async def _end_tasks(self) -> None:
         self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
-
-    async def _end_watching(self) -> None:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -362,7 +347,7 @@ class CoordinatorService:
         """Why a request that comes now cannot make progress; empty where it can."""
         if self._commit_task is None:
             return "the coordinator is starting"
-        return await trouble(self._committer, self._store, self.targets)
+        return await self._health.trouble()
 
     @property
     def failed(self) -> bool:
@@ -403,12 +388,6 @@ class CoordinatorService:
         parameters = resolve(request, field, prompt_ids, self.model, self.defaults, seed)
         return replace(parameters, weights=target.weights)
 
-    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
     def _begin(
         self, context: SessionContext, arrived: float, replayed: Replayed | None = None
     ) -> SessionRun:
@@ -416,32 +395,29 @@ class CoordinatorService:
         try:
             context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
             self._committer.add(session)
-            decoding = self._decoding(context, replayed)
+            target = self.targets.first
+            draft = open_drafts(
+                self.drafts, context, self._fallback, self._config,
+                target_drafts=target is not None and target.drafts_itself,
+            )  # fmt: skip
+            decoding = Decoding(
+                context,
+                self._completion(parameters) if replayed is None else replayed.completion,
+                TargetClient(self.targets, context, self._config),
+                draft,
+                committer=self._committer,
+                lengths=self._length_policy(context, drafts=draft is not None),
+                length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
+                meter=self._meter,
+                reads_beside=not self._config.drafting_delays,
+                ended=None if replayed is None else replayed.finish_reason,
+            )
             run = SessionRun(decoding, arrived, context.deadline, replayed)
             self._sessions.add(run)
         except BaseException:
             self._committer.remove(session)
             raise
         return run
-
-    def _decoding(self, context: SessionContext, replayed: Replayed | None) -> Decoding:
-        parameters, target = context.parameters, self.targets.first
-        draft = open_drafts(
-            self.drafts, context, self._fallback, self._config,
-            target_drafts=target is not None and target.drafts_itself,
-        )  # fmt: skip
-        return Decoding(
-            context,
-            self._completion(parameters) if replayed is None else replayed.completion,
-            TargetClient(self.targets, context, self._config),
-            draft,
-            committer=self._committer,
-            lengths=self._length_policy(context, drafts=draft is not None),
-            length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
-            meter=self._meter,
-            reads_beside=not self._config.drafting_delays,
-            ended=None if replayed is None else replayed.finish_reason,
-        )
 
     def _completion(self, parameters: GenerationParameters) -> Completion:
         return Completion(

@@ -4,13 +4,13 @@ once it is committed."""
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
+
+from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -361,29 +361,22 @@ def _joined(parts: list[Tokens]) -> Tokens:
     )
 
 
+_LOGPROBS: Final = TypeAdapter(
+    tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
+)
+
+
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """A line of JSON for the store, which knows no infinity: an impossible token has null."""
-    top = [[token_id, _finite(value)] for token_id, value in logprobs.top]
-    return json.dumps([_finite(logprobs.logprob), top], allow_nan=False)
+    """A line of JSON for the store; of an impossible token with `-Infinity`."""
+    return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 
 def read_logprobs(line: str) -> PositionLogprobs:
     """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
     try:
-        logprob, top = json.loads(line)
-        return PositionLogprobs(
-            _number(logprob), tuple((int(token_id), _number(value)) for token_id, value in top)
-        )
-    except (ValueError, TypeError) as error:
+        return PositionLogprobs(*_LOGPROBS.validate_json(line))
+    except ValueError as error:
         raise DataLoss(f"stored log-probabilities cannot be read: {error}") from error
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return -math.inf if value is None else float(value)
 
 
 WAITED: Final = 1.0

@@ -2,9 +2,8 @@
 and taken over from other coordinators.
 
     SessionRun     one running session: decoding on one side, its client on the other
-    SessionWriter  opens sessions in the store, and tells it of those that run no more
-    OwnedSessions  the runs of this coordinator, until what they held is free; and the sessions that
-                   it takes over, as their stream broke, here or elsewhere
+    OwnedSessions  the sessions of this coordinator: opened, run until what they held is free, given
+                   up, and taken over, as their stream broke, here or elsewhere
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from coordinator.decoding.loop import Decoding, Entry
 from coordinator.decoding.recovery import Replayed, Replays, check_known, check_weights
@@ -55,8 +54,7 @@ _log = logging.getLogger(__name__)
 COMMIT_GRACE_S: Final = 2.0
 """How long tokens that were decided before the deadline may take to be committed after it."""
 
-InBackground = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-"""Begins work that nobody waits for."""
+T = TypeVar("T")
 
 
 class SessionRun:
@@ -201,183 +199,41 @@ class SessionRun:
         )
 
 
-class SessionWriter:
-    """Opens the sessions of one coordinator, and records those that run no more."""
+class OwnedSessions:
+    """The sessions of one coordinator. They are opened, and run: each once, and none begins before
+    the one before it is closed. Others are taken over, a bounded number at a time: when a
+    coordinator dies, all of its clients ask the others at once, and each of their sessions is read
+    and replayed. The store is told of those that run no more."""
 
     def __init__(
         self,
         store: SessionStore,
         owner: str,
+        targets: TargetPool,
         random_bits: Callable[[int], int],
-        in_background: InBackground,
+        resume_grace_s: float,
     ) -> None:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
-        bits."""
-        self._store = store
-        self._owner = owner
-        self._random_bits = random_bits
-        self._in_background = in_background
-        self._telling: dict[str, set[asyncio.Task[OutriderError | None]]] = {}
-        """By session: what the store is being told."""
-        self._closed = False
-
-    async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
-        """A session that the store has. Each try opens another one: whether a store that did not
-        answer has opened the one before is not known."""
-        for tries_left in reversed(range(OPEN_TRIES_MAX)):
-            new = SessionRecord.new(
-                session_id=f"{self._random_bits(128):032x}",
-                tenant=tenant,
-                owner=self._owner,
-                seed=parameters.seed,
-                rule=parameters.rule,
-                parameters=parameters.to_json(),
-                prompt_ids=parameters.prompt,
-            )
-            opening = asyncio.create_task(self._store.open(new))
-            try:
-                await asyncio.shield(opening)
-            except (asyncio.CancelledError, StoreUnavailable) as error:
-                self._in_background(self._abandon(opening, new))
-                if isinstance(error, asyncio.CancelledError) or not tries_left:
-                    raise
-                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
-                await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
-            else:
-                break
-        return Session(new)
-
-    async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
-        """Records a session as cancelled that nobody wants, once its opening has ended."""
-        await asyncio.wait([opening])
-        await self.cancel(new)
-
-    def is_telling(self, session_id: str) -> bool:
-        """Whether a release or an end of the session is on its way to the store. Under an epoch
-        that the store has lost, and gives once more, it would hit the session that runs then."""
-        return session_id in self._telling
-
-    async def told(self, session_id: str) -> None:
-        """Waits until none is, but no longer than `TAKE_OVER_RETRY_MS`."""
-        if session_id in self._telling:
-            await asyncio.wait(self._telling[session_id], timeout=TAKE_OVER_RETRY_MS / 1e3)
-
-    def release(self, record: SessionRecord) -> asyncio.Task[OutriderError | None]:
-        """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
-        session_id, epoch = record.session_id, record.epoch
-        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
-
-    def cancel(
-        self, record: SessionRecord, *, is_released: bool = False
-    ) -> asyncio.Task[OutriderError | None]:
-        """Records a session that runs nowhere as cancelled, unless another stream goes on with
-        it. Returns as `_tell`."""
-        end = Finish(
-            session_id=record.session_id,
-            epoch=record.epoch,
-            owner=released(self._owner) if is_released else self._owner,
-            length=None,
-            reason=FinishReason.CANCELLED,
-            counters=record.counters,
-        )
-        return self._tell(record.session_id, lambda: self._store.finish(end))
-
-    async def cancel_now(self, record: SessionRecord) -> None:
-        """As `cancel`, but raises why it was not recorded: `StoreUnavailable` also where the store
-        has not answered for `CANCEL_WAIT_S`. Then, and where the caller is cancelled, the store is
-        still asked to record it."""
-        task = self.cancel(record)
-        await asyncio.wait([task], timeout=CANCEL_WAIT_S)
-        if not task.done() or task.cancelled():
-            raise StoreUnavailable(
-                f"session {record.session_id} is recorded as cancelled once the session store "
-                "answers"
-            )
-        error = task.result()
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """No call is repeated any more: the coordinator's lease is about to end."""
-        self._closed = True
-
-    def _tell(
-        self, session_id: str, call: Callable[[], Awaitable[object]]
-    ) -> asyncio.Task[OutriderError | None]:
-        task = self._in_background(self._insist(session_id, call))
-        tasks = self._telling.setdefault(session_id, set())
-        tasks.add(task)
-
-        def told(task: asyncio.Task[OutriderError | None]) -> None:
-            tasks.discard(task)
-            if not tasks:
-                self._telling.pop(session_id, None)
-
-        task.add_done_callback(told)
-        return task
-
-    async def _insist(
-        self, session_id: str, call: Callable[[], Awaitable[object]]
-    ) -> OutriderError | None:
-        """Calls the store until it has answered, for as long as this coordinator lives: a session
-        that it owned but does not run would be kept from others by its lease. Gives up after
-        `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions.
-        Returns what the store refused with, or why it was given up; None where the call has
-        succeeded."""
-        attempt = 0
-        while True:
-            try:
-                await call()
-            except StoreUnavailable as error:
-                is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
-                if self._closed or (is_full and attempt + 1 >= ABANDON_TRIES_MAX):
-                    _log.warning("the store was not told of session %s: %r", session_id, error)
-                    return error
-                _log.debug("the store is told later of session %s: %r", session_id, error)
-            except OutriderError as error:
-                _log.debug("session %s is not there, or another's: %r", session_id, error)
-                return error
-            else:
-                return None
-            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self._random)
-            attempt += 1
-            await asyncio.sleep(wait_ms / 1e3)
-
-    def _random(self) -> float:
-        return self._random_bits(53) / 2**53
-
-
-class OwnedSessions:
-    """The sessions that run here: each once, and none begins before the one before it is closed.
-    Others are taken over, a bounded number at a time: when a coordinator dies, all of its clients
-    ask the others at once, and each of their sessions is read and replayed."""
-
-    def __init__(
-        self,
-        store: SessionStore,
-        owner: str,
-        writer: SessionWriter,
-        targets: TargetPool,
-        resume_grace_s: float,
-        in_background: InBackground,
-    ) -> None:
-        """A session whose client is gone may be resumed for so many seconds before it counts as
+        bits. A session whose client is gone may be resumed for so many seconds before it counts as
         cancelled."""
         self.replays = Replays()
         self._store = store
         self._owner = owner
-        self._writer = writer
         self._targets = targets
+        self._random_bits = random_bits
         self._resume_grace_s = resume_grace_s
-        self._in_background = in_background
+        self._background: set[asyncio.Task[Any]] = set()
         self._running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[bool]] = {}
         """What closes runs that are not among them any more."""
-        self._closing = asyncio.Event()
+        self._telling: dict[str, asyncio.Task[OutriderError | None]] = {}
+        """By session the newest call that tells the store of its release or end."""
         self._taking: list[str] = []
         """Sessions that are being taken over; one may be twice, for two clients."""
         self._unsettled: set[str] = set()
         """Sessions of which the store is asked for a take-over."""
+        self._closing = asyncio.Event()
+        self._lease_ends = False
 
     def __len__(self) -> int:
         return len(self._running)
@@ -390,6 +246,34 @@ class OwnedSessions:
         """The session's run; None where it does not run here."""
         return self._running.get(session_id)
 
+    def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begins work that nothing waits for before `end_background`."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
+        """A session that the store has. Each try opens another one: whether a store that did not
+        answer has opened the one before is not known."""
+        for tries_left in reversed(range(OPEN_TRIES_MAX)):
+            new = SessionRecord.new(
+                f"{self._random_bits(128):032x}", tenant, self._owner, parameters.seed,
+                parameters.rule, parameters.to_json(), parameters.prompt,
+            )  # fmt: skip
+            opening = asyncio.create_task(self._store.open(new))
+            try:
+                await asyncio.shield(opening)
+            except (asyncio.CancelledError, StoreUnavailable) as error:
+                self.in_background(self._abandon(opening, new))
+                if isinstance(error, asyncio.CancelledError) or not tries_left:
+                    raise
+                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
+                await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+            else:
+                break
+        return Session(new)
+
     def add(self, run: SessionRun) -> None:
         """A session runs, which was opened just now, or for which there was room (`vacate`)."""
         self._running[run.session_id] = run
@@ -400,11 +284,16 @@ class OwnedSessions:
         if self._running.get(run.session_id) is not run:
             return
         if is_gone and self._resume_grace_s > 0:
-            ending = self._free(run, run.hand_over())
-            self.wait_for_client(run.record, ending)
+            self.wait_for_client(run.record, self._free(run, run.hand_over()))
         else:
-            ending = self._free(run, run.close())
-            ending.add_done_callback(lambda _: self._release_unrecorded(run))
+            self._free(run, self._close(run))
+
+    async def _close(self, run: SessionRun) -> bool:
+        """A run whose end the store did not take is given up as one whose client is gone."""
+        had_ended = await run.close()
+        if run.is_unrecorded and not self._closing.is_set():
+            self.wait_for_client(run.record)
+        return had_ended
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends what runs here of a session that was taken over under a newer epoch. Raises
@@ -421,43 +310,30 @@ class OwnedSessions:
                 return
             await asyncio.wait([ending])
 
+    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        session_id = run.session_id
+        del self._running[session_id]
+        ending = self._ending[session_id] = self.in_background(closing)
+        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
+        return ending
+
     def wait_for_client(
         self, record: SessionRecord, ending: asyncio.Task[bool] | None = None
     ) -> None:
         """Nothing is decoded for a client that is gone. It may come back, to any coordinator: the
         session is released from this one's lease. Else it counts as cancelled. Where this
         coordinator closes, that is left to others."""
-        self._in_background(self._wait(record, ending))
-
-    def close(self) -> None:
-        """Cancels what runs."""
-        self.replays.close()
-        self._closing.set()
-        for run in self._running.values():
-            run.cancel()
-
-    def _release_unrecorded(self, run: SessionRun) -> None:
-        """The store did not take the end of a run: the session is given up as one whose client is
-        gone."""
-        if run.is_unrecorded and not self._closing.is_set():
-            self.wait_for_client(run.record)
-
-    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
-        session_id = run.session_id
-        del self._running[session_id]
-        ending = self._ending[session_id] = self._in_background(closing)
-        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
-        return ending
+        self.in_background(self._wait(record, ending))
 
     async def _wait(self, record: SessionRecord, ending: asyncio.Task[bool] | None) -> None:
         if ending is not None and await ending:
             return
-        await self._writer.release(record)
+        await self._release(record)
         try:
             async with asyncio.timeout(self._resume_grace_s):
                 await self._closing.wait()
         except TimeoutError:
-            await self._writer.cancel(record, is_released=True)
+            await self.give_up(record, released(self._owner))
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
@@ -494,20 +370,30 @@ class OwnedSessions:
             try:
                 parameters = await self.replays.run(found, lambda: check_known(found, request))
             except BaseException:
-                self._writer.release(found)
+                self._release(found)
                 raise
         return found, parameters
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
-        `Unavailable` for one that another coordinator has, and where the store does not answer."""
-        if record.finish_reason is None:
-            found = await self._take_over(record)
-            if found.finish_reason is None:
-                try:
-                    await self._writer.cancel_now(found)
-                except StaleEpoch:
-                    raise contended(found.session_id) from None
+        `Unavailable` for one that another coordinator has, and where the store does not answer for
+        `CANCEL_WAIT_S`: then, and where the caller is cancelled, it is still asked to record it."""
+        if record.finish_reason is not None:
+            return
+        found = await self._take_over(record)
+        if found.finish_reason is not None:
+            return
+        task = self.give_up(found)
+        await asyncio.wait([task], timeout=CANCEL_WAIT_S)
+        if not task.done() or task.cancelled():
+            raise StoreUnavailable(
+                f"session {found.session_id} is recorded as cancelled once the session store "
+                "answers"
+            )
+        error = task.result()
+        if error is not None:
+            is_stale = isinstance(error, StaleEpoch)
+            raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
         """Releases a session that another coordinator was asked for, if the store counts it as
@@ -525,14 +411,21 @@ class OwnedSessions:
         if is_ours and not self._is_here(session_id):
             self.wait_for_client(record)
 
-    def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs here, or soon will, or is being closed, or the store is told of
-        its end."""
-        places = (self._running, self._ending, self._taking)
-        return self._is_unsettled(session_id) or any(session_id in place for place in places)
+    def close(self) -> None:
+        """Cancels what runs."""
+        self.replays.close()
+        self._closing.set()
+        for run in self._running.values():
+            run.cancel()
 
-    def _is_unsettled(self, session_id: str) -> bool:
-        return session_id in self._unsettled or self._writer.is_telling(session_id)
+    async def end_background(self) -> None:
+        """Waits for what was begun, for `COMMIT_GRACE_S`; then no call of the store is repeated any
+        more: the coordinator's lease is about to end."""
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
+            for task in late:
+                task.cancel()
+        self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
@@ -552,7 +445,94 @@ class OwnedSessions:
                 error, StoreUnavailable
             )
             if sent.is_set() and not is_refused:
-                self._writer.release(replace(seen, epoch=seen.epoch + 1))
+                self._release(replace(seen, epoch=seen.epoch + 1))
             raise
         finally:
             self._unsettled.discard(session_id)
+
+    def _is_here(self, session_id: str) -> bool:
+        """Whether the session runs here, or soon will, or is being closed, or the store is told of
+        its end."""
+        places = (self._running, self._ending, self._taking)
+        return self._is_unsettled(session_id) or any(session_id in place for place in places)
+
+    def _is_unsettled(self, session_id: str) -> bool:
+        return session_id in self._unsettled or session_id in self._telling
+
+    async def told(self, session_id: str) -> None:
+        """Waits until the store has been told of the session's release or end, but no longer than
+        `TAKE_OVER_RETRY_MS`. Under an epoch that the store has lost, and gives once more, that
+        would hit the session that runs then."""
+        if session_id in self._telling:
+            await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
+
+    def _release(self, record: SessionRecord) -> asyncio.Task[OutriderError | None]:
+        """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
+        session_id, epoch = record.session_id, record.epoch
+        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+
+    def give_up(self, record: SessionRecord, owner: str = "") -> asyncio.Task[OutriderError | None]:
+        """Records a session that runs nowhere as cancelled, unless another stream goes on with
+        it. `owner` is whom the store has it under, by default this coordinator. Returns as
+        `_tell`."""
+        end = Finish(
+            record.session_id, record.epoch, owner or self._owner, None, FinishReason.CANCELLED,
+            record.counters,
+        )  # fmt: skip
+        return self._tell(record.session_id, lambda: self._store.finish(end))
+
+    async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
+        """Records a session as cancelled that nobody wants, once its opening has ended."""
+        await asyncio.wait([opening])
+        await self.give_up(new)
+
+    def _tell(
+        self, session_id: str, call: Callable[[], Awaitable[object]]
+    ) -> asyncio.Task[OutriderError | None]:
+        """Calls the store behind what it is being told of the session already. The task's result is
+        what the store refused with, or why it was given up; None where the call has succeeded."""
+        before = self._telling.get(session_id)
+        task = self._telling[session_id] = self.in_background(
+            self._insist(session_id, call, before)
+        )
+
+        def told(task: asyncio.Task[OutriderError | None]) -> None:
+            if self._telling.get(session_id) is task:
+                del self._telling[session_id]
+
+        task.add_done_callback(told)
+        return task
+
+    async def _insist(
+        self,
+        session_id: str,
+        call: Callable[[], Awaitable[object]],
+        before: asyncio.Task[Any] | None,
+    ) -> OutriderError | None:
+        """Calls the store until it has answered, for as long as this coordinator lives: a session
+        that it owned but does not run would be kept from others by its lease. Gives up after
+        `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions."""
+        if before is not None:
+            await asyncio.wait([before])
+        attempt = 0
+        while True:
+            try:
+                await call()
+            except StoreUnavailable as error:
+                is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
+                if self._lease_ends or (is_full and attempt + 1 >= ABANDON_TRIES_MAX):
+                    _log.warning("the store was not told of session %s: %r", session_id, error)
+                    return error
+                _log.debug("the store is told later of session %s: %r", session_id, error)
+            except OutriderError as error:
+                _log.debug("session %s is not there, or another's: %r", session_id, error)
+                return error
+            else:
+                return None
+            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self.random)
+            attempt += 1
+            await asyncio.sleep(wait_ms / 1e3)
+
+    def random(self) -> float:
+        """In [0, 1)."""
+        return self._random_bits(53) / 2**53

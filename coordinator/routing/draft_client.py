@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 from coordinator.draft_length.acceptance import fitting
@@ -168,7 +169,6 @@ class DraftClient(_ModelDrafts):
         self._pushed = PushedProposals(self._bytes_max)
         self._asked: tuple[int, int] | None = None
         """The round whose proposal is waited for, and its K."""
-        self._present = True
         self._is_rejected = False
         """Whether the replica is broken, and there was no other."""
         self._is_late = False
@@ -235,7 +235,7 @@ class DraftClient(_ModelDrafts):
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if (self._route.is_left or self._is_rejected) and self._move():
-            self._present, self._is_rejected = True, False
+            self._is_rejected = False
         if self._is_rejected:
             return None
         number = self._route.begin(round_index)
@@ -272,7 +272,7 @@ class DraftClient(_ModelDrafts):
     async def _answer(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
         """What the replica answers to a question. A round that is not timed waits until its
         replica is lost, or a step of that must have hung."""
-        if not (self._present or self._heard_again()):
+        if not self._route.heard:
             self._probe(number, length)
             return None
         wait_s, draw_until = float(UNTIMED_DRAFT_S), math.inf
@@ -370,7 +370,7 @@ class DraftClient(_ModelDrafts):
         turn: nobody waits for what the draft is told."""
 
         def tell() -> None:
-            if self._present:
+            if self._route.heard:
                 self._try_send(number, num_draft_tokens, proposal.token_ids)
 
         loop = asyncio.get_running_loop()
@@ -400,33 +400,28 @@ class DraftClient(_ModelDrafts):
         _log.debug("a round goes on without its draft: %r", error)
         if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
             self._route.give_up()
-        self._present = isinstance(error, Unavailable) and self._move()
         self._route.heard = False
-        self._rest()
+        if isinstance(error, Unavailable):
+            self._move()
+        self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
 
     def _move(self) -> bool:
         is_moved = self._route.move()
-        if is_moved and self._features is not None:
-            self._features.told = 0
+        if is_moved:
+            self._route.heard = True
+            if self._features is not None:
+                self._features.told = 0
         return is_moved
-
-    def _rest(self) -> None:
-        self._ask_again_at = asyncio.get_running_loop().time() + self._retry_s
-
-    def _heard_again(self) -> bool:
-        self._present = self._route.heard
-        return self._present
 
     def _probe(self, number: int, length: RoundLength) -> None:
         """Asks an absent draft now and then without waiting; an answer makes it present."""
-        if asyncio.get_running_loop().time() < self._ask_again_at:
+        now = asyncio.get_running_loop().time()
+        if now < self._ask_again_at:
             return
-        self._rest()
-        try:
+        self._ask_again_at = now + self._retry_s
+        with suppress(LinkLost, Overloaded):  # Still away; it is asked again later.
             budget = budget_us(self._draft_s if length.is_timed else math.inf)
             self._send(number, length.num_draft_tokens, budget=budget)
-        except (LinkLost, Overloaded):
-            return  # Still away; the next probe comes after the rest.
 
 
 class SelfDraftClient(_ModelDrafts):

@@ -464,8 +464,8 @@ class SessionRoute(Generic[Item, Answer]):
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
-        self.heard = False
-        """Whether anything came since this was last set to False."""
+        self.heard = True
+        """Set to False where the replica does not answer; True again once anything comes."""
         self.was_lost = False
         """Whether the stream broke before the current round, since somebody waited here last:
         whatever was asked for must then be asked for again."""

@@ -333,7 +333,7 @@ async def test_closing_commits_and_closes_the_store_whatever_fails_before() -> N
 
     b.service._prompts.close = closes("prompts")  # type: ignore[method-assign]
     b.store.close = closes("store")  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="prompts does not close"):
+    with pytest.raises(RuntimeError, match="does not close"):
         await b.service.close()
     assert closed == ["prompts", "store"]
     assert b.service.failed

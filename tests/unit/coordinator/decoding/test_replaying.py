@@ -59,7 +59,7 @@ RECORD = SessionRecord(
     draft=CacheState(),
     target=CacheState(),
     counters=Counters(2, 4, 1),
-    logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[null,[]]\n",
+    logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
     finish_reason=None,
 )
 
