@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.config import DraftConfig
 from outrider.limits import EAGLE_WINDOWS
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_eagle, build_grammars, build_lookup, step_costs
+from outrider.replica.process_setup import build_eagle, build_grammars, build_lookup
 
 if TYPE_CHECKING:
-    from outrider.engine.interface import Engine
+    from outrider.engine.step_costs import StepCosts
+    from outrider.replica.scheduler import ThreadExecutor
 
     from .service import DraftService
 
@@ -18,39 +19,30 @@ if TYPE_CHECKING:
 class DraftActor(ReplicaHost):
     """A draft in a process of its own."""
 
-    def build(self, engine: Engine | None, config: DraftConfig) -> DraftService:
+    def build(
+        self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
+    ) -> DraftService:
         from outrider.drafters.lookup import NgramConfig, NgramDrafter
-        from outrider.engine.threads import start_workers
-        from outrider.replica.scheduler import ThreadExecutor
 
         from .eagle_drafter import EagleDrafter
         from .service import DraftService
 
-        grammars = build_grammars(config)
+        grammars, max_num_seqs = build_grammars(config), config.step_sessions
         if engine is not None:
-            executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
             return DraftService.with_model(
-                engine,
-                executor,
-                max_num_seqs=config.step_sessions,
+                engine, executor, max_num_seqs=max_num_seqs, grammars=grammars, costs=costs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 entries_max=config.support_entries,
-                costs=executor.call(lambda: step_costs(engine, config, "draft")),
-                grammars=grammars,
-            )
+            )  # fmt: skip
         lookup = build_lookup(config)
         eagle, info = build_eagle(config)
         drafter = EagleDrafter(
             eagle,
             lookup or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
             min_score=None if lookup is None else config.hybrid_min_score,
-            sessions_max=EAGLE_WINDOWS * config.step_sessions,
+            sessions_max=EAGLE_WINDOWS * max_num_seqs,
             entries_max=config.support_entries,
         )
         return DraftService.with_eagle(
-            drafter,
-            info,
-            ThreadExecutor("draft-step", lambda: 0.0, start_workers),
-            max_num_seqs=config.step_sessions,
-            grammars=grammars,
+            drafter, info, executor, max_num_seqs=max_num_seqs, grammars=grammars
         )

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config import TargetConfig
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_grammars, step_costs
+from outrider.replica.process_setup import build_grammars
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
+    from outrider.engine.step_costs import StepCosts
+    from outrider.replica.scheduler import ThreadExecutor
 
     from .self_drafting import SelfDrafter
     from .service import TargetService
@@ -18,23 +20,18 @@ if TYPE_CHECKING:
 class TargetActor(ReplicaHost):
     """A target in a process of its own."""
 
-    def build(self, engine: Any, config: TargetConfig) -> TargetService:
-        from outrider.engine.threads import start_workers
-        from outrider.replica.scheduler import ThreadExecutor
-
+    def build(
+        self, config: TargetConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
+    ) -> TargetService:
         from .service import TargetService
 
-        executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
         return TargetService(
-            engine,
-            executor,
-            max_num_seqs=config.step_sessions,
+            engine, executor, max_num_seqs=config.step_sessions, costs=costs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            costs=executor.call(lambda: step_costs(engine, config, "target")),
             delays_batches=config.gather_sessions,
             self_drafter=self_drafter_of(engine, config.heads_support_entries),
             grammars=build_grammars(config, engine.info.eos_token_ids),
-        )
+        )  # fmt: skip
 
 
 def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,19 +29,20 @@ from outrider.replica.process_setup import (
     log_at,
     log_to,
     on_passing_thread,
+    step_costs,
     use_threads,
 )
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
+    from outrider.engine.step_costs import StepCosts
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.registry.redis_registry import Lease
+    from outrider.replica.scheduler import ThreadExecutor
     from outrider.replica.service import SteppedService
-    from outrider.telemetry.setup import Exports
     from outrider.transport.codec import Codec
     from outrider.transport.server import RpcServer
-    from outrider.transport.stream_server import ReplicaServicer
 
 
 class ReplicaHost:
@@ -49,15 +51,13 @@ class ReplicaHost:
 
     def __init__(self) -> None:
         self._service: SteppedService | None = None
-        self._servicer: ReplicaServicer[Any, Any] | None = None
         self._server: RpcServer | None = None
-        self._healthy: bool | None = None
-        self._health_changed = asyncio.Event()
-        self._health_task: asyncio.Task[None] | None = None
-        self._exports: Exports | None = None
         self._announcer: Lease | None = None
         self._engagement = Engagement(address="")
+        self._open = AsyncExitStack()
+        """What is to be closed, the last one first."""
         self._stopping: asyncio.Task[None] | None = None
+        self._grace_s = 0.0
         self.leadership: RankLeader | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
@@ -77,27 +77,42 @@ class ReplicaHost:
         use_threads(num_threads)
         log_to(log_directory, config.log_name(role))
         log_at(config.log_level)
+        exports = engine = None
         if config.telemetry:
             from outrider.telemetry.setup import start_exports
 
-            self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
-        engine = None
+            exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if not (isinstance(config, DraftConfig) and config.drafter.reads_target):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, role, num_threads, self.leadership
             )
         # On another thread: the helpers of that one would slow down the steps that are measured.
-        service = await on_passing_thread(self.build, engine, config)
-        if self._exports is not None:
+        service = await on_passing_thread(self._build, engine, config)
+        if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
 
-            service.observe(ObservedSteps(self._exports.tracer, self._exports.meter, role))
+            self._open.push_async_callback(exports.close)
+            service.observe(ObservedSteps(exports.tracer, exports.meter, role))
         from outrider.transport.codec import DRAFT, VERIFY
 
         codec: Any = VERIFY if role == "target" else DRAFT
         return await self.serve(service, codec, config)
 
-    def build(self, engine: Engine | None, config: Any) -> SteppedService:
+    def _build(self, engine: Engine | None, config: TargetConfig | DraftConfig) -> SteppedService:
+        from outrider.engine.threads import start_workers
+        from outrider.replica.scheduler import ThreadExecutor
+
+        name = f"{_role(config)}-step"
+        if engine is None:
+            executor = ThreadExecutor(name, lambda: 0.0, start_workers)
+            return self.build(config, executor, None, None)
+        executor = ThreadExecutor(name, engine.take_step_seconds, start_workers)
+        costs = executor.call(lambda: step_costs(engine, config))
+        return self.build(config, executor, engine, costs)
+
+    def build(
+        self, config: Any, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
+    ) -> SteppedService:
         """The service of a configuration; blocks. `engine` is None for one without a model."""
         raise NotImplementedError
 
@@ -118,8 +133,8 @@ class ReplicaHost:
         if self._server is not None:
             await self._server.wait()
         lost = None if self._service is None else self._service.lost
-        if lost is not None and self._health_task is not None:
-            await asyncio.wait([self._health_task])
+        if lost is not None:
+            await self.stop(LOST_REPLICA_GRACE_S)
             raise lost
 
     async def stop(self, grace_s: float) -> None:
@@ -127,24 +142,9 @@ class ReplicaHost:
         within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step.
         Idempotent: concurrent callers await the same shutdown."""
         if self._stopping is None:
-            if self._health_task is not None:
-                self._health_task.cancel()
-            self._stopping = asyncio.create_task(self._end(grace_s))
+            self._grace_s = grace_s
+            self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
-
-    async def _end(self, grace_s: float) -> None:
-        announcer, self._announcer = self._announcer, None
-        if announcer is not None:
-            await announcer.close()  # First, so that no new sessions are sent here.
-        if self._servicer is not None and self._service is not None:
-            self._servicer.finish(self._service.drain())
-        if self._server is not None:
-            await self._server.stop(grace_s)
-        if self._service is not None:
-            await self._service.close()
-        exports, self._exports = self._exports, None
-        if exports is not None:
-            await exports.close()
 
     async def serve(
         self,
@@ -159,27 +159,40 @@ class ReplicaHost:
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
 
-        self._service = service
-        self._servicer = ReplicaServicer(service, codec)
         options = ServerOptions(config.host, config.port)
         if config.internal_tls_dir:
-            options = replace(options, **_locks(config))
-        self._server = RpcServer([self._servicer.grpc_service], options)
-        await self._server.start()
-        await self._server.set_serving(True)
-        service.watch(self._on_health)
-        self._health_task = asyncio.create_task(self._follow_health(service, self._server))
-        address = advertised(config.host, self._server.address)
-        await self._announce(address, config)
+            from outrider.transport.tls import internal_server_credentials, role_guard
+
+            # Only coordinators may call it, nor does it tell others what it has.
+            with blaming("internal_tls_dir"):
+                credentials = internal_server_credentials(
+                    Path(config.internal_tls_dir), _role(config)
+                )
+            guard = role_guard("coordinator")
+            options = replace(options, reflection=False, guard=guard, credentials=credentials)
+        self._service = service
+        servicer = ReplicaServicer(service, codec)
+        self._server = server = RpcServer([servicer.grpc_service], options)
+        self._open.push_async_callback(service.close)
+        self._open.push_async_callback(lambda: server.stop(self._grace_s))
+        self._open.callback(lambda: servicer.finish(service.drain()))
+        await server.start()
+        await server.set_serving(True)
+        health = asyncio.create_task(self._follow_health(service, server))
+        self._open.callback(health.cancel)
+        address = advertised(config.host, server.address)
+        await self._announce(service, address, config)
         self._engagement = Engagement(
             address=address, slot=config.slot, plan=config.plan,
             num_ranks=1 if self.leadership is None else self.leadership.rendezvous.num_ranks,
         )  # fmt: skip
         return address
 
-    async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:
-        member, service = config.membership, self._service
-        if member is None or service is None:
+    async def _announce(
+        self, service: SteppedService, address: str, config: TargetConfig | DraftConfig
+    ) -> None:
+        member = config.membership
+        if member is None:
             return
         from outrider.registry.redis_registry import Lease, RedisRegistry
         from outrider.sessions.redis_address import with_password
@@ -200,9 +213,10 @@ class ReplicaHost:
                 figures=service.figures,
             )
 
-        self._announcer = Lease(
-            RedisRegistry(with_password(member.redis), member.deployment), record
-        )
+        registry = RedisRegistry(with_password(member.redis), member.deployment)
+        self._announcer = Lease(registry, record)
+        # First of all, so that no new sessions are sent here.
+        self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 
     async def leave(self) -> None:
@@ -211,27 +225,13 @@ class ReplicaHost:
         if self._announcer is not None:
             self._announcer.say_again()
 
-    def _on_health(self, healthy: bool) -> None:
-        self._healthy = healthy
-        self._health_changed.set()
-
     async def _follow_health(self, service: SteppedService, server: RpcServer) -> None:
+        changes: asyncio.Queue[bool] = asyncio.Queue()
+        service.watch(changes.put_nowait)
         while service.lost is None:
-            await self._health_changed.wait()
-            self._health_changed.clear()
-            await server.set_serving(bool(self._healthy))
-        await self._end(LOST_REPLICA_GRACE_S)
+            await server.set_serving(await changes.get())
+        await self.stop(LOST_REPLICA_GRACE_S)
 
 
 def _role(config: TargetConfig | DraftConfig) -> Literal["target", "draft"]:
     return "target" if isinstance(config, TargetConfig) else "draft"
-
-
-def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
-    """Only coordinators may call it, nor does it tell others what it has. Raises `ConfigError`."""
-    from outrider.transport.tls import internal_server_credentials, role_guard
-
-    with blaming("internal_tls_dir"):
-        credentials = internal_server_credentials(Path(config.internal_tls_dir), _role(config))
-    guard = role_guard("coordinator")
-    return {"reflection": False, "guard": guard, "credentials": credentials}

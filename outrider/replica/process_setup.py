@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
     from outrider.models.eagle import LoadedEagle
-    from outrider.models.early_exit import LoadedExit
-    from outrider.models.medusa import LoadedHeads
 
 T = TypeVar("T")
 STANDARD_ERROR: Final = "-"
@@ -170,13 +168,12 @@ def build_engine(
     if not config.deterministic:
         records = ranks is None and not _shows_features(config)
         backend = find_backend(device, weight.dtype, graphs=records)
-    heads, exit_head = _own_drafters(config, module)
+    own = _own_drafter(config, module)
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
-    for own in (heads, exit_head):
-        if own is not None:
-            speed_up(own.module, kernels=kernels)
+    for drafter in own.values():
+        speed_up(drafter.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
     num_recorded = 0 if backend is None else backend.recorded_bytes_max
@@ -199,10 +196,9 @@ def build_engine(
             deterministic=config.deterministic,
             backend=backend,
             all_agree=lambda fine: fine if ranks is None else bool(least(ranks, fine, device)),
-            draft_heads=heads,
             shows_features=_shows_features(config),
-            exit_head=exit_head,
             kernels=kernels,
+            **own,
         )
         if engine.info.max_model_len < config.max_model_len:
             raise SettingError(
@@ -249,20 +245,22 @@ def _load(
     from outrider.models.student import load_drafter
 
     path = Path(config.directory)
-    options: dict[str, Any] = {
-        "name": config.model,
-        "dtype": config.dtype,
-        "device": config.device,
-        "num_threads": num_threads,
-        "max_model_len": config.max_model_len or None,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    options = _loading(config) | {
+        "num_threads": num_threads, "max_model_len": config.max_model_len or None,
+    }  # fmt: skip
     if isinstance(config, DraftConfig) and config.target_directory:
         return load_drafter(path, Path(config.target_directory), target=config.target, **options)
     if ranks is None:
         return load_model(path, **options)
     key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
     return load_shard(path, ranks, key=key, **options)
+
+
+def _loading(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    return {
+        "name": config.model, "dtype": config.dtype, "device": config.device,
+        "trust_remote_code": config.trust_remote_code,
+    }  # fmt: skip
 
 
 def _shows_features(config: TargetConfig | DraftConfig) -> bool:
@@ -272,25 +270,21 @@ def _shows_features(config: TargetConfig | DraftConfig) -> bool:
     )
 
 
-def _own_drafters(
-    config: TargetConfig | DraftConfig, module: torch.nn.Module
-) -> tuple[LoadedHeads | None, LoadedExit | None]:
-    """The draft heads or the exit head on a target, whose weights are all there still."""
+def _own_drafter(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> dict[str, Any]:
+    """The draft heads or the exit head on a target, whose weights are all there still, as
+    `PagedEngine` takes it."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
-        return None, None
+        return {}
     from outrider.models.early_exit import load_exit
     from outrider.models.medusa import load_heads
 
-    path = Path(config.heads_directory)
-    names: dict[str, Any] = {
-        "name": config.heads,
-        "target_directory": Path(config.directory),
-        "target_name": config.model,
-    }
+    is_medusa = config.heads_kind == "medusa"
     with blaming("draft_model"):
-        if config.heads_kind == "medusa":
-            return load_heads(path, module, **names), None
-        return None, load_exit(path, module, **names)
+        own = (load_heads if is_medusa else load_exit)(
+            Path(config.heads_directory), module, name=config.heads,
+            target_directory=Path(config.directory), target_name=config.model,
+        )  # fmt: skip
+    return {"draft_heads" if is_medusa else "exit_head": own}
 
 
 def _bits(config: TargetConfig | DraftConfig) -> int | None:
@@ -307,14 +301,9 @@ def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
 
     with blaming("draft_model"):
         eagle, info = load_eagle(
-            Path(config.directory),
-            Path(config.target_directory),
-            name=config.model,
-            target=config.target,
-            dtype=config.dtype,
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
-        )
+            Path(config.directory), Path(config.target_directory), target=config.target,
+            **_loading(config),
+        )  # fmt: skip
         speed_up(eagle.module)
     return eagle, info
 
@@ -324,20 +313,16 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
     from outrider.drafters.lookup import NgramConfig, NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
-    match config.drafter.lookup:
-        case LookupKind.NGRAM:
-            return NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
-        case LookupKind.SUFFIX:
-            return SuffixDrafter(
-                SuffixConfig(
-                    depth=config.suffix_depth,
-                    min_score=config.suffix_min_score,
-                    tokens_per_tenant=config.suffix_tokens_per_tenant,
-                    tokens_total=config.suffix_tokens_total,
-                )
-            )
-        case None:
-            return None
+    if config.drafter.lookup is LookupKind.NGRAM:
+        return NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
+    if config.drafter.lookup is None:
+        return None
+    return SuffixDrafter(
+        SuffixConfig(
+            config.suffix_depth, config.suffix_min_score, config.suffix_tokens_per_tenant,
+            config.suffix_tokens_total,
+        )
+    )  # fmt: skip
 
 
 def build_grammars(
@@ -363,9 +348,7 @@ def build_grammars(
     return Grammars(load)
 
 
-def step_costs(
-    engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
-) -> StepCosts:
+def step_costs(engine: Engine, config: TargetConfig | DraftConfig) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
     that is not in use yet. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
@@ -373,5 +356,5 @@ def step_costs(
     costs = measure_step_costs(
         engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter
     )
-    logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
+    logging.getLogger(__name__).info("step costs: %s", costs)
     return costs
