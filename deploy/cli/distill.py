@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,19 +125,15 @@ def distill(arguments: Arguments) -> int:
 
     check_out(options.out)
     target, text = _target(arguments)
-    start = None
-    if options.start_name is not None:
+    if start_name is not None:
+        trust, heads = arguments.trust_remote_code, options.kind != KINDS[0]
         with blaming("start_from"):
-            start = resolve_model(
-                options.start_name,
-                trust_remote_code=arguments.trust_remote_code,
-                heads=options.kind != KINDS[0],
-            )
+            start = resolve_model(start_name, trust_remote_code=trust, heads=heads)
+        options = replace(options, start_from=start)
     options = replace(
         options,
         prompts=_prompts("prompts", arguments.prompts, text),
         measure=_prompts("measure", arguments.measure, text),
-        start_from=start,
     )
     found = make(options, target, cache_dir(), _report)
     progress.rest()
@@ -154,17 +150,12 @@ def distill(arguments: Arguments) -> int:
                 f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
                 f"{measured.sampled:.3f} at 1"
             )
-    print(serve_line(arguments.target, options.kind, found.out))
-    return 0
-
-
-def serve_line(target: str, kind: str, out: Path) -> str:
-    """What to type to serve `target` with the drafter that was made. A model drafts behind a
-    look-up."""
-    served = draft_model(kind, out)
-    if kind == KINDS[0]:
+    # A model drafts behind a look-up.
+    served = draft_model(options.kind, found.out)
+    if options.kind == KINDS[0]:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
-    return shlex.join([program(), "serve", target, "--draft-model", served])
+    print(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
+    return 0
 
 
 def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
@@ -177,14 +168,9 @@ def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
     directory = resolve_model(name, trust_remote_code=trust)
     tokenizer = load_tokenizer(directory, trust_remote_code=trust)
     text = None if tokenizer is None else TokenizerText(tokenizer, name)
+    encode = None if text is None else text.encode
     target = Target(
-        name=name,
-        directory=directory,
-        template=_template(text),
-        encode=None if text is None else text.encode,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        trust_remote_code=trust,
+        name, directory, _template(text), encode, arguments.dtype, arguments.device, trust
     )
     return target, text
 
@@ -199,15 +185,10 @@ def _template(text: TokenizerText | None) -> Template:
         one, other = (text.encode_chat([{"role": "user", "content": c}]) for c in _TURNS)
     except BadRequest:  # no chat template
         return Template(tuple(text.encode("")), ())
-    before = _common(one, other)
-    after = _common(one[before:][::-1], other[before:][::-1])
+    before = len(commonprefix([one, other]))  # noqa: RUF071 (lists of ids)
+    rest = [one[before:][::-1], other[before:][::-1]]
+    after = len(commonprefix(rest))  # noqa: RUF071
     return Template(tuple(one[:before]), tuple(one[len(one) - after :]))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _prompts(
