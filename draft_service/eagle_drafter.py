@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,21 +15,21 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, check
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
-from outrider.models.eagle import LoadedEagle, Pairs
+from outrider.models.eagle import LoadedEagle
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import Proposal
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
+class _Window(NamedTuple):
     """The newest committed pairs of a session, P of `FEATURES_MAX` at most."""
 
     keys: torch.Tensor
     """[P, heads, width of one]"""
     values: torch.Tensor
     """The same of values."""
-    last: Pairs
-    """Of the newest pair alone ..."""
+    queries: torch.Tensor
+    joined: torch.Tensor
+    """Of the newest pair alone: see `Pairs` ..."""
     features: torch.Tensor
     """... [D], and what it was made of."""
     tokens: tuple[int, ...]
@@ -119,16 +119,26 @@ class EagleDrafter:
         features = torch.cat([_tensor(rows) for _, rows in heard]).to(weight)
         tokens = [v for request, rows in heard for v in _behind(request, rows)]
         places = [place for _, rows in heard for place in range(rows.first, rows.end)]
-        pairs = self._head.pairs(
-            features,
-            torch.tensor(tokens, device=weight.device),
-            torch.tensor(places, device=weight.device),
-        )
-        start = 0
+        asked = torch.tensor([tokens, places], device=weight.device)
+        pairs = self._head.pairs(features, *asked)
+        end = 0
         for request, rows in heard:
-            end = start + len(rows)
-            self._extend(request, rows, pairs, features, slice(start, end))
-            start = end
+            own, end = slice(end, end + len(rows)), end + len(rows)
+            window = self._windows.pop(request.session_id, None)
+            keys, values, behind = pairs.keys[own], pairs.values[own], (*_behind(request, rows),)
+            if window is not None and window.end == rows.first:
+                keys = torch.cat([window.keys, keys])
+                values = torch.cat([window.values, values])
+                behind = window.tokens + behind
+            self._windows[request.session_id] = _Window(
+                keys[-FEATURES_MAX:].clone(),
+                values[-FEATURES_MAX:].clone(),
+                pairs.queries[end - 1].clone(),
+                pairs.joined[end - 1].clone(),
+                features[end - 1].clone(),
+                behind[-FEATURES_MAX:],
+                rows.end,
+            )
         while len(self._windows) > self._sessions_max:
             dropped, _ = self._windows.popitem(last=False)
             self.on_dropped(dropped)
@@ -149,54 +159,35 @@ class EagleDrafter:
         is_known = new is not None and max(_behind(request, new)) < vocab_size
         return new if is_known else None
 
-    def _extend(
-        self,
-        request: DraftRequest,
-        new: Features,
-        pairs: Pairs,
-        features: torch.Tensor,
-        rows: slice,
-    ) -> None:
-        window = self._windows.pop(request.session_id, None)
-        keys, values, tokens = pairs.keys[rows], pairs.values[rows], (*_behind(request, new),)
-        if window is not None and window.end == new.first:
-            keys = torch.cat([window.keys, keys])
-            values = torch.cat([window.values, values])
-            tokens = window.tokens + tokens
-        newest = rows.stop - 1
-        parts = (pairs.queries, pairs.keys, pairs.values, pairs.joined)
-        self._windows[request.session_id] = _Window(
-            keys[-FEATURES_MAX:].clone(),
-            values[-FEATURES_MAX:].clone(),
-            Pairs(*(part[newest].clone() for part in parts)),
-            features[newest].clone(),
-            tokens[-FEATURES_MAX:],
-            new.end,
-        )
-
     def _draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         windows = [self._windows[request.session_id] for request in requests]
         drafts = [AutoregressiveDraft(request) for request in requests]
-        keys = nn.utils.rnn.pad_sequence([window.keys for window in windows], batch_first=True)
-        values = nn.utils.rnn.pad_sequence([window.values for window in windows], batch_first=True)
-        lengths = torch.tensor([len(window.keys) for window in windows], device=keys.device)
+        keys: Any
+        values: Any
+        keys, values, *newest, _, ends = (list(column) for column in zip(*windows, strict=True))
+        lengths, places = torch.tensor([[*map(len, keys)], ends], device=keys[0].device)
+        keys, values = (
+            nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (keys, values)
+        )
+        queries, joined, features = map(torch.stack, newest)
         seen = torch.arange(keys.shape[1], device=keys.device) < lengths[:, None]
-        places = torch.tensor([window.end for window in windows], device=keys.device)
-        queries = torch.stack([window.last.queries for window in windows])
-        joined = torch.stack([window.last.joined for window in windows])
-        features = torch.stack([window.features for window in windows])
 
         def next_logits(active: Sequence[int]) -> torch.Tensor:
             nonlocal features, joined, keys, queries, seen, values
             depth = len(drafts[active[0]].token_ids)
             if depth > 0:
-                newest = torch.tensor([draft.newest for draft in drafts], device=keys.device)
-                pairs = self._head.pairs(features, newest, places + (depth - 1))
+                tokens = torch.tensor([draft.newest for draft in drafts], device=keys.device)
+                pairs = self._head.pairs(features, tokens, places + (depth - 1))
                 queries, joined = pairs.queries, pairs.joined
                 keys = torch.cat([keys, pairs.keys[:, None]], 1)
                 values = torch.cat([values, pairs.values[:, None]], 1)
                 seen = nn.functional.pad(seen, (0, 1), value=True)
-            features = self._head.guess(features, joined, _attend(queries, keys, values, seen))
+            # Of a query [S, heads, E] each over its L keys and values, of which it sees some.
+            mixed = nn.functional.scaled_dot_product_attention(
+                queries[:, :, None], keys.transpose(1, 2), values.transpose(1, 2),
+                attn_mask=seen[:, None, None],
+            )  # fmt: skip
+            features = self._head.guess(features, joined, mixed[:, :, 0])
             return self._head.logits(features[active])
 
         self._sampler.run(drafts, next_logits)
@@ -211,17 +202,3 @@ def _tensor(rows: Features) -> torch.Tensor:
     """[n, D], bfloat16."""
     numbers = torch.frombuffer(bytearray(rows.rows), dtype=torch.bfloat16)
     return numbers.view(len(rows), rows.width)
-
-
-def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
-) -> torch.Tensor:
-    """[S, heads, E]: of a query [S, heads, E] each over its L keys and values [S, L, heads, E], of
-    which it sees some [S, L]."""
-    mixed = nn.functional.scaled_dot_product_attention(
-        queries[:, :, None],
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=seen[:, None, None],
-    )
-    return mixed[:, :, 0]

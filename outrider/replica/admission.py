@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
 from outrider.errors import InvariantError, OutriderError
@@ -170,38 +171,27 @@ class Admissions:
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
         """Gives out the step's tokens; a session that gets some and holds nothing begins."""
-        token_demands = {
-            index: self._token_demand(demands[index], entry, begun)
-            for index, entry in enumerate(found)
-            if isinstance(entry, Aligned)
-        }
+        aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
+        wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         if not any(name in self._table for names in self._in_rounds for name in names):
             self._budget.rounds_ended()
-        grants = dict(
-            zip(token_demands, self._budget.share(list(token_demands.values())), strict=True)
-        )
-        in_rounds = [
-            demands[index].head.session_id
-            for index, token_demand in token_demands.items()
-            if grants[index] and token_demand.is_round
-        ]
+        grants = self._budget.share(wanted)
+        admissions: list[Any] = [*found]
+        in_rounds: list[str] = []
+        for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
+            head, entry = demands[index].head, aligned[index]
+            if granted == 0:
+                admissions[index] = Unfinished.CONTINUES
+                continue
+            if token_demand.is_round:
+                in_rounds.append(head.session_id)
+            if head.session_id in begun:
+                entry = self._table.begin(head)
+            is_whole = granted == token_demand.num_tokens
+            self._num_prefill_chunks += not is_whole
+            admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
         if in_rounds:
             self._in_rounds.append(in_rounds)
-        admissions: list[Admission] = []
-        for index, entry in enumerate(found):
-            if not isinstance(entry, Aligned):
-                admissions.append(entry)
-                continue
-            if grants[index] == 0:
-                admissions.append(Unfinished.CONTINUES)
-                continue
-            head = demands[index].head
-            aligned = self._table.begin(head) if head.session_id in begun else entry
-            if grants[index] == token_demands[index].num_tokens:
-                admissions.append(Admitted(aligned, len(aligned.new_tokens)))
-            else:
-                self._num_prefill_chunks += 1
-                admissions.append(Admitted(aligned, grants[index]))
         return admissions
 
     def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
