@@ -45,6 +45,8 @@ class Batch:
     likeliest: torch.Tensor
     """[R]: the columns of the target's likeliest tokens; -1 where the head has none."""
     teacher: TeacherRows
+    sizes: list[int]
+    """[B]: of the rows, how many each document has."""
     behind: torch.Tensor
     """[R]: how many rows of the same document come behind."""
     features: torch.Tensor
@@ -78,7 +80,7 @@ class Dataset:
         documents = [self.cache.documents[index] for index in indices]
         ids, rows, following = packed(documents)
         answers = self.cache.answers(indices)
-        behind = [np.arange(document.num_learned)[::-1] for document in documents]
+        sizes = [document.num_learned for document in documents]
         columns = self._columns[answers["ids"]]
         mass = np.where(columns < 0, 0.0, np.exp(answers["logprobs"].astype(np.float32)))
         return Batch(
@@ -88,7 +90,8 @@ class Dataset:
             written=self._put(answers["written"].astype(np.float32)),
             likeliest=self._put(columns[:, 0]),
             teacher=TeacherRows(self._put(columns.clip(0)), self._put(mass.astype(np.float32))),
-            behind=self._put(np.concatenate(behind)),
+            sizes=sizes,
+            behind=self._put(np.concatenate([np.arange(size)[::-1] for size in sizes])),
             features=self._put(answers.get("features", np.zeros((len(rows), 0), np.float16))),
         )
 

@@ -231,21 +231,21 @@ class Eagle(Learner):
         """Chains that the documents are long enough for; those of row r begin with its pair and are
         scored against row r + 1, r + 2, .. The first pair of a document is that of its first
         learned token: when an answer begins, there are no hidden states of what stands before."""
-        read, behind = batch.features, batch.behind
-        documents = (nn.functional.pad(behind, (1, 0))[:-1] == 0).cumsum(0) - 1
-        firsts = (documents.diff(prepend=documents.new_tensor([-1])) > 0).nonzero()[:, 0]
-        places = torch.arange(len(behind), device=behind.device) - firsts[documents]
-        longest = int(places.max()) + 1
-        features = read.new_zeros((len(firsts), longest, self._width), dtype=self.head.dtype)
-        features[documents, places] = read.to(self.head.dtype)
-        tokens = batch.token_ids.new_zeros((len(firsts), longest + NUM_DEPTHS - 1))
-        tokens[documents, places] = batch.token_ids.reshape(-1)[batch.rows + 1]
+        sizes = batch.sizes
+        parts = (batch.features.to(self.head.dtype), batch.token_ids.reshape(-1)[batch.rows + 1])
+        features, tokens = (
+            nn.utils.rnn.pad_sequence([*torch.split(part, sizes)], batch_first=True)
+            for part in parts
+        )
+        lengths = torch.tensor(sizes, device=features.device)
+        is_pair = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
+        tokens = nn.functional.pad(tokens, (0, NUM_DEPTHS - 1))
         found: list[Depth] = []
         for depth, guessed in enumerate(self.module.unroll(features, tokens, NUM_DEPTHS)):
-            [rows] = (behind > depth).nonzero(as_tuple=True)
+            [rows] = (batch.behind > depth).nonzero(as_tuple=True)
             if not len(rows):
                 break
-            found.append(Depth(guessed[documents[rows], places[rows]], rows + depth + 1))
+            found.append(Depth(guessed[is_pair][rows], rows + depth + 1))
         return found
 
     def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:

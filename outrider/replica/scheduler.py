@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +44,7 @@ logger = logging.getLogger(__name__)
 
 STARVED_REST_S: Final = 0.1
 """After a step in which nothing found pages, the next one follows when something has changed, but
-no later than this: a deadline may have passed, or a session fallen silent. While only some items
-of the steps find none, `_starved` is called as often."""
+no later than this: a deadline may have passed, or a session fallen silent."""
 
 
 class StepScheduler:
@@ -82,15 +80,11 @@ class StepScheduler:
         self._closing = False
         self.lost: EngineLost | None = None
         """Why no step can follow any more; None while one can."""
-        self._hangs = False
-        """Whether a step will never end."""
         self._crashes = 0
         self._reported = True
         self._on_health: Callable[[bool], None] | None = None
         self._num_starved = 0
-        """As the worker's figures were when that was last told ..."""
-        self._told_starved_at = -math.inf
-        """... and the loop time of it."""
+        """As the worker's figures were behind the last step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -122,8 +116,8 @@ class StepScheduler:
         self._on_health = on_health
 
     def _starved(self, waiting: Collection[str]) -> None:
-        """Items find no pages: may `park` other sessions than those that are `waiting`. While that
-        lasts it is called again after `STARVED_REST_S`."""
+        """Items of a step found no pages: may `park` other sessions than those that are
+        `waiting`."""
 
     def submit(self, work: StepRequest) -> None:
         """Queues work; see `RequestQueue.add`. Raises `Overloaded` when the queue is full,
@@ -166,13 +160,13 @@ class StepScheduler:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Waits for the running step, unless it hangs, drops what waits, and closes the
+        """Waits for the running step, unless it may hang, drops what waits, and closes the
         executor."""
         self._closing = True
         self._wake.set()
         if self._task is not None:
             await self._task
-        self._executor.close(wait=not self._hangs)
+        self._executor.close(wait=self.lost is None)
 
     @property
     def _over(self) -> bool:
@@ -263,15 +257,10 @@ class StepScheduler:
                 self._note_seconds(end - start)
         self._answer(batch, answers, start, end)
         self._put_back([work for work in batch if work.unfinished is not None])
-        self._tell_starved(end)
+        num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
+        if self._num_starved > num_starved:
+            self._starved(self._queue.sessions)
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
-
-    def _tell_starved(self, now: float) -> None:
-        num_starved = self._worker.figures.num_starved
-        if num_starved == self._num_starved or now < self._told_starved_at + STARVED_REST_S:
-            return
-        self._num_starved, self._told_starved_at = num_starved, now
-        self._starved(self._queue.sessions)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
         """Refuses the batch, and all that waits."""
@@ -306,7 +295,6 @@ class StepScheduler:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._hangs = True
             raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
 
     def _on_executor(
