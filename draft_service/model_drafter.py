@@ -70,11 +70,12 @@ class ModelDrafter:
         self._sampler = DraftSampler(self.vocabulary, entries_max)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:
-        """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
-        tokens, or what was run of one that goes on. A request for no tokens runs the prefix all the
-        same, so that it is held when one comes. Once the time of a proposal that has ended is
-        over, those that have not are left `Unended`. Raises what the engine's first pass raises,
-        unless a proposal that goes on is part of it."""
+        """See `Drafter.propose`; or why nothing could be proposed to one session; or that its
+        proposal goes on when it is asked for again, which not all of them do. The engine must hold
+        a proper prefix of each request's tokens, or what was run of one that goes on. A request for
+        no tokens runs the prefix all the same, so that it is held when one comes. Once the time of
+        a proposal that has ended is over, those that have not are left `Unended`. Raises what the
+        engine's first pass raises, unless a proposal that goes on is part of it."""
         branches = [self._begin_or_go_on(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
         kept = [branch for branch in active if branch.sequence_id in self._unfinished]

@@ -58,17 +58,16 @@ class DraftService(SteppedService):
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
-        look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         costs: StepCosts | None = None,
         grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
-        `entries_max` tokens at most. It looks ahead, and pushes `look_ahead_bytes_max` bytes of
+        `entries_max` tokens at most. It looks ahead, and pushes `LOOK_AHEAD_BYTES_MAX` bytes of
         proposals at most for one round of a session. By `grammars`, those of the engine's
         tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter = ModelDrafter(engine, entries_max)
-        limits = (max_num_seqs, look_ahead_bytes_max)
+        limits = (max_num_seqs, LOOK_AHEAD_BYTES_MAX)
         proposer = Proposer(drafter, engine, budget, limits, grammars)
         description = describe_model(engine.info, max_num_seqs, costs)
         return cls(proposer, executor, description, lambda: engine.stated_seconds)

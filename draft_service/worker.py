@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter, Unended
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.engine.interface import Engine
 from outrider.errors import BadRequest, Incompatible, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.messages import DraftItem, ProposalReply
-from outrider.replica.admission import Admitted, SlotDemand
 from outrider.replica.step_request import Answers, Unfinished, refusal, undrawn
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import StepWorker, Work, draft_request
+from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -43,19 +43,6 @@ class _Drafting(Work):
     """Whether a proposal follows; else a part of the prefix is run."""
 
 
-class FallibleDrafter(Protocol):
-    """A `Drafter`, or one that may fail for one request and serve the others of the same call."""
-
-    def propose(
-        self, requests: Sequence[DraftRequest]
-    ) -> Sequence[Proposal | OutriderError | Unended]:
-        """See `Drafter.propose`; or why nothing could be proposed to one session; or that its
-        proposal goes on when it is asked for again. Not all of them do."""
-        ...
-
-    def release(self, session_id: str) -> None: ...
-
-
 class Proposer(StepWorker[_Drafting]):
     """The draft's worker.
 
@@ -65,7 +52,7 @@ class Proposer(StepWorker[_Drafting]):
 
     def __init__(
         self,
-        drafter: FallibleDrafter,
+        drafter: ModelDrafter | EagleDrafter,
         engine: Engine | None = None,
         budget: TokenBudget | None = None,
         look_ahead: tuple[int, int] | None = None,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -22,32 +21,11 @@ from outrider.speculation.proposal import Proposal
 logger = logging.getLogger(__name__)
 
 
-class SelfDrafter(Protocol):
-    """Proposes for rounds of the target that it is a part of. As of any drafter, a proposal depends
-    on nothing that was drafted and not committed, and on no numbers but its own round's."""
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether it looks at the target's hidden states; constant."""
-        ...
-
-    def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
-    ) -> list[Proposal]:
-        """One proposal for each request, in order; of what is wanted or less. A request is of the
-        target's sequence, which holds its tokens but the newest one; without penalties it names
-        that token alone. `hidden_states`, [D] each, are what the target's head read at the token
-        before; none for a drafter that does not read them. The sequences are then as they were.
-
-        A round has what was drawn so far where its logits cannot be drawn from, and where a pass
-        fails: a token that is dropped for what it is would bias the output."""
-        ...
-
-
 class HeadDrafter:
     """Drafts with heads: a token of every round at a time."""
 
     reads_features: Final = True
+    """Whether it looks at the target's hidden states."""
 
     def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._heads = heads.module
@@ -56,6 +34,15 @@ class HeadDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
     ) -> list[Proposal]:
+        """One proposal for each request, in order; of what is wanted or less. A request is of the
+        target's sequence, which holds its tokens but the newest one; without penalties it names
+        that token alone. `hidden_states`, [D] each, are what the target's head read at the token
+        before. The sequences are then as they were.
+
+        As of any drafter, a proposal depends on nothing that was drafted and not committed, and on
+        no numbers but its own round's. A round has what was drawn so far where its logits cannot be
+        drawn from, and where a pass fails: a token that is dropped for what it is would bias the
+        output."""
         depths = len(self._heads.heads)
         drafts = [
             AutoregressiveDraft(request, min(request.num_draft_tokens, depths))
@@ -97,24 +84,28 @@ class ExitDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor] = ()
     ) -> list[Proposal]:
+        """As `HeadDrafter.propose`; it reads no hidden states."""
         drafts = [AutoregressiveDraft(request) for request in requests]
-        with self._given_back([request.session_id for request in requests]):
-            try:
-                for draft in drafts:  # Elsewhere it would go on from what is not committed.
-                    request = draft.request
-                    held = self._engine.length(request.session_id)
-                    if held != request.noise.committed_length - 1:
-                        draft.stop()
-                self._sampler.run(drafts, lambda active: self._next_logits(drafts, active))
-            except Exception:
-                logger.exception("drafts of %d sessions end early", len(drafts))
+        engine = self._engine
+        lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
+        try:
+            for draft in drafts:  # Elsewhere it would go on from what is not committed.
+                held = lengths[draft.sequence_id]
+                if held != draft.request.noise.committed_length - 1:
+                    draft.stop()
+            self._sampler.run(drafts, lambda active: self._next_logits(drafts, active))
+        except Exception:
+            logger.exception("drafts of %d sessions end early", len(drafts))
+        for name, length in lengths.items():
+            if engine.length(name) > length:
+                engine.keep(name, length)
         return [draft.proposal for draft in drafts]
 
     def _next_logits(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> torch.Tensor:
         steps = {
-            index: SequenceStep(drafts[index].request.session_id, (drafts[index].newest,), 1)
+            index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
         }
         if not self._engine.can_hold([*steps.values()]):
@@ -129,13 +120,6 @@ class ExitDrafter:
             return torch.empty(0, 1)
         return self._head.logits(torch.cat(self._engine.forward_shallow([*steps.values()])))
 
-    @contextmanager
-    def _given_back(self, sequence_ids: Iterable[str]) -> Iterator[None]:
-        """Afterwards the sequences hold what they held before, but for those that are gone."""
-        lengths = {name: self._engine.length(name) for name in sequence_ids}
-        try:
-            yield
-        finally:
-            for name, length in lengths.items():
-                if self._engine.length(name) > length:
-                    self._engine.keep(name, length)
+
+SelfDrafter = HeadDrafter | ExitDrafter
+"""Proposes for rounds of the target that it is a part of."""

@@ -23,10 +23,9 @@ from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features
 from outrider.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.admission import Admitted, SlotDemand
 from outrider.replica.step_request import Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import StepWorker, Work, draft_request
+from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (

@@ -42,9 +42,6 @@ _TURNS: Final = ("one", "Two?")
 
 
 _DEFAULTS: Final = DistillOptions(out=Path())
-_FIELDS: Final = (
-    "out", "kind", "minutes", "layers", "heads", "draft_vocab", "corpus", "seed", "tokens", "steps"
-)  # fmt: skip
 _DRAFTER: Final = (
     option(
         "--kind", choices=KINDS, default=str(KINDS[0]),
@@ -110,12 +107,15 @@ _DRAFTER: Final = (
     "it has made lies in $OUTRIDER_CACHE/distillation.",
 )  # fmt: skip
 def distill(arguments: Arguments) -> int:
-    """Makes it, and says on standard error how far it is."""
-    given = vars(arguments)
-    options = DistillOptions(
-        **{name: given[name] for name in _FIELDS}, start_name=arguments.start_from,
-        start_from=None if arguments.start_from is None else Path(arguments.start_from),
-    )  # fmt: skip
+    """Makes it, and says on standard error how far it has come."""
+    start_name = arguments.start_from
+    given = {
+        name: value for name, value in vars(arguments).items()
+        if name in DistillOptions.__dataclass_fields__
+    }  # fmt: skip
+    given |= {"prompts": (), "measure": (), "start_name": start_name}
+    given["start_from"] = None if start_name is None else Path(start_name)
+    options = DistillOptions(**given)
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.

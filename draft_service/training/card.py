@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from .dataset import Dataset
-from .documents import HELD_OUT_EVERY, Document
-from .learners import Learner
+from .documents import HELD_OUT_EVERY
 from .measuring import Measured
 from .options import DistillOptions, draft_model
-from .teacher import TeacherCache
+from .teacher import Dataset, TeacherCache
 from .training import Progress, Trainer
 
 if TYPE_CHECKING:
@@ -36,13 +34,18 @@ def render_card(
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
-    how, before, unknown = _history(learner, learned)
+    before = ""
+    if learner.is_trained:
+        before = (
+            f"\nWhat {learner.began} had learned from before is not listed. Some of what is held "
+            "out here\nmay be among it, if another rule held texts out then.\n"
+        )
     prompts = ""
     for of_prompts in measured[1:]:
         prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
 
-The prompts were given to measure with: no conversation that was learned from begins with one of
-them{unknown}.
+The prompts were given to measure with: no conversation that was learned from here begins with
+one of them. Texts by others were not searched.
 
 {_tables(of_prompts)}
 
@@ -74,8 +77,7 @@ About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, or
 where that says nothing, as a hash of these and nothing else says: so every run holds out the same
 ones.
 {before}
-The target's 64 likeliest tokens at every place were what was learned:
-{how}.
+The target's 64 likeliest tokens at every place were what was learned.
 
 {_RATES}
 
@@ -92,22 +94,6 @@ stated; of texts by others everything.
 | --- | --- | --- | --- | --- |
 {_curve(now)}
 """
-
-
-def _history(learner: Learner, learned: Sequence[Document]) -> tuple[str, str, str]:
-    """How it learned; what it had learned before; and what of that is not known."""
-    how = "first by cross-entropy, then by the likelihood that a draft is accepted"
-    before, unknown = "", ""
-    if any(document.prompt is None for document in learned):
-        unknown += "; texts by others were not searched for them"
-    if learner.is_trained:
-        unknown += f";\nwhat {learner.began} had learned from before is not known here"
-        how = "mostly by the likelihood that a draft is accepted, from the first step on"
-        before = (
-            f"\nWhat {learner.began} had learned from before is not listed. Some of what is held "
-            "out here\nmay be among it, if another rule held texts out then.\n"
-        )
-    return how, before, unknown
 
 
 def _data(cache: TeacherCache) -> str:

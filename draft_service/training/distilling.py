@@ -34,7 +34,6 @@ from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.module_replacement import speed_up
 
 from .card import render_card
-from .dataset import Dataset
 from .documents import (
     DOCUMENT_TOKENS_MAX,
     HELD_OUT_EVERY,
@@ -53,7 +52,7 @@ from .measuring import (
 )
 from .options import DRAFT_VOCAB, DistillOptions
 from .storage import CARD_FILE, alone_in, check_out, filled, folder_name
-from .teacher import Target, TeacherCache, check_head
+from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
 
@@ -124,10 +123,7 @@ class _Run:
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)
         """Part of what is to be learned from that the target writes."""
-        longest = min(MEASURED_PROMPT_TOKENS_MAX, info.max_model_len - 1)
-        _check_prompts("prompts", options.prompts, self._tokens_max - 1)
-        _check_prompts("measure", options.measure, longest)
-        _check_apart(options, self._given)
+        _check_prompts(options, info.max_model_len - 1, self._given)
 
     def finish(self, fingerprint: str) -> Distilled:
         """All stages. What is to be measured with comes first: it is the target's answers to
@@ -284,20 +280,12 @@ class _Run:
         return trainer
 
 
-def _check_prompts(name: str, prompts: Sequence[Sequence[int]], length_max: int) -> None:
-    """Raises `SettingError` for a prompt that is too long for the target to answer."""
-    for number, prompt in enumerate(prompts, start=1):
-        if not 0 < len(prompt) <= length_max:
-            raise SettingError(
-                name, f"number {number} has {len(prompt)} tokens; 1 to {length_max} are allowed"
-            )
-
-
-def _check_apart(options: DistillOptions, given: Sequence[Document]) -> None:
-    """Raises `SettingError` for a prompt to measure with that is to be learned from."""
+def _check_prompts(options: DistillOptions, longest: int, given: Sequence[Document]) -> None:
+    """Raises `SettingError` for a prompt that is too long for the target to answer, and for one to
+    measure with that is to be learned from."""
     learned = {document.prompt: "the prompt of a conversation in --corpus" for document in given}
-    for number, prompt in enumerate(options.prompts, start=1):
-        learned[prompt] = f"number {number} of --prompts"
+    numbered = [*enumerate(options.prompts, start=1)]
+    learned |= {prompt: f"number {number} of --prompts" for number, prompt in numbered}
     for number, prompt in enumerate(options.measure, start=1):
         if prompt in learned:
             raise SettingError(
@@ -305,3 +293,11 @@ def _check_apart(options: DistillOptions, given: Sequence[Document]) -> None:
                 f"number {number} is also {learned[prompt]}; what is measured must not be learned "
                 "from",
             )
+    most = {"prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
+            "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest)}  # fmt: skip
+    for name, length_max in most.items():
+        for number, prompt in enumerate(getattr(options, name), start=1):
+            if not 0 < len(prompt) <= length_max:
+                raise SettingError(
+                    name, f"number {number} has {len(prompt)} tokens; 1 to {length_max} are allowed"
+                )

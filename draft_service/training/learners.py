@@ -46,11 +46,9 @@ from outrider.models.loading import parameters_on_meta
 from outrider.models.medusa import DraftHeads, load_heads
 from outrider.models.student import load_drafter, narrow_head, save_drafter
 from outrider.settings import blaming
-from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
 
-from .dataset import Batch
 from .options import HEADS, LAYERS, DistillOptions
-from .teacher import Target
+from .teacher import Batch, Target
 
 NUM_DEPTHS: Final = 3
 """Tokens of the chains that an EAGLE head learns from, and is measured with."""
@@ -134,15 +132,6 @@ class Learner:
         """Draft token 1, 2, .. that a step finds in each text, given the tokens before it; with a
         gradient where one is wanted."""
         raise NotImplementedError
-
-    def by_position(
-        self, texts: Sequence[Sequence[npt.NDArray[np.float64]]]
-    ) -> tuple[float | None, ...]:
-        """The chance of draft token 1, 2, .. given that those before it were accepted, from
-        min(1, q(x) / p(x)) of each `Depth` along every text."""
-        if self.num_depths is None:
-            return conditional_acceptance([ratios.tolist() for [ratios] in texts])
-        return acceptance_of_windows(texts, self.num_depths)
 
     def save(self, directory: Path, description: TrainedDescription) -> None:
         """Writes its files, but for the card."""

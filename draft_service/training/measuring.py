@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
 
-from .dataset import Batch, Dataset
 from .learners import Learner
+from .teacher import Batch, Dataset
 
 MEASURED_TEMPERATURES: Final = (0.0, 1.0)
 """Of the answers to each prompt that a drafter is to be measured with, ..."""
@@ -100,7 +101,11 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
     for temperature in sorted(found, key=lambda t: (t is None, t or 0.0)):
         scores = np.concatenate(found[temperature])
         rates.append(TemperatureRates(temperature, len(scores), *scores[:, :3].mean(0).tolist()))
-    return Measured(tuple(rates), learner.by_position(texts))
+    if learner.num_depths is None:  # A chain goes on as the text does.
+        positions = conditional_acceptance([ratios.tolist() for [ratios] in texts])
+    else:
+        positions = acceptance_of_windows(texts, learner.num_depths)
+    return Measured(tuple(rates), positions)
 
 
 _Depth = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]

@@ -19,10 +19,10 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .dataset import Batch, Dataset, TeacherRows
 from .learners import Learner
 from .measuring import measure
 from .storage import Stopwatch, replacing
+from .teacher import Batch, Dataset, TeacherRows
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
@@ -56,7 +56,6 @@ class Point:
     """One measurement while training."""
 
     step: int
-    seconds: float
     num_tokens: int
     """Learned so far, repetitions included."""
     loss: float
@@ -215,7 +214,6 @@ class Trainer:
         losses, self.now.losses = self.now.losses, []
         point = Point(
             step=self.now.num_steps,
-            seconds=round(self.spent.seconds, 1),
             num_tokens=self.now.num_tokens,
             loss=sum(losses) / max(len(losses), 1),
             greedy=measured.greedy,

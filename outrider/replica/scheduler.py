@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, Unavailable, check
@@ -464,18 +464,6 @@ class StepLoad:
 T = TypeVar("T")
 
 
-class StepExecutor(Protocol):
-    """Runs steps one after another, away from the event loop."""
-
-    async def run(self, step: Callable[[], T]) -> T:
-        """Runs `step` to its end, even if the caller is cancelled meanwhile; raises its errors."""
-        ...
-
-    def close(self, *, wait: bool = True) -> None:
-        """Takes no more, and waits for the running step, or leaves it to the process's end."""
-        ...
-
-
 class ThreadExecutor:
     """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
 
@@ -496,7 +484,8 @@ class ThreadExecutor:
         return self._pool.submit(task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
-        """Runs `step` on the thread."""
+        """Runs `step` to its end on the thread, even if the caller is cancelled meanwhile; raises
+        its errors."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, step)
 
     def _timed(self, step: Callable[[], T]) -> T:
@@ -527,3 +516,7 @@ class InlineExecutor:
 
     def close(self, *, wait: bool = True) -> None:
         """Nothing runs."""
+
+
+StepExecutor = ThreadExecutor | InlineExecutor
+"""Runs steps one after another, away from the event loop."""

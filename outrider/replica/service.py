@@ -75,7 +75,7 @@ class SteppedService(StepScheduler):
                 self._tracker.answer(answer.key.session_id, now)
             send(answers)
 
-        return _Connection(self, AnswerSender(note_and_send))
+        return _Connection(self, note_and_send)
 
     def describe(self) -> ReplicaDescription:
         return self._description
@@ -177,20 +177,20 @@ class SteppedService(StepScheduler):
         return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
 
 
-class _Connection:
-    def __init__(self, service: SteppedService, sender: AnswerSender) -> None:
+class _Connection(AnswerSender):
+    def __init__(self, service: SteppedService, send: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__(send)
         self._service = service
-        self._sender = sender
 
     def receive(self, items: Sequence[Any]) -> None:
         for item in items:
-            self._service.take(item, self._sender)
+            self._service.take(item, self)
 
     def close(self) -> None:
         """What waits for this stream alone is dropped before its step, and its sessions' pages are
         there for others until they come back on another stream."""
-        self._sender.closed = True
-        self._service.leave(self._sender)
+        self.closed = True
+        self._service.leave(self)
 
 
 def describe_model(

@@ -1,23 +1,215 @@
-"""What the workers of draft and target share: sessions, admission, and one answer for each item."""
+"""What the workers of draft and target share: sessions, admission, and one answer for each item.
+
+Which sessions of a step go on, and how far, is decided by pages and tokens:
+
+    every item        is aligned with its coordinator (`SessionTable.align`)
+    pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
+    tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
+
+Only younger sessions make room, so the oldest always goes on, and every one becomes the oldest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine
-from outrider.errors import EngineLost, Incompatible, OutriderError
+from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
+from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import Allowed
 from outrider.kv_cache.session_table import Aligned, SessionTable
-from outrider.messages import RoundHead
-from outrider.replica.admission import Admission, Admissions, Admitted, SlotDemand
-from outrider.replica.step_request import StepFigures, refusal
-from outrider.replica.token_budget import TokenBudget
+from outrider.limits import PAGE_SIZE
+from outrider.messages import Resync, RoundHead
+from outrider.replica.step_request import StepFigures, Unfinished, refusal
+from outrider.replica.token_budget import ROUND_REST_STEPS, TokenBudget, TokenDemand
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
+
+_ANY_TOKEN = 0
+"""Stands for a token of which only the slot matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDemand:
+    """What an item needs."""
+
+    head: RoundHead
+    num_extra: int
+    """Slots beyond its committed tokens."""
+    num_last: int = 1
+    """The last committed token, and those of the extra ones that are run in one pass with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A session that goes on."""
+
+    aligned: Aligned
+    num_granted: int
+    """Of `aligned.new_tokens`: all, and then also what comes after them; or only so many."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_granted == len(self.aligned.new_tokens)
+
+
+Admission = Admitted | Resync | Unfinished | OutriderError
+_Found = Aligned | Resync | Unfinished | OutriderError
+_Begun = dict[str, FoundPrefix]
+"""By session that holds nothing, what it may begin on."""
+
+
+class Admissions:
+    """Admits items to the steps of one engine, on the executor's side."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: SessionTable,
+        budget: TokenBudget,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`give_way` frees pages of work that no item waits for."""
+        self._engine = engine
+        self._give_way = give_way
+        self._table = table
+        self._budget = budget
+        self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
+        self._in_rounds: deque[list[str]] = deque(maxlen=ROUND_REST_STEPS)
+        """Sessions of the last steps that ran rounds."""
+        self._num_preemptions = 0
+        self._num_prefill_chunks = 0
+        self._num_starved = 0
+
+    @property
+    def figures(self) -> StepFigures:
+        counts = self._engine.page_counts()
+        return StepFigures(
+            counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved
+        )
+
+    def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
+        """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
+        where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
+        pages, `Resync` where it lacks a prefix for which there would be some."""
+        found = [self._align(demand.head) for demand in demands]
+        begun = self._find(demands, found)
+        wholes = {
+            index: self._whole(demands[index], begun)
+            for index, entry in enumerate(found)
+            if isinstance(entry, Aligned | Resync)
+        }
+        steps = list(wholes.values())
+        if not self._engine.can_hold(steps, begun=begun):
+            self._give_way()
+            if not self._engine.can_hold(steps, begun=begun):
+                self._place(found, wholes, begun)
+        return self._grant(demands, found, begun)
+
+    def _align(self, head: RoundHead) -> _Found:
+        try:
+            return self._table.align(head)
+        except OutriderError as error:
+            return error
+
+    def _find(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> _Begun:
+        """What there is of the tokens of those that hold nothing."""
+        return {
+            demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
+            for demand, entry in zip(demands, found, strict=True)
+            if isinstance(entry, Aligned) and not len(entry.sequence)
+        }
+
+    def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
+        """A step that takes the slots of all that the item asks for; or, where it claims to have
+        more tokens than all pages hold, more than that."""
+        name = demand.head.session_id
+        num_held = begun[name].length if name in begun else self._engine.length(name)
+        num = demand.head.committed_length + demand.num_extra - num_held
+        num = min(max(1, num), self._num_slots + 1)
+        return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
+
+    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
+        """Gives out the pages by age, and puts `WAITS` where there are none."""
+        age_rank = self._table.age_rank
+        holders = self._table.holders()
+        reserved: list[SequenceStep] = []
+        lost: set[str] = set()
+        for index in sorted(wholes, key=lambda i: age_rank(wholes[i].sequence_id)):
+            step = wholes[index]
+            name = step.sequence_id
+            younger = holders[bisect_right(holders, age_rank(name), key=age_rank) :]
+            if name in lost:
+                found[index] = Unfinished.WAITS
+            elif isinstance(found[index], Resync):
+                if not self._engine.can_hold([*reserved, step], younger, begun):
+                    found[index] = Unfinished.WAITS
+            elif self._make_room(
+                [*reserved, step], begun, [v for v in younger if v not in lost], lost
+            ):
+                reserved.append(step)
+            else:
+                found[index] = Unfinished.WAITS
+        self._num_starved += found.count(Unfinished.WAITS)
+
+    def _make_room(
+        self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
+    ) -> bool:
+        """Whether there are pages for these steps, perhaps now that the youngest have lost theirs,
+        as `lost` then says; no pages are taken in vain."""
+        if self._engine.can_hold(steps, begun=begun):
+            return True
+        if not self._engine.can_hold(steps, younger, begun):
+            return False
+        for name in reversed(younger):
+            self._table.free(name)
+            lost.add(name)
+            self._num_preemptions += 1
+            if self._engine.can_hold(steps, begun=begun):
+                return True
+        raise InvariantError("pages that were to come free did not")
+
+    def _grant(
+        self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
+    ) -> list[Admission]:
+        """Gives out the step's tokens; a session that gets some and holds nothing begins."""
+        aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
+        wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
+        if not any(name in self._table for names in self._in_rounds for name in names):
+            self._budget.rounds_ended()
+        grants = self._budget.share(wanted)
+        admissions: list[Any] = [*found]
+        in_rounds: list[str] = []
+        for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
+            head, entry = demands[index].head, aligned[index]
+            if granted == 0:
+                admissions[index] = Unfinished.CONTINUES
+                continue
+            if token_demand.is_round:
+                in_rounds.append(head.session_id)
+            if head.session_id in begun:
+                entry = self._table.begin(head)
+            is_whole = granted == token_demand.num_tokens
+            self._num_prefill_chunks += not is_whole
+            admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
+        if in_rounds:
+            self._in_rounds.append(in_rounds)
+        return admissions
+
+    def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
+        name = demand.head.session_id
+        num_found = begun[name].length if name in begun else 0
+        return TokenDemand(
+            len(aligned.new_tokens) - num_found + demand.num_last - 1,
+            demand.num_last,
+            len(aligned.sequence) + num_found,
+        )
 
 
 class Work:

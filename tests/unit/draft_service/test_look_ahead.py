@@ -171,10 +171,12 @@ async def test_what_came_otherwise_is_drafted_as_ever(draft: Draft) -> None:
     check_pushed(next_ones, committed, Rule.TOKEN)
 
 
-async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
+async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was worked out all the same is answered with when it is asked for, and not drafted
     twice."""
-    draft = Draft(look_ahead_bytes_max=200)
+    with monkeypatch.context() as patch:
+        patch.setattr("draft_service.service.LOOK_AHEAD_BYTES_MAX", 200)
+        draft = Draft()
     _, *pushed = await draft.send(item(PROMPT))
     sizes = [
         len(reply.proposal.q) + 4 * (len(reply.proposal) + len(reply.assumed)) for reply in pushed

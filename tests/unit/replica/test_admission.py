@@ -18,9 +18,9 @@ from outrider.errors import BadRequest
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
-from outrider.replica.admission import Admissions, Admitted, SlotDemand
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
+from outrider.replica.worker import Admissions, Admitted, SlotDemand
 
 WAITS = Unfinished.WAITS
 

@@ -99,7 +99,6 @@ def test_the_command_makes_one_that_serves(
         (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
         (["--start-from", "nowhere"], "--start-from: "),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
-        (["--start-from", "ngram"], "--start-from: "),
         (["--start-from", "hybrid:suffix,demo-drafter"], "--start-from: "),
         (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
         (["--prompts", "nowhere"], "--prompts: cannot read nowhere"),

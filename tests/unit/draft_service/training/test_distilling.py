@@ -223,14 +223,10 @@ def test_a_drafter_learns_on(
     for words, are_of_both in (
         ("begun\n  as the drafter `of-mine`.", False),
         ("What the drafter `of-mine` had learned from before is not listed.", False),
-        ("what the drafter `of-mine` had learned from before is not known here.", False),
-        ("mostly by the likelihood that a draft is accepted, from the first step on", False),
         ("About one text in 32 is held out", True),
     ):
         assert words in card, words
         assert (words in first) == are_of_both
-    words = "first by cross-entropy, then"
-    assert (words in first, words in card) == (True, False)
     after = weights(tmp_path)
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())

@@ -14,7 +14,6 @@ import torch
 from models import save_tiny_model, tiny_config, tiny_module
 
 from draft_service.training import distilling, training
-from draft_service.training.dataset import Batch, Dataset
 from draft_service.training.distilling import distill
 from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
 from draft_service.training.learners import (
@@ -26,7 +25,7 @@ from draft_service.training.learners import (
 )
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
-from draft_service.training.teacher import Target, TeacherCache
+from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
 from draft_service.training.training import Trainer
 from outrider.errors import ConfigError, SettingError
 from outrider.models.drafter_checkpoint import TrainedKind

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draft_service.training import training
-from draft_service.training.dataset import TeacherRows
+from draft_service.training.teacher import TeacherRows
 from draft_service.training.training import overlap_loss
 
 ROWS, WIDTH, COLUMNS, LISTED = 7, 6, 20, 5

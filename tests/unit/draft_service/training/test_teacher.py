@@ -11,9 +11,8 @@ import torch
 from models import tiny_config, tiny_module
 
 from draft_service.training import teacher
-from draft_service.training.dataset import Dataset
 from draft_service.training.documents import Document
-from draft_service.training.teacher import TeacherCache, check_head
+from draft_service.training.teacher import Dataset, TeacherCache, check_head
 from outrider.errors import ConfigError
 
 VOCAB = 160

@@ -12,11 +12,10 @@ import torch
 from models import tiny_config, tiny_module
 
 from draft_service.training import training
-from draft_service.training.dataset import Dataset
 from draft_service.training.documents import HELD_OUT_EVERY, Document
 from draft_service.training.learners import Student
 from draft_service.training.options import DistillOptions
-from draft_service.training.teacher import TeacherCache
+from draft_service.training.teacher import Dataset, TeacherCache
 from draft_service.training.training import Trainer
 
 VOCAB = 48
