@@ -41,7 +41,17 @@ from outrider.limits import (
 )
 from outrider.registry.registry import Membership, Role
 from outrider.sessions.redis_address import RedisAddress
-from outrider.settings import CHECKED, Internal, Setting, Value, blaming, build, layers, settings_of
+from outrider.settings import (
+    CHECKED,
+    Internal,
+    Setting,
+    Value,
+    blaming,
+    build,
+    layers,
+    named_with,
+    settings_of,
+)
 from outrider.telemetry.destination import Destination
 
 PORT_MAX: Final = 65_535
@@ -54,6 +64,7 @@ PATHS: Final = (
 """Settings that are paths of files that replicas read."""
 
 Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
+Cpus = Annotated[float, Field(ge=0, le=THREADS_MAX)]
 Server = TypeVar("Server", bound="ServerConfig")
 
 
@@ -236,6 +247,29 @@ class ModelServerConfig(ServerConfig):
     and fits processor and model, `torch` = torch's own operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
+    dtype: Dtype = "auto"
+    """Of the model's weights."""
+    max_model_len: Annotated[int, Field(ge=0, le=MODEL_LEN_MAX)] = 0
+    """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
+    holds."""
+    kv_cache_memory_bytes: Annotated[int, Field(ge=0, le=MEMORY_BYTES_MAX)] = 0
+    """Bytes for keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what
+    `gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full length
+    fill."""
+    port: Port = 0
+    """The replica's gRPC port; 0 = any."""
+    num_cpus: Cpus = 0.5
+    """CPUs that Ray reserves for a replica."""
+    num_gpus: Annotated[float | None, Field(ge=0, le=THREADS_MAX)] = None
+    """GPUs, or a fraction of one, that Ray reserves for a replica; unset = a share of one where the
+    cluster has any and the replica runs a model."""
+    num_threads: Annotated[int, Field(ge=0, le=THREADS_MAX)] = 0
+    """Threads of a replica's steps; 0 = for a draft a share of the cores, for a target all of them,
+    and all but one in steps of a few tokens while other processes use the cores."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=TENSOR_PARALLEL_SIZE_MAX)] = 1
+    """Ranks that share the model out, each with CPUs, GPUs and threads as above."""
+    directory: Internal[str] = ""
+    """Where the model's files are, once its name is resolved; empty without a model."""
     tokenizer_directory: Internal[str] = ""
     """Where the target's tokenizer is, by which constraints are held to; empty without one."""
 
@@ -262,38 +296,21 @@ class ModelServerConfig(ServerConfig):
         return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+_OF_REPLICAS: Final = ("port", "num_cpus", "num_gpus", "num_threads")
+_OF_MODELS: Final = (
+    "model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, config=named_with("target_", _OF_REPLICAS))
 class TargetConfig(ModelServerConfig):
     """Settings of targets."""
 
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
-    dtype: Dtype = "auto"
-    """Of the target's weights."""
-    max_model_len: Annotated[int, Field(ge=0, le=MODEL_LEN_MAX)] = 0
-    """Tokens of prompt and completion; 0 = what the model allows and the memory for keys and values
-    holds."""
-    kv_cache_memory_bytes: Annotated[int, Field(ge=0, le=MEMORY_BYTES_MAX)] = 0
-    """Bytes for the target's keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what
-    `gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full length
-    fill."""
     gather_sessions: bool = True
     """Let a step of the target wait for sessions that will soon want one too, where all of them
     then have their rounds sooner than in turns."""
-    port: Annotated[Port, Field(alias="target_port")] = 0
-    """The target's gRPC port; 0 = any."""
-    num_cpus: Annotated[float, Field(alias="target_num_cpus", ge=0, le=THREADS_MAX)] = 0.5
-    """CPUs that Ray reserves for the target."""
-    num_gpus: Annotated[float | None, Field(alias="target_num_gpus", ge=0, le=THREADS_MAX)] = None
-    """GPUs, or a fraction of one, that Ray reserves for the target; unset = a share of one where
-    the cluster has any."""
-    num_threads: Annotated[int, Field(alias="target_num_threads", ge=0, le=THREADS_MAX)] = 0
-    """Threads of the target's steps; 0 = all cores, and all but one in steps of a few tokens while
-    other processes use the cores."""
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=TENSOR_PARALLEL_SIZE_MAX)] = 1
-    """Ranks that share the target's model out, each with CPUs, GPUs and threads as above."""
-    directory: Internal[str] = ""
-    """Where the model's files are, once its name is resolved; empty for an emulated engine."""
     heads: Internal[str] = ""
     """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
     heads_kind: Internal[str] = ""
@@ -306,37 +323,17 @@ class TargetConfig(ModelServerConfig):
     """Whether a draft is to read what its head reads."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
+@dataclass(frozen=True, kw_only=True, config=named_with("draft_", _OF_REPLICAS + _OF_MODELS))
 class DraftConfig(ModelServerConfig):
     """Settings of drafts."""
 
-    model: Annotated[str, Field(alias="draft_model")] = AUTO
+    model: str = AUTO
     """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
     lists."""
-    dtype: Annotated[Dtype, Field(alias="draft_dtype")] = "auto"
-    """Of the draft's weights."""
-    max_model_len: Annotated[int, Field(alias="draft_max_model_len", ge=0, le=MODEL_LEN_MAX)] = 0
-    """Tokens that the draft's cache takes; 0 = what its model allows."""
     own_max_num_seqs: Annotated[int, Field(alias="draft_max_num_seqs", ge=0, le=NUM_SEQS_MAX)] = 0
     """Sessions that share a step of the draft, and outcomes that it looks ahead to beside them; 0 =
     as many as of the target."""
-    kv_cache_memory_bytes: Annotated[
-        int, Field(alias="draft_kv_cache_memory_bytes", ge=0, le=MEMORY_BYTES_MAX)
-    ] = 0
-    """Bytes for the draft's keys and values, on each rank; 0 as for the target."""
-    port: Annotated[Port, Field(alias="draft_port")] = 0
-    """The draft's gRPC port; 0 = any."""
-    num_cpus: Annotated[float, Field(alias="draft_num_cpus", ge=0, le=THREADS_MAX)] = 0.25
-    """CPUs that Ray reserves for the draft."""
-    num_gpus: Annotated[float | None, Field(alias="draft_num_gpus", ge=0, le=THREADS_MAX)] = None
-    """GPUs, or a fraction of one, that Ray reserves for the draft; unset = a share of one where the
-    cluster has any and the draft is a model."""
-    num_threads: Annotated[int, Field(alias="draft_num_threads", ge=0, le=THREADS_MAX)] = 0
-    """Threads of the draft's steps; 0 = a share of the machine's cores."""
-    tensor_parallel_size: Annotated[
-        int, Field(alias="draft_tensor_parallel_size", ge=1, le=TENSOR_PARALLEL_SIZE_MAX)
-    ] = 1
-    """Ranks that share the draft's model out, each with CPUs, GPUs and threads as above."""
+    num_cpus: Cpus = 0.25
     support_entries: Annotated[int, Field(alias="draft_support_entries", ge=2, le=4096)] = (
         DRAFT_SUPPORT_ENTRIES
     )
@@ -359,8 +356,6 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, Field(ge=1, le=NUM_DRAFT_TOKENS_MAX)] = HYBRID_MODEL_TOKENS
     """Draft tokens that a hybrid's model, heads or early exit draw in a round, at most; its look-up
     may propose all that are asked for."""
-    directory: Internal[str] = ""
-    """Where the model's files are, once its name is resolved; empty without a model."""
     target: Internal[str] = ""
     """The target's name, for a drafter that was made for it; else empty."""
     target_directory: Internal[str] = ""
@@ -473,7 +468,7 @@ class CoordinatorConfig(FrontConfig):
     seed: Annotated[int | None, Field(ge=0, le=SEED_MAX)] = None
     """Seeds the stream that requests without a seed take theirs from; unset = the operating
     system's randomness."""
-    num_cpus: Annotated[float, Field(alias="coordinator_num_cpus", ge=0, le=THREADS_MAX)] = 0.25
+    num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for the coordinator."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of the sessions whose tokens the target scores once more when they are over, one at a

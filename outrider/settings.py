@@ -8,7 +8,7 @@ so that an error names what set the bad value.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,14 @@ CHECKED: Final = ConfigDict(
     validate_by_name=True, validate_by_alias=False, hide_input_in_errors=True,
 )  # fmt: skip
 """Of a dataclass of settings. An alias is the setting's key, where that is not the field's name."""
+
+
+def named_with(prefix: str, fields: Collection[str]) -> ConfigDict:
+    """As `CHECKED`, of a dataclass of which the settings of these fields have a prefix."""
+    names = {name: prefix + name for name in fields}
+    return CHECKED | ConfigDict(alias_generator=lambda name: names.get(name, name))
+
+
 Internal = Annotated[T, Field(exclude=True)]
 """A field that is no setting: the code that starts the service fills it in."""
 
