@@ -6,22 +6,29 @@ import asyncio
 import gc
 import importlib
 import inspect
-import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import benchmarks.options
 from benchmarks.report import Report, to_json
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
-from outrider.config import CoordinatorConfig, DeploymentConfig, deployment_settings
-from outrider.drafters.names import LookupKind, parse_drafter
+from outrider.config import (
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+    deployment_settings,
+)
+from outrider.drafters.names import LookupKind
 from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
+from outrider.settings import build
 
 from .command import Arguments, Command, Group, Option, json_option, option
 from .connection import Connection, connected, connection_options
@@ -29,10 +36,10 @@ from .options import REQUEST_KEYS, deployment_config, setting_options, with_sett
 from .output import progress, show
 
 if TYPE_CHECKING:
-    from benchmarks.libraries import Target
     from benchmarks.measurement import BenchClient
+    from benchmarks.peers import PeersOptions
     from benchmarks.serve import ServeOptions
-    from benchmarks.speedup import Subject
+    from benchmarks.speedup import SpeedupOptions, Subject
     from outrider.client import Client
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
@@ -46,47 +53,53 @@ DRAFT_SETTINGS: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One of the commands."""
-
-    purpose: str
-    options: str
-    """MODULE:CLASS of its options, in `benchmarks`."""
-    run: Callable[[Any, Arguments], int] | None = None
-    """None = its module's own `run`, which takes the options and the models' configuration."""
-    model_settings: tuple[str, ...] | None = None
-    """Settings of its models, where it needs no deployment; None = it calls one."""
+PURPOSES: Final = {
+    "speedup": "speculative against plain decoding, prompt by prompt",
+    "peers": "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
+    "weights, prompts and threads",
+    "serve": "latency and throughput under load, as `vllm bench serve` has them",
+    "emulate": "ways to decode, by real services on emulated models of stated speed and acceptance",
+    "overhead": "what rounds and requests cost beside the models, and how many one coordinator "
+    "plays",
+    "engine": "many sessions at once, steps against the library's, and verdicts",
+    "acceptance": "how much of the target's text a draft would have proposed, and guessed",
+    "device": "steps at batch 1 against the memory's speed",
+}
+MODEL_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
+    "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
+}  # fmt: skip
+"""Settings of the models of those that need no deployment."""
 
 
 def _load(name: str) -> Command:
     """The measurement of this name, with the options that it takes."""
-    found = MEASUREMENTS[name]
-    options = _options_class(found)
+    kind = f"{name.capitalize()}Options"
+    module = benchmarks.options
+    if not hasattr(module, kind):
+        module = importlib.import_module(f"benchmarks.{name}")
+    options, keys = getattr(module, kind), MODEL_SETTINGS.get(name)
     params = [*options.params(Option), json_option()]
     if name == "serve":
         text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
         params.append(option("--api-key", help=text))
-    if found.model_settings is None:
+    if keys is None:
         params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
-    elif found.model_settings:
-        others = [key for key in deployment_settings() if key not in found.model_settings]
-        params += setting_options(others, common=found.model_settings)
+    elif keys:
+        others = [key for key in deployment_settings() if key not in keys]
+        params += setting_options(others, common=keys)
 
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)
-        if found.run is not None:
-            return found.run(asked, arguments)
-        given = [asked, _model_config(arguments)] if found.model_settings else [asked]
+        if hasattr(asked, "load_prompts"):
+            asked.load_prompts()  # What is wrong with them shows before anything is started.
+        if name in _CALLERS:
+            return _CALLERS[name](asked, arguments)
+        given = [asked, _model_config(arguments)] if keys else [asked]
         report = importlib.import_module(f"benchmarks.{name}").run(*given, progress)
         return _tell(asyncio.run(report) if inspect.iscoroutine(report) else report, arguments)
 
     return Command(name, params=params, callback=run)
-
-
-def _options_class(found: Measurement) -> Any:
-    module, _, name = found.options.partition(":")
-    return getattr(importlib.import_module(f"benchmarks.{module}"), name)
 
 
 def _tell(report: Report, arguments: Arguments) -> int:
@@ -100,31 +113,25 @@ def _tell(report: Report, arguments: Arguments) -> int:
     return 0
 
 
-def _run_speedup(options: Any, arguments: Arguments) -> int:
+def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
     from benchmarks import speedup
 
-    options.load_prompts()  # What is wrong with them shows before anything is started.
+    async def measure(level: SpeedupOptions) -> speedup.Level:
+        async with connected(arguments) as connection, connection.client() as client:
+            return await speedup.run(level, _subject(connection, client, options.raw), progress)
 
-    async def measure() -> list[speedup.Level]:
-        """A deployment that the command starts is for one concurrency: the next one's prompts are
-        the same, and answered ones are not measured as new ones are."""
-        found = []
-        for level in options.levels():
-            async with connected(arguments) as connection, connection.client() as client:
-                subject = _subject(connection, client, options.raw)
-                found.append(await speedup.run(level, subject, progress))
-        return found
-
-    return _tell(speedup.report(asyncio.run(measure())), arguments)
+    # A deployment that the command starts is for one concurrency: the next one's prompts are the
+    # same, and answered ones are not measured as new ones are.
+    levels = [asyncio.run(measure(level)) for level in options.levels()]
+    return _tell(speedup.report(levels), arguments)
 
 
-def _run_peers(options: Any, arguments: Arguments) -> int:
+def _peers(options: PeersOptions, arguments: Arguments) -> int:
     from benchmarks import peers
 
-    options.load_prompts()  # What is wrong with them shows before anything is started.
     if options.servers:
         arguments = with_settings(arguments, http="true", port="0")
-    start = lambda: _two_tenants(arguments, options.raw)  # noqa: E731
+    start = partial(_two_tenants, arguments, options.raw)
     return _tell(asyncio.run(peers.run(options, start, progress)), arguments)
 
 
@@ -161,70 +168,42 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """Warns where drafts may repeat what was answered before."""
+    """Warns where drafts may repeat what was answered before. The target once more is on as many
+    threads as the services have in all, which take turns."""
     from benchmarks.clients import GrpcClient
+    from benchmarks.libraries import Target
     from benchmarks.speedup import Subject
 
     settings = connection.settings
-    if _keeps_answers(connection) and not connection.is_own:
+    target, draft = build(TargetConfig, settings), build(DraftConfig, settings)
+    rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
+    copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
+    if (copies or not settings) and not connection.is_own:
         progress(
             "warning: drafts may copy from earlier answers: a prompt that this deployment was "
             "asked before is not measured as a new one is. A deployment that the command starts, "
             "where none runs, has nothing to copy"
         )
     num_draft_tokens = settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
+    num_threads = max(target.num_threads or available_cores(), draft.num_threads)
+    directory = connection.target_directory
     return Subject(
         client=GrpcClient(client, raw=raw),
-        model=str(settings.get("model", connection.address)),
-        draft_model=str(settings.get("draft_model", "its own")),
-        dtype=_dtype(connection),
+        model=target.model if settings else connection.address,
+        draft_model=draft.model if settings else "its own",
+        dtype=target.dtype if settings else "unknown",
         num_draft_tokens=int(num_draft_tokens),
-        target=_target(connection),
+        target=None if not directory else Target(
+            directory=directory, dtype=target.dtype, device=target.device,
+            num_threads=num_threads, trust_remote_code=target.trust_remote_code,
+        ),
         http_url=connection.http_address and f"http://{connection.http_address}",
         api_key=connection.api_key,
-    )
+    )  # fmt: skip
 
 
-def _keeps_answers(connection: Connection) -> bool:
-    """Whether drafts copy from earlier answers; true where nothing is known of them."""
-    settings = connection.settings
-    if not settings:
-        return True
-    rooms = (settings["suffix_tokens_per_tenant"], settings["suffix_tokens_total"])
-    return parse_drafter(str(settings["draft_model"])).lookup is LookupKind.SUFFIX and all(rooms)
-
-
-def _dtype(connection: Connection) -> str:
-    """What the target runs in: `auto` is what its files say."""
-    asked = str(connection.settings.get("dtype", "unknown"))
-    path = Path(connection.target_directory) / "config.json"
-    if asked != "auto" or not connection.target_directory:
-        return asked
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return str(values.get("dtype") or values.get("torch_dtype") or asked)
-
-
-def _target(connection: Connection) -> Target | None:
-    """The target once more, on as many threads as the services have in all, which take turns; None
-    where its files are not here."""
-    if not connection.target_directory:
-        return None
-    from benchmarks.libraries import Target
-
-    settings = connection.settings
-    num_threads = int(settings["target_num_threads"] or available_cores())
-    return Target(
-        directory=connection.target_directory,
-        dtype=str(settings["dtype"]),
-        device=str(settings["device"]),
-        num_threads=max(num_threads, int(settings["draft_num_threads"] or 0)),
-        trust_remote_code=bool(settings["trust_remote_code"]),
-    )
-
-
-def _run_serve(options: ServeOptions, arguments: Arguments) -> int:
+def _serve(options: ServeOptions, arguments: Arguments) -> int:
     """Measures and reports; 1 where requests failed."""
-    options.load_prompts()  # What is wrong with them shows before anything is started.
     if options.base_url is None and arguments.api_key is not None:
         raise SettingError("api_key", "needs --base-url")
     if options.base_url is not None:
@@ -234,14 +213,14 @@ def _run_serve(options: ServeOptions, arguments: Arguments) -> int:
         given += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
         if given:
             raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
-    report, page = asyncio.run(_serve(arguments, options))
+    report, page = asyncio.run(_send(arguments, options))
     _tell(report, arguments)
     if options.report is not None:
         options.report.write_text(page, encoding="utf-8")
     return 1 if report.values["failed"] else 0
 
 
-async def _serve(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:
+async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:
     """The report and, where it is wanted, the page."""
     from benchmarks import serve
     from benchmarks.clients import GrpcClient, HttpClient
@@ -272,44 +251,7 @@ async def _serve(arguments: Arguments, options: ServeOptions) -> tuple[Report, s
     return report, serve.page(report, load) if options.report else ""
 
 
-MEASUREMENTS: Final = {
-    "speedup": Measurement(
-        "speculative against plain decoding, prompt by prompt", "speedup:SpeedupOptions",
-        _run_speedup,
-    ),
-    "peers": Measurement(
-        "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
-        "weights, prompts and threads", "peers:PeersOptions", _run_peers,
-    ),
-    "serve": Measurement(
-        "latency and throughput under load, as `vllm bench serve` has them", "serve:ServeOptions",
-        _run_serve,
-    ),
-    "emulate": Measurement(
-        "ways to decode, by real services on emulated models of stated speed and acceptance",
-        "emulate:EmulateOptions", None, (),
-    ),
-    "overhead": Measurement(
-        "what rounds and requests cost beside the models, and how many one coordinator plays",
-        "overhead:OverheadOptions", None, (),
-    ),
-    "engine": Measurement(
-        "many sessions at once, steps against the library's, and verdicts",
-        "options:EngineOptions", None, TARGET_SETTINGS,
-    ),
-    "acceptance": Measurement(
-        "how much of the target's text a draft would have proposed, and guessed",
-        "options:AcceptanceOptions", None, (*TARGET_SETTINGS, *DRAFT_SETTINGS),
-    ),
-    "device": Measurement(
-        "steps at batch 1 against the memory's speed", "options:DeviceOptions", None, (),
-    ),
+_CALLERS: Final[Mapping[str, Callable[[Any, Arguments], int]]] = {
+    "speedup": _speedup, "peers": _peers, "serve": _serve,
 }  # fmt: skip
-
-
-bench: Final = Group(
-    "bench",
-    {name: found.purpose for name, found in MEASUREMENTS.items()},
-    _load,
-    subcommand_metavar="WHAT",
-)
+bench: Final = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

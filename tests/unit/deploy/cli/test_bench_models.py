@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from recorded import record
 
-from deploy.cli.bench import _keeps_answers, _subject, _target
+from benchmarks.speedup import Subject
+from deploy.cli.bench import _subject
 from deploy.cli.connection import Connection, connected
 from deploy.cli.main import parse
 from deploy.fleet import launcher
@@ -15,13 +16,10 @@ from outrider.config import DeploymentConfig
 from outrider.replica.process_setup import available_cores
 
 
-def connection(target: str, **settings: object) -> Connection:
-    config = DeploymentConfig()
-    known = {
-        "dtype": config.target.dtype, "device": "cpu", "target_num_threads": 0,
-        "draft_num_threads": 0, "trust_remote_code": False,
-    }  # fmt: skip
-    return Connection("127.0.0.1:1", target_directory=target, settings=known | settings)
+def subject(target: str = "x", **settings: Any) -> Subject:
+    client: Any = None
+    known = {"model": "m"} | settings
+    return _subject(Connection("127.0.0.1:1", target, settings=known), client, True)
 
 
 @pytest.mark.parametrize(
@@ -32,32 +30,34 @@ def test_peers_have_as_many_threads_as_the_services_in_all(
     target_threads: int, draft_threads: int, expected: int
 ) -> None:
     """Target and draft of one session take turns, so that is the larger number."""
-    found = _target(
-        connection("x", target_num_threads=target_threads, draft_num_threads=draft_threads)
-    )
+    found = subject(target_num_threads=target_threads, draft_num_threads=draft_threads).target
     assert found is not None
     assert found.num_threads == expected
-    assert _target(connection("")) is None
+    assert subject("").target is None
 
 
-def test_suffix_decoding_keeps_answers() -> None:
-    """And what is known by its address alone may."""
-    for settings, expected in (
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
         ({"draft_model": "suffix"}, True),
         ({"draft_model": "hybrid:suffix,quantized:8"}, True),
         ({"draft_model": "hybrid:ngram,quantized:8"}, False),
         ({"draft_model": "suffix", "suffix_tokens_total": 0}, False),
-    ):
-        known: Any = DeploymentConfig().values(secrets=False) | settings
-        assert _keeps_answers(Connection("127.0.0.1:1", settings=known)) == expected
-    assert _keeps_answers(Connection("127.0.0.1:1"))
+    ],
+)
+def test_suffix_decoding_keeps_answers(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, Any], copies: bool
+) -> None:
+    subject(**settings)
+    assert ("drafts may copy from earlier answers" in capsys.readouterr().err) == copies
 
 
 @pytest.mark.parametrize("is_own", [True, False])
 async def test_what_may_be_copied_from_earlier_answers_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_own: bool
 ) -> None:
-    """A deployment that the command starts has been asked nothing."""
+    """A deployment that the command starts has been asked nothing; of one that is known by its
+    address alone, nothing is known."""
 
     class Started:
         def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
