@@ -19,6 +19,7 @@ from outrider.client.transport import (
     CoordinatorDescription,
     SessionView,
     Transport,
+    is_healthy,
 )
 from outrider.errors import BadRequest, InvariantError
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
@@ -92,7 +93,7 @@ class Client:
         if its last event does not come. A stream that breaks is resumed, or ends with
         `StreamBroken`; then `resume` may be tried later."""
         timeout_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
-        async with aclosing(self._transport.generate(request, timeout_s)) as events:
+        async with aclosing(self._transport.events(request, timeout_s)) as events:
             async for event in events:
                 yield event
 
@@ -106,7 +107,7 @@ class Client:
         Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
         as long as another coordinator may still have the session (some two seconds)."""
         request = ResumeRequest(session_id, num_tokens)
-        async with aclosing(self._transport.resume(request, timeout_s)) as events:
+        async with aclosing(self._transport.events(request, timeout_s)) as events:
             async for event in events:
                 yield event
 
@@ -121,19 +122,21 @@ class Client:
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Ends a session with finish reason `cancelled`; its stream gets its last event. A
         finished one is unchanged. Raises `NotFound`."""
-        await self._transport.cancel(session_id, check_timeout(timeout_s))
+        await self._transport.call("cancel", check_timeout(timeout_s), session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
         """Reads a session from the store. Raises `NotFound`."""
-        return await self._transport.get_session(session_id, check_timeout(timeout_s))
+        call = self._transport.call("get_session", check_timeout(timeout_s), session_id)
+        return cast(SessionView, await call)
 
     async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
         """What the coordinator serves, and how many sessions run."""
-        return await self._transport.describe(check_timeout(timeout_s))
+        call = self._transport.call("describe", check_timeout(timeout_s))
+        return cast(CoordinatorDescription, await call)
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Whether the server answers in time and says that it can serve."""
-        return await self._transport.healthy(check_timeout(timeout_s))
+        return await is_healthy(self._transport, check_timeout(timeout_s))
 
 
 class SyncClient:

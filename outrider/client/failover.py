@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 import time
@@ -12,15 +13,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import reduce
 from random import random as any_random
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
-from outrider.client.transport import (
-    GENERATE_SLACK_S,
-    CoordinatorDescription,
-    SessionView,
-    Transport,
-)
+from outrider.client.transport import GENERATE_SLACK_S, Method, Transport, is_healthy
 from outrider.errors import BadRequest, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
@@ -182,111 +178,81 @@ class ResumingTransport(Transport):
     def address(self) -> str:
         return ",".join(transport.address for transport in self._pool.each)
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """Raises `StreamBroken` where a stream could not be resumed."""
-        return self._events(request, timeout_s)
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(request, timeout_s)
-
-    async def _events(
+    def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        pool = self._pool
-        deadline = pool.clock() + timeout_s
+        """Raises `StreamBroken` where a stream could not be resumed."""
         begun = request if isinstance(request, ResumeRequest) else None
         progress = StreamProgress(
-            len(pool.each), self._resume_timeout_s, begun, pool.may_change, self._random
+            len(self._pool.each), self._resume_timeout_s, begun, self._pool.may_change, self._random
         )
+
+        async def ask(transport: Transport, left_s: float) -> AsyncGenerator[Event]:
+            asked = progress.remainder(left_s) or request
+            async with aclosing(transport.events(asked, left_s)) as events:
+                async for event in events:
+                    if progress.note(event):
+                        yield event
+
+        return self._tried(ask, progress, timeout_s)
+
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        """The answer of the first coordinator that gives one; that it cannot now is none, but the
+        last coordinator's. Where a function names the coordinators and none of them answers, they
+        are called again until the time is over."""
+        pool = self._pool
+        if method == "healthy":
+            for transport in pool.each:
+                if await is_healthy(transport, timeout_s):
+                    return True
+            return False
+        tries_s = min(timeout_s, self._resume_timeout_s)
+        progress = StreamProgress(
+            len(pool.each), tries_s, None, pool.may_change, self._random, waits_for_answers=False
+        )
+
+        async def ask(transport: Transport, left_s: float) -> AsyncGenerator[Any]:
+            yield await transport.call(method, timeout_s, session_id)
+
+        async with aclosing(self._tried(ask, progress, math.inf)) as answers:
+            return await anext(answers)
+
+    async def _tried(
+        self,
+        ask: Callable[[Transport, float], AsyncGenerator[T]],
+        progress: StreamProgress,
+        timeout_s: float,
+    ) -> AsyncGenerator[T]:
+        """What coordinators are asked for, one after the other, and answer."""
+        pool = self._pool
+        deadline = pool.clock() + timeout_s
         current: Transport | None = None
         while True:
-            left_s = max(0.001, deadline - pool.clock())
-            asked = progress.remainder(left_s) or request
             try:
                 current = current or pool.begin()
-                if isinstance(asked, ResumeRequest):
-                    stream = current.resume(asked, left_s)
-                else:
-                    stream = current.generate(asked, left_s)
-                async with aclosing(stream) as events:
-                    async for event in events:
-                        if progress.note(event):
-                            yield event
+                left_s = max(0.001, deadline - pool.clock())
+                async with aclosing(ask(current, left_s)) as answers:
+                    async for answer in answers:
+                        yield answer
                 return
             except Unavailable as error:
                 if self._closed:
                     raise
-                if await self._knows_others(error):
+                is_gone = isinstance(error, StreamBroken)
+                if is_gone and (closed := pool.renew()) is not None:  # There are others by now.
+                    for transport in closed:
+                        await transport.close()
                     progress.begin_round(len(pool.each))
                 wait_s = progress.wait_after(error, pool.clock(), deadline)
                 if progress.moves_on:
-                    current = pool.after(
-                        current, _avoided_s(error, begins=isinstance(asked, GenerateRequest))
-                    )
+                    avoided_s = error.retry_after_ms / 1e3 if progress.may_begin else 0.0
+                    current = pool.after(current, AVOIDED_S if is_gone else avoided_s)
             await self._sleep(wait_s)
-
-    async def cancel(self, session_id: str, timeout_s: float) -> None:
-        await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
-
-    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        return await self._first(
-            lambda transport: transport.get_session(session_id, timeout_s), timeout_s
-        )
-
-    async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
-
-    async def healthy(self, timeout_s: float) -> bool:
-        for transport in self._pool.each:
-            if await transport.healthy(timeout_s):
-                return True
-        return False
 
     async def close(self) -> None:
         self._closed = True
         for transport in self._pool.all:
             await transport.close()
-
-    async def _first(self, call: Callable[[Transport], Awaitable[T]], timeout_s: float) -> T:
-        """The answer of the first coordinator that gives one; that it cannot now is none, but the
-        last coordinator's. Where a function names the coordinators and none of them answers, they
-        are called again until the time is over."""
-        pool = self._pool
-        until = pool.clock() + min(timeout_s, self._resume_timeout_s)
-        current: Transport | None = None
-        num_left, num_waits = len(pool.each), 0
-        while True:
-            wait_s = 0.0
-            try:
-                current = current or pool.begin()
-                return await call(current)
-            except Unavailable as error:
-                if self._closed:
-                    raise
-                num_left = len(pool.each) if await self._knows_others(error) else num_left - 1
-                if num_left <= 0:
-                    wait_s = backoff(*_WAIT_S, num_waits, self._random)
-                    may_come = pool.may_change and isinstance(error, StreamBroken)
-                    if not may_come or pool.clock() + wait_s >= until:
-                        raise
-                    num_left, num_waits = len(pool.each), num_waits + 1
-                current = pool.after(current, _avoided_s(error, begins=False))
-            await self._sleep(wait_s)
-
-    async def _knows_others(self, error: Unavailable) -> bool:
-        """Whether there are other coordinators by now, where one did not answer."""
-        gone = self._pool.renew() if isinstance(error, StreamBroken) else None
-        for transport in gone or ():
-            await transport.close()
-        return gone is not None
-
-
-def _avoided_s(error: Unavailable, *, begins: bool) -> float:
-    """How long other calls should not begin at the coordinator that this came of: of one that
-    `begins` the answer says so; of others it is about their session."""
-    if isinstance(error, StreamBroken):
-        return AVOIDED_S
-    return error.retry_after_ms / 1e3 if begins else 0.0
 
 
 def _loop_time() -> float:
@@ -303,12 +269,16 @@ class StreamProgress:
         begun: ResumeRequest | None = None,
         may_change: bool = False,
         random: Callable[[], float] = any_random,
+        *,
+        waits_for_answers: bool = True,
     ) -> None:
         """`begun` is what was received before, of a stream that is resumed; with `may_change` other
-        coordinators may come to be known; `random` is for `backoff`."""
+        coordinators may come to be known; `random` is for `backoff`. A call that is no stream does
+        not wait until one that has answered can."""
         self._num_coordinators = self._tries_left = num_coordinators
         self._may_change = may_change
-        self._may_begin = False
+        self._waits_for_answers = waits_for_answers
+        self._has_answer = False
         """Whether one of them has answered in this round, and so may be called again."""
         self._resume_timeout_s = resume_timeout_s
         self._received = begun
@@ -330,6 +300,11 @@ class StreamProgress:
             return self._received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self._received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a coordinator that cannot now says so of others, too, and not of a session."""
+        return self._received is None and self._waits_for_answers
 
     def note(self, event: Event) -> bool:
         """An event has come; returns whether the caller gets it: not a second `Started`."""
@@ -376,12 +351,13 @@ class StreamProgress:
             if self._tried_until is None:
                 self._tried_until = now + self._resume_timeout_s
             self._tries_left -= 1
-            self._may_begin |= answered
+            self._has_answer |= answered
             if self._tries_left > 0:
                 return 0.0
-            if not (self._may_begin or self._may_change):
+            waits = self._waits_for_answers if answered else self._may_change
+            if not (waits or (self._has_answer and self._waits_for_answers)):
                 raise error
-            self._tries_left, self._may_begin = self._num_coordinators, False
+            self._tries_left, self._has_answer = self._num_coordinators, False
         if self._tried_until is None:
             if answered and self._received is not None:
                 raise error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
-from outrider.errors import BadRequest, DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.client.transport import CLOSED, CoordinatorDescription, Method, SessionView, Transport
+from outrider.errors import BadRequest, OutriderError, StreamBroken, Unavailable
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust, open_blocking_channel, open_channel
@@ -47,32 +47,32 @@ class GrpcTransport(Transport):
     def address(self) -> str:
         return self._address
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        if isinstance(request, ResumeRequest):
+            return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
-
-    async def cancel(self, session_id: str, timeout_s: float) -> None:
-        await self._call(self._stub.Cancel, pb.CancelRequest(session_id=session_id), timeout_s)
-
-    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        request = pb.GetSessionRequest(session_id=session_id)
-        found = await self._call(self._stub.GetSession, request, timeout_s)
-        return from_proto(found, SessionView)
-
-    async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        found = await self._call(self._stub.Describe, types_pb2.DescribeRequest(), timeout_s)
-        return from_proto(found, CoordinatorDescription)
-
-    async def healthy(self, timeout_s: float) -> bool:
-        """See `Transport.healthy`. Any server of ours may be asked, replicas too."""
-        try:
-            request = health_pb2.HealthCheckRequest()
-            reply = await self._call(self._health.Check, request, timeout_s)
-        except (Unavailable, DeadlineExceeded):
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        """See `Transport.call`. Any server of ours may be asked whether it is healthy, replicas
+        too."""
+        match method:
+            case "cancel":
+                request: Any = pb.CancelRequest(session_id=session_id)
+                return await self._call(self._stub.Cancel, request, timeout_s)
+            case "get_session":
+                request = pb.GetSessionRequest(session_id=session_id)
+                found = await self._call(self._stub.GetSession, request, timeout_s)
+                return from_proto(found, SessionView)
+            case "describe":
+                request = types_pb2.DescribeRequest()
+                found = await self._call(self._stub.Describe, request, timeout_s)
+                return from_proto(found, CoordinatorDescription)
+            case _:
+                request = health_pb2.HealthCheckRequest()
+                found = await self._call(self._health.Check, request, timeout_s)
+                return found.status == health_pb2.HealthCheckResponse.SERVING
 
     async def close(self) -> None:
         self._closed = True
@@ -85,8 +85,7 @@ class GrpcTransport(Transport):
         return await call
 
     def _messages(self, call: Any) -> AsyncIterator[Any]:
-        messages: AsyncIterator[Any] = call
-        return messages
+        return aiter(call)
 
     async def _events(self, method: Any, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
         self._check_open()
@@ -136,26 +135,13 @@ class BlockingGrpcTransport(GrpcTransport):
     async def _answer(self, call: Any) -> Any:
         return call
 
-    def _messages(self, call: Any) -> AsyncIterator[Any]:
-        return _BlockingIterator(call)
+    async def _messages(self, call: Any) -> AsyncIterator[Any]:
+        for message in call:
+            yield message
 
     async def close(self) -> None:
         self._closed = True
         self._channel.close()
-
-
-class _BlockingIterator:
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            return next(self._call)
-        except StopIteration:
-            raise StopAsyncIteration from None
 
 
 def call_error(error: Any, address: str) -> OutriderError:

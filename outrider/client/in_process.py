@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from outrider.client.transport import CLOSED, CoordinatorDescription, SessionView, Transport
+from outrider.client.transport import CLOSED, CoordinatorDescription, Method, SessionView, Transport
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.codec import from_proto, session_id_from_wire
@@ -42,13 +42,14 @@ class InProcessTransport(Transport):
     def address(self) -> str:
         return "in-process"
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        if isinstance(request, ResumeRequest):
+            asked = resume_from_proto(resume_to_proto(request))
+            return self._events(self._service.resume(asked, self._tenant), timeout_s)
         decoded = request_from_proto(request_to_proto(request))
         return self._events(self._service.generate(decoded, self._tenant), timeout_s)
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        decoded = resume_from_proto(resume_to_proto(request))
-        return self._events(self._service.resume(decoded, self._tenant), timeout_s)
 
     async def _events(
         self, stream: AsyncGenerator[Event], timeout_s: float
@@ -69,28 +70,22 @@ class InProcessTransport(Transport):
                 finally:
                     self._idle.discard(events)
 
-    async def cancel(self, session_id: str, timeout_s: float) -> None:
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        service = self._service
         async with self._until(_now() + timeout_s):
-            await self._service.cancel(session_id_from_wire(session_id), self._tenant)
-
-    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        async with self._until(_now() + timeout_s):
-            found = await self._service.session(session_id_from_wire(session_id), self._tenant)
-        return from_proto(session_to_proto(found), SessionView)
-
-    async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        async with self._until(_now() + timeout_s):
-            model = self._service.model
-            return CoordinatorDescription(
-                model.name, model.vocab_size, model.max_model_len, self._service.num_running
-            )
-
-    async def healthy(self, timeout_s: float) -> bool:
-        try:
-            async with self._until(_now() + timeout_s):
-                return bool(await self._service.healthy())
-        except (Unavailable, DeadlineExceeded):
-            return False
+            match method:
+                case "cancel":
+                    return await service.cancel(session_id_from_wire(session_id), self._tenant)
+                case "get_session":
+                    found = await service.session(session_id_from_wire(session_id), self._tenant)
+                    return from_proto(session_to_proto(found), SessionView)
+                case "describe":
+                    model, num_running = service.model, service.num_running
+                    return CoordinatorDescription(
+                        model.name, model.vocab_size, model.max_model_len, num_running
+                    )
+                case _:
+                    return await service.healthy()
 
     async def close(self) -> None:
         """Cancels what runs on this transport; the service goes on."""

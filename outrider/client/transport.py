@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
-from outrider.errors import DataLoss, Unavailable
+from outrider.errors import DataLoss, DeadlineExceeded, Unavailable
 from outrider.messages import PositionLogprobs
 from outrider.request import (
     Event,
@@ -132,6 +132,9 @@ class CompletionBuilder:
         )
 
 
+Method = Literal["cancel", "get_session", "describe", "healthy"]
+
+
 class Transport(Protocol):
     """Carries calls to one coordinator. Every method is for one event loop, ends within the
     `timeout_s` seconds it is given, and raises errors of `outrider.errors` alone, `Unavailable` and
@@ -142,31 +145,25 @@ class Transport(Protocol):
         """Names the coordinator for people: HOST:PORT, where there is one."""
         ...
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """The events of one generation; closing the iterator early cancels its session."""
+    def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        """The events of one generation, or of one whose stream broke from `Started` on, without the
+        tokens that had come; closing the iterator early cancels its session."""
         ...
 
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """The events of a generation whose stream broke, from `Started` on, without the tokens that
-        had come; closing the iterator early cancels its session."""
-        ...
-
-    async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """Ends a session as cancelled; a finished one is unchanged. Raises `NotFound`."""
-        ...
-
-    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
-        """Reads a session from the store. Raises `NotFound`."""
-        ...
-
-    async def describe(self, timeout_s: float) -> CoordinatorDescription:
-        """What is served, and how many sessions run."""
-        ...
-
-    async def healthy(self, timeout_s: float) -> bool:
-        """Whether the coordinator says that it can serve."""
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        """What a method of `Client` returns that is about no stream."""
         ...
 
     async def close(self) -> None:
         """Ends what runs on this transport. Idempotent."""
         ...
+
+
+async def is_healthy(transport: Transport, timeout_s: float) -> bool:
+    """Whether the coordinator answers in time and says that it can serve."""
+    try:
+        return bool(await transport.call("healthy", timeout_s))
+    except (Unavailable, DeadlineExceeded):
+        return False

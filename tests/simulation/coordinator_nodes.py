@@ -222,11 +222,12 @@ class PortTransport:
         self._world = world
         self.address = address
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        if isinstance(request, ResumeRequest):
+            return self._events(lambda service: service.resume(request))
         return self._events(lambda service: service.generate(request))
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(lambda service: service.resume(request))
 
     async def close(self) -> None:
         """Nothing is open."""

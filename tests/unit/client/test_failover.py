@@ -53,11 +53,8 @@ class Scripted:
         self.closed = False
         self.event_s = 0.0
 
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._next(None)
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._next(request)
+    def events(self, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._next(request if isinstance(request, ResumeRequest) else None)
 
     async def _next(self, request: ResumeRequest | None) -> AsyncGenerator[Event]:
         self.asked.append(request)
@@ -67,14 +64,13 @@ class Scripted:
                 raise event
             yield event
 
-    async def describe(self, timeout_s: float) -> str:
+    async def call(self, method: str, timeout_s: float, session_id: str = "") -> Any:
+        if method == "healthy":
+            return not self.script
         found = self.script.pop(0)[0]
         if isinstance(found, OutriderError):
             raise found
         return str(found)
-
-    async def healthy(self, timeout_s: float) -> bool:
-        return not self.script
 
     async def close(self) -> None:
         self.closed = True
@@ -87,7 +83,7 @@ def resuming(each: Any, *fields: Any, **named: Any) -> ResumingTransport:
 async def heard_at(each: Sequence[Scripted], *fields: Any, **named: Any) -> list[Event]:
     """Of a request with all the time that it may take."""
     transport = resuming(each, *fields, **named)
-    return [event async for event in transport.generate(REQUEST, 600.0)]
+    return [event async for event in transport.events(REQUEST, 600.0)]
 
 
 def heard(*transports: Scripted, resume_timeout_s: float = 15.0) -> list[Event]:
@@ -130,7 +126,7 @@ def test_of_several_that_break_at_once_all_go_on() -> None:
         transport = resuming(each)
 
         async def one() -> list[Event]:
-            return [event async for event in transport.generate(REQUEST, 60.0)]
+            return [event async for event in transport.events(REQUEST, 60.0)]
 
         assert await asyncio.gather(*(one() for _ in range(4))) == [[*WHOLE]] * 4
         gone.script, there.script = [], [whole] * 4
@@ -245,7 +241,7 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
     each = [away, Scripted(*[whole] * 9)]
     transport = resuming(each)
     for _ in range(6):
-        assert len([event async for event in transport.generate(REQUEST, 600.0)]) == 4
+        assert len([event async for event in transport.events(REQUEST, 600.0)]) == 4
     assert asyncio.get_running_loop().time() == 0.0
     assert len(away.asked) == 1
 
@@ -327,9 +323,9 @@ def test_waits_grow_and_begin_anew_with_what_comes() -> None:
 async def test_other_calls_go_to_one_that_answers() -> None:
     each = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]
     transport = resuming(each)
-    assert await transport.describe(1.0) == "second"
-    assert await transport.describe(1.0) == "first"
-    assert await transport.healthy(1.0)
+    assert await transport.call("describe", 1.0) == "second"
+    assert await transport.call("describe", 1.0) == "first"
+    assert await transport.call("healthy", 1.0)
     assert transport.address == "scripted,scripted"
     await transport.close()
     assert all(one.closed for one in each)
@@ -469,7 +465,7 @@ def heard_of(names: Names, each: dict[str, Scripted]) -> list[Event]:
         transport = ResumingTransport(found)
         await asyncio.sleep(1.0)
         try:
-            return [event async for event in transport.generate(REQUEST, 60.0)]
+            return [event async for event in transport.events(REQUEST, 60.0)]
         finally:
             await transport.close()
             assert all(one.closed for one in each.values())
