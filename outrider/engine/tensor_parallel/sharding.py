@@ -34,7 +34,8 @@ COLWISE: Final = "colwise"
 ROWWISE: Final = "rowwise"
 COLWISE_GATHERED: Final = "colwise_gather_output"
 ROWWISE_SPLIT: Final = "rowwise_split_input"
-_SHARED: Final = {COLWISE, ROWWISE, COLWISE_GATHERED, ROWWISE_SPLIT}
+_BY_COLUMNS: Final = {ROWWISE, ROWWISE_SPLIT}
+_SHARED: Final = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT: Final = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 """What needs nothing here: gradients, and the embedding, which is shared out anyway."""
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
@@ -88,7 +89,7 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
             for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
                 yield what, heads
     for path, style in plan.items():
-        linear, columns = module.get_submodule(path), style in (ROWWISE, ROWWISE_SPLIT)
+        linear, columns = module.get_submodule(path), style in _BY_COLUMNS
         width = linear.in_features if columns else linear.out_features
         yield f"{'inputs' if columns else 'outputs'} of {path.rpartition('.')[2]}", width
 
@@ -137,31 +138,15 @@ class Share:
         return cls(dim, width, start, min(width, start + size), size)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a stored tensor, or a rank's share of it, belongs."""
-
-    owner: nn.Module
-    attribute: str
-    share: Share | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """What is there now."""
-        found: torch.Tensor = getattr(self.owner, self.attribute)
-        return found
-
-
 class RowwiseLinear(nn.Module):
     """A linear layer of which each rank has some columns; the products are summed."""
 
-    def __init__(self, linear: nn.Linear, ranks: Ranks, splits_input: bool) -> None:
+    def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
+        """`cut`: of whole inputs the columns of this rank."""
         super().__init__()
-        share = Share.of(linear.in_features, ranks, dim=1)
-        self.local = _empty_linear(share.size, linear.out_features, linear, bias=False)
-        self.bias = linear.bias
-        self._ranks = ranks
-        self._cut = slice(share.start, share.stop) if splits_input else None
+        self.local, self.bias = local, local.bias
+        local.bias = None  # type: ignore[assignment]
+        self._ranks, self._cut = ranks, cut
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in / size], or [..., in] where the input is cut here, to [..., out]."""
@@ -187,13 +172,11 @@ class VocabularyEmbedding(nn.Module):
     """An embedding of which each rank has some rows. A token's row is one rank's; the others add
     zeros, so that the sum is exact."""
 
-    def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
+    def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
-        self._share = Share.of(embedding.num_embeddings, ranks, dim=0)
-        self._ranks = ranks
+        self._share, self._ranks = share, ranks
         # The instance stays, for what its class may do besides: Gemma's scales its rows.
-        embedding.weight = _empty(self._share.size, embedding.embedding_dim, like=embedding.weight)
-        embedding.num_embeddings, embedding.padding_idx = self._share.size, None
+        embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -226,74 +209,56 @@ def least(ranks: Ranks, number: int, device: torch.device) -> int:
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
-def shard(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Slot]:
-    """Replaces what the plan shares out by this rank's share, still without values (on the meta
-    device). Returns for every stored name of the whole model where it belongs; two names of one
-    tensor (a tied head) lead to one."""
-    slots = _whole(module)
-    for path, style in plan.items():
-        linear = module.get_submodule(path)
-        if style in (COLWISE, COLWISE_GATHERED):
-            local = _colwise(path, linear, ranks, slots)
-            replacement: nn.Module = local if style == COLWISE else GatheredLinear(local, ranks)
-        else:
-            rowwise = RowwiseLinear(linear, ranks, splits_input=style == ROWWISE_SPLIT)
-            share = Share.of(linear.in_features, ranks, dim=1)
-            slots[f"{path}.weight"] = Slot(rowwise.local, "weight", share)
-            if linear.bias is not None:
-                slots[f"{path}.bias"] = Slot(rowwise, "bias")
-            replacement = rowwise
-        _replace(module, path, replacement)
-    _shard_vocabulary(module, ranks, slots)
-    return slots
-
-
-def _shard_vocabulary(module: Any, ranks: Ranks, slots: dict[str, Slot]) -> None:
+def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
+    """Cuts what is shared out to this rank's size, still without values (on the meta device).
+    Returns the shares by the names that the tensors are stored by."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    paths = {found: path for path, found in module.named_modules()}
     check(isinstance(embedding, nn.Embedding), "a model whose embedding is none")
     check(isinstance(head, nn.Linear), "a model whose head is no linear layer")
-    tied = embedding.weight is head.weight
+    columns = {f"{path}.weight" for path, style in plan.items() if style in _BY_COLUMNS}
+    whole = {f"{path}.bias" for path, style in plan.items() if style in _BY_COLUMNS}
+    owners = {found for path, found in module.named_modules() if path in plan} | {embedding, head}
+    shares: dict[str, Share] = {}
+    cut: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if _owner(module, name)[0] in owners and name not in whole:
+            dim = int(name in columns)
+            share = shares[name] = Share.of(parameter.shape[dim], ranks, dim)
+            shape = [*parameter.shape]
+            shape[dim] = share.size
+            values = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            # Two names of one tensor, as of a tied head, lead to one.
+            smaller = cut.setdefault(id(parameter), nn.Parameter(values, requires_grad=False))
+            setattr(*_owner(module, name), smaller)
+    return shares
+
+
+def _join_ranks(
+    module: Any, plan: Mapping[str, str], shares: Mapping[str, Share], ranks: Ranks
+) -> None:
+    """Puts around what is shared out that which speaks to the other ranks."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    paths = {found: path for path, found in module.named_modules()}
     vocab_size = head.out_features
-    local_head = _colwise(paths[head], head, ranks, slots)
-    _replace(module, paths[head], VocabularyHead(local_head, vocab_size, ranks))
-    share = Share.of(embedding.num_embeddings, ranks, dim=0)
-    _replace(module, paths[embedding], VocabularyEmbedding(embedding, ranks))
-    slots[f"{paths[embedding]}.weight"] = Slot(embedding, "weight", share)
-    if tied:
-        local_head.weight = embedding.weight
+    for path, style in plan.items():
+        linear = module.get_submodule(path)
+        linear.out_features, linear.in_features = linear.weight.shape
+        if style == COLWISE_GATHERED:
+            setattr(*_owner(module, path), GatheredLinear(linear, ranks))
+        elif style in _BY_COLUMNS:
+            share = shares[f"{path}.weight"]
+            cut = slice(share.start, share.stop) if style == ROWWISE_SPLIT else None
+            setattr(*_owner(module, path), RowwiseLinear(linear, ranks, cut))
+    head.out_features = len(head.weight)
+    setattr(*_owner(module, paths[head]), VocabularyHead(head, vocab_size, ranks))
+    share = shares[f"{paths[embedding]}.weight"]
+    setattr(*_owner(module, paths[embedding]), VocabularyEmbedding(embedding, share, ranks))
 
 
-def _whole(module: nn.Module) -> dict[str, Slot]:
-    """A slot for every stored name of a model that nothing has been taken from."""
-    found = {}
-    for name in module.state_dict(keep_vars=True):
-        path, _, attribute = name.rpartition(".")
-        found[name] = Slot(module.get_submodule(path), attribute)
-    return found
-
-
-def _colwise(path: str, linear: nn.Linear, ranks: Ranks, slots: dict[str, Slot]) -> nn.Linear:
-    share = Share.of(linear.out_features, ranks, dim=0)
-    local = _empty_linear(linear.in_features, share.size, linear, bias=linear.bias is not None)
-    slots[f"{path}.weight"] = Slot(local, "weight", share)
-    if linear.bias is not None:
-        slots[f"{path}.bias"] = Slot(local, "bias", share)
-    return local
-
-
-def _empty_linear(width_in: int, width_out: int, like: nn.Linear, bias: bool) -> nn.Linear:
-    dtype = like.weight.dtype
-    return nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=dtype)
-
-
-def _empty(*shape: int, like: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), requires_grad=False)
-
-
-def _replace(module: nn.Module, path: str, replacement: nn.Module) -> None:
-    parent, _, attribute = path.rpartition(".")
-    setattr(module.get_submodule(parent), attribute, replacement)
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a tensor or a module of this name, and what it is called there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
 
 
 def load_shard(
@@ -309,9 +274,10 @@ def load_shard(
     plan = plan_for(module, ranks.size, name, key)
     info = describe(module, path, **options)
     _log.info("loading share %d of %d of %s on %s", ranks.rank + 1, ranks.size, name, where)
-    slots = shard(module, plan, ranks)
+    shares = _cut_to_share(module, plan, ranks)
     with refusing(f"model {name}:"):
-        _fill(module, slots, path, name)
+        _fill(module, shares, path, name)
+    _join_ranks(module, plan, shares, ranks)
     return module.requires_grad_(False).to(where).eval(), info
 
 
@@ -324,45 +290,42 @@ def check_shares(
     plan_for(module, size, name, key)
 
 
-def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None:
-    """Gives every slot its values. One read for all names of one tensor."""
+def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
+    """Gives every tensor its values. One read for all names of one tensor."""
+    tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
-    for key, slot in slots.items():
-        shared.setdefault(id(slot.tensor), []).append(key)
+    for key, tensor in tensors.items():
+        shared.setdefault(id(tensor), []).append(key)
     with open_weights(path) as files:
-        named = stored_names(module, slots, files)
+        named = stored_names(module, tensors, files)
         for keys in shared.values():
-            slot = slots[keys[0]]
+            tensor = tensors[keys[0]]
             stored = next((named[key] for key in keys if key in named), None)
             if stored is None:
-                if slot.tensor.is_meta:
+                if tensor.is_meta:
                     raise ConfigError(f"model {name}: its files lack the weights {keys[0]}")
                 continue  # a buffer that the model makes itself
-            values = _read(files[stored], stored, slot)
+            values = _read(files[stored], stored, tensor, shares.get(keys[0]))
             if values is None:
                 raise ConfigError(f"model {name}: {stored} does not fit its configuration")
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=False)
             for key in keys:
-                _put(slots[key], values)
+                setattr(*_owner(module, key), values)
 
 
-def _put(slot: Slot, values: nn.Parameter) -> None:
-    is_parameter = isinstance(slot.tensor, nn.Parameter)
-    setattr(slot.owner, slot.attribute, values if is_parameter else values.data)
-
-
-def _read(file: Any, stored: str, slot: Slot) -> nn.Parameter | None:
-    """The part of a stored tensor that belongs into a slot, in its dtype; None where the stored
-    one has another shape than the model's."""
-    share, view = slot.share, file.get_slice(stored)
-    expected, shape = [*slot.tensor.shape], view.get_shape()
+def _read(file: Any, stored: str, tensor: torch.Tensor, share: Share | None) -> torch.Tensor | None:
+    """What a tensor is to hold of a stored one, in its dtype; None where the stored one has another
+    shape than the model's."""
+    view = file.get_slice(stored)
+    expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
+    missing = 0
     if share is not None:
-        expected[share.dim] = share.width
-    if shape != expected:
+        expected[share.dim], place[share.dim] = share.width, slice(share.start, share.stop)
+        missing = share.size - (share.stop - share.start)
+    if view.get_shape() != expected:
         return None
-    if share is None:
-        values: torch.Tensor = file.get_tensor(stored)
-    else:
-        part = view[(slice(None),) * share.dim + (slice(share.start, share.stop),)]
-        missing = share.size - part.shape[share.dim]
-        values = nn.functional.pad(part, [0, 0] * (part.dim() - 1 - share.dim) + [0, missing])
-    return nn.Parameter(values.to(slot.tensor.dtype).contiguous(), requires_grad=False)
+    values: torch.Tensor = view[tuple(place)] if share else file.get_tensor(stored)
+    if share and missing:
+        values = nn.functional.pad(values, [0, 0] * (values.dim() - 1 - share.dim) + [0, missing])
+    return values.to(tensor.dtype).contiguous()
