@@ -103,9 +103,7 @@ def measure_step_costs(
     context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
     if context > SHORT_CONTEXT and clock() < until:
         num = min(MEASURED_SESSIONS, max_sessions)
-        num = bench.begin(num, context, clock() + limit_s * CONTEXTS_SHARE)
-        if num:
-            costs = bench.contexts(costs, num, context)
+        costs = bench.contexts(costs, num, context, clock() + limit_s * CONTEXTS_SHARE)
     # What takes longest comes last, where it may be left out.
     if len(seconds) == len(few):
         seconds += bench.rows(rows[len(few) :], until)
@@ -127,9 +125,9 @@ class _Bench:
         self._engine = engine
         self._clock = clock
         self._try_s = try_s
-        self._first_is_slow = False
-        """On a device a step's first run of its shape compiles and records what the next ones
-        use."""
+        self._num_extra = 0
+        """Of first runs that do not count: on a device a step's first run of its shape compiles and
+        records what the next ones use."""
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
         """The least times, s, of steps of so many tokens of one session without a context, as many
@@ -142,36 +140,31 @@ class _Bench:
             found.append(self.least(step))
         return found
 
-    def begin(self, num_sessions: int, context: int, until: float) -> int:
-        """Sessions that hold so many slots each now, and have room for what is measured next."""
-        num = num_sessions
+    def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
+        """What is known, and what `num` sessions and the slots of their contexts cost; of fewer
+        sessions where there is no room for what is measured, or no time to begin them."""
+        begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
         ):
             num -= 1
-        for index in range(num):
-            self._seconds([_step(index, context, 0)])
-            if self._clock() >= until:
-                return index + 1
-        return num
-
-    def contexts(self, known: StepCosts, num: int, context: int) -> StepCosts:
-        """What is known, and what `num` sessions that were begun and the slots of their contexts
-        cost; they end with it."""
-        steps = [_step(index, 1) for index in range(num)]
+        while begun < num and (not begun or self._clock() < until):
+            self._seconds([_step(begun, context, 0)])
+            begun += 1
+        if not begun:
+            return known
+        steps = [_step(index, 1) for index in range(begun)]
         long = self.least(steps, context)
         many = self.least([_step(0, CONTEXT_ROWS)], context)
-        for step in steps:
-            self._engine.keep(step.sequence_id, SHORT_CONTEXT)
+        self._cut(steps, SHORT_CONTEXT)
         short = self.least(steps, SHORT_CONTEXT)
-        for step in steps:
-            self._engine.release(step.sequence_id)
-        slot_s = max(0.0, long - short) / (num * (context - SHORT_CONTEXT))
-        beyond = long - num * context * slot_s - known.step_seconds(num)
+        self._cut(steps, 0)
+        slot_s = max(0.0, long - short) / (begun * (context - SHORT_CONTEXT))
+        beyond = long - begun * context * slot_s - known.step_seconds(begun)
         rows_slot_s = (many - known.step_seconds(CONTEXT_ROWS)) / context
         return replace(
             known,
-            session_s=max(0.0, beyond) / (num - 1) if num > 1 else 0.0,
+            session_s=max(0.0, beyond) / (begun - 1) if begun > 1 else 0.0,
             slot_s=slot_s,
             row_slot_s=max(0.0, rows_slot_s - slot_s) / (CONTEXT_ROWS - 1),
         )
@@ -179,30 +172,28 @@ class _Bench:
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
         """The least time, s, of such a step of sequences that hold so many slots each; one that
         holds none is released."""
-        if self._first_is_slow:
-            self._timed(steps, length)
-        best, enough = math.inf, self._clock() + self._try_s
-        for _ in range(TRIES):
-            best = min(best, self._timed(steps, length))
-            if self._clock() >= enough:
+        times: list[float] = []
+        enough = self._clock() + self._try_s
+        while len(times) < TRIES + self._num_extra:
+            times.append(self._seconds(steps))
+            self._cut(steps, length)
+            if self._clock() >= enough and len(times) > self._num_extra:
                 break
-        return best
+        return min(times[self._num_extra :] or times)
 
-    def _timed(self, steps: Sequence[SequenceStep], length: int) -> float:
-        seconds = self._seconds(steps)
+    def _cut(self, steps: Sequence[SequenceStep], length: int) -> None:
         for step in steps:
             if length:
                 self._engine.keep(step.sequence_id, length)
             else:
                 self._engine.release(step.sequence_id)
-        return seconds
 
     def _seconds(self, steps: Sequence[SequenceStep]) -> float:
         self._engine.take_step_seconds()
         start = self._clock()
         for logits in self._engine.forward(steps):
             logits[-1:].sum().item()  # Waits for a device that computes asynchronously.
-            self._first_is_slow = logits.device.type != "cpu"
+            self._num_extra = int(logits.device.type != "cpu")
         elapsed = self._clock() - start
         return self._engine.take_step_seconds() or elapsed
 
