@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,7 +29,7 @@ _FINDING: Final = "outrider_finding"
 """Name of the one that only notes who calls it."""
 _UNKNOWN_ARGUMENTS: Final = ("s_aux", "position_bias")
 """What attention can be given that would change its result, and is not done here."""
-_Allows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """The library's mask function: (batch, head, query and key index) -> may look."""
 
 
@@ -36,7 +37,7 @@ _Allows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 class AttentionLayer:
     """One block of a module that asks for attention."""
 
-    block: torch.nn.Module
+    block: nn.Module
     shape: LayerShape
     query_heads: int
     window: int | None
@@ -57,15 +58,15 @@ class LayerPages:
     softcap: float | None = None
 
 
-Attend = Callable[[torch.Tensor, LayerPages], torch.Tensor]
+Attend = Callable[[Tensor, LayerPages], Tensor]
 """(queries [1, query heads, T, key width], layer) -> output [1, T, query heads, value width]: how a
 step reads what is in its pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    layers: dict[torch.nn.Module, LayerPages]
-    slots: torch.Tensor
+    layers: dict[nn.Module, LayerPages]
+    slots: Tensor
     attend: Attend
 
 
@@ -80,9 +81,7 @@ _FOUND: ContextVar[_Found | None] = ContextVar("outrider_layers", default=None)
 
 
 @contextmanager
-def running(
-    layers: dict[torch.nn.Module, LayerPages], slots: torch.Tensor, attend: Attend
-) -> Iterator[None]:
+def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
     """While it lasts, modules whose blocks are these write the keys and values of the first tokens
     to `slots` [n] of these pages, and attend to them."""
     token = _RUNNING.set(_Running(layers, slots, attend))
@@ -123,13 +122,13 @@ def set_attention(module: Any, name: str) -> None:
 
 
 def _paged_attention(
-    block: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    block: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
     width], which are written to their slots first. Where there are fewer slots than tokens, the
     last ones have none."""
@@ -145,15 +144,15 @@ def _paged_attention(
 
 
 def _noted_attention(
-    block: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    block: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Notes the block; what it returns has the shape of attention's output and no meaning."""
     found = _FOUND.get()
     if found is None:
@@ -177,7 +176,7 @@ def _noted_attention(
 
 def _noted_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: _Allows, **_: Any
-) -> torch.Tensor:
+) -> Tensor:
     """A mask that carries the function it is made from."""
     mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
     mask.allows = mask_function  # type: ignore[attr-defined]
@@ -190,7 +189,7 @@ def _window(allows: _Allows, length: int) -> int | None:
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 
-    def row(query: int) -> torch.Tensor:
+    def row(query: int) -> Tensor:
         return allows(zero, zero, torch.tensor(query), keys).expand(length)
 
     window = int(row(length - 1).sum())

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.engine.interface import SequenceStep
 
@@ -73,19 +74,19 @@ class Group:
 
     num_segments: int
     num_tokens: int
-    rows: slice | torch.Tensor
+    rows: slice | Tensor
     """Where the N * T tokens stand in the step."""
-    targets: torch.Tensor | None
+    targets: Tensor | None
     """In fixed shapes [N * T]: as `rows`, but for tokens that repeat a segment's last one to pad
     it; those stand behind the step's last row."""
-    slots: torch.Tensor
+    slots: Tensor
     """[N * L]; a segment with fewer repeats its first one."""
-    bias: torch.Tensor | None
+    bias: Tensor | None
     """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere, but
     in fixed shapes."""
-    _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def rows_by_head(self, num_heads: int, num_slots: int) -> torch.Tensor:
+    def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
         """[heads * N * L]: `slots` of each head, where one head's `num_slots` follow another's.
         Made once for all layers."""
         known = self._rows.get((num_heads, num_slots))
@@ -99,13 +100,13 @@ class Group:
 class StepPlan:
     """What a forward pass over the new tokens reads; T tokens in all."""
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     """[1, T]; in fixed shapes more, of which the last mean nothing."""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """As many."""
-    slots: torch.Tensor
+    slots: Tensor
     """[T]: where their keys and values go."""
-    logit_rows: torch.Tensor
+    logit_rows: Tensor
     """[R]: tokens whose logits are wanted; in fixed shapes more, of which the last mean nothing."""
     groups: dict[int | None, list[Group]]
     """For each window that a layer has; a None window is the whole context."""
@@ -331,7 +332,7 @@ def _group(members: Sequence[_Segment], view: _View) -> Group:
 
 def _bias(
     members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
-) -> torch.Tensor:
+) -> Tensor:
     """[N, 1, T, L]: of the tokens at these places [N, T] of their segments; a segment's column is
     slot `begin` + column of its sequence."""
     window = view.window
@@ -362,7 +363,7 @@ def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: in
     return allowed
 
 
-def _shipped(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
+def _shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
     """The arrays on the device, brought there in one piece."""
     if len(arrays) == 1:
         return [torch.from_numpy(arrays[0]).to(device)]

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import SPLIT_SLOTS, Group, HeldSequence, plan_step
 from outrider.kv_cache.storage import KeysAndValues
 
 
-def attend(query: torch.Tensor, layer: LayerPages, groups: Sequence[Group]) -> torch.Tensor:
+def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
     """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
     whose keys and values are in the cache; 0 for rows that are in no group. Query head h reads key
     head h * Hkv // Hq, and no key is repeated for that: the query heads that share one are rows of
@@ -41,7 +42,7 @@ def attend(query: torch.Tensor, layer: LayerPages, groups: Sequence[Group]) -> t
     return output[None, :num_rows]
 
 
-def _gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
     Several threads share the rows of a first dimension alone (for 16 sequences of 320 slots on two
@@ -52,7 +53,7 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[torch.Tensor, torch.T
     return cache.gather_rows(group.rows_by_head(num_heads, num_slots))
 
 
-def _attend_group(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
+def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
     """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
     num, size = group.num_segments, group.num_tokens
     keys, values = _gathered(layer.cache, group)
@@ -77,7 +78,7 @@ def _attend_group(queries: torch.Tensor, layer: LayerPages, group: Group) -> tor
     return output.permute(1, 3, 0, 2, 4).reshape(num * size, num_heads, values.shape[2])
 
 
-def _attend_group_in_splits(queries: torch.Tensor, layer: LayerPages, group: Group) -> torch.Tensor:
+def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
     """As `_attend_group`, of a group in fixed shapes."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
@@ -109,7 +110,7 @@ def _attend_group_in_splits(queries: torch.Tensor, layer: LayerPages, group: Gro
     return output.reshape(num * size, key_heads * shared, value_width).to(queries.dtype)
 
 
-def _in_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over axis 2, from the first to the last."""
     total = parts.select(2, 0).to(dtype, copy=True)
     for index in range(1, parts.shape[2]):
@@ -117,14 +118,14 @@ def _in_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A module's logits [L, V] of token and position ids [1, T] and logit rows [L]."""
 
 
 class Steps(Protocol):
     """How an engine's steps are run on its pages."""
 
-    def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
+    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         """Logits [at least L, V] of a step of at least one sequence: the first L are those that it
         wants. Valid until the next step."""
         ...
@@ -136,7 +137,7 @@ class GatheredSteps(Steps):
     def __init__(
         self,
         forward: Forward,
-        layers: dict[torch.nn.Module, LayerPages],
+        layers: dict[nn.Module, LayerPages],
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -150,12 +151,12 @@ class GatheredSteps(Steps):
         self._dtype = dtype
         self._fixed_shapes = fixed_shapes
 
-    def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
+    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         plan = plan_step(
             sequences, self._windows, self._page_size, self._device, self._dtype, self._fixed_shapes
         )
 
-        def attend_layer(query: torch.Tensor, layer: LayerPages) -> torch.Tensor:
+        def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
             return attend(query, layer, plan.groups[layer.window])
 
         with running(self._layers, plan.slots, attend_layer):

@@ -11,7 +11,7 @@ from outrider.errors import BadRequest, check
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """What runs here; constant."""
         ...
 
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """Appends each step's tokens to its sequence, and returns per step its logits
         [num_logits, V], or [num_logits, N] with N `logit_token_ids`; float32, on the model's
         device: row j follows the j-th of the last `num_logits` tokens. They stand until the next
@@ -172,7 +172,7 @@ class FeatureEngine(Engine, Protocol):
         """Whether it does; constant."""
         ...
 
-    def features(self) -> list[torch.Tensor]:
+    def features(self) -> list[Tensor]:
         """Where it does, for each step of the last `forward` [num_logits, D]: what the model's head
         made its logits of, in the model's dtype, on its device. They stand until the next call."""
         ...
@@ -183,7 +183,7 @@ class ShallowEngine(Engine, Protocol):
     """An engine that runs tokens through its model's first layers alone, on the same slots, for
     a drafter that reads what these put out."""
 
-    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """As `forward`, but per step [num_logits, D]: what the last of the first layers put out, in
         the model's dtype. The slots that it takes are the sequence's own, hold keys and values of
         these layers alone, and are given back by `keep` before the sequence's next `forward`."""
@@ -213,7 +213,7 @@ class Draws(Protocol):
         many words for any S."""
         ...
 
-    def draw(self, logits: torch.Tensor, words: torch.Tensor, depth: int) -> torch.Tensor:
+    def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
         """Draws token `depth` of every row [S, V]: int64 [S, any], beginning with the token."""
         ...
 

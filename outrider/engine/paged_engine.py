@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
@@ -74,7 +75,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         info: ModelInfo,
         *,
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
@@ -129,7 +130,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
-        self._features: list[torch.Tensor] = []
+        self._features: list[Tensor] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
@@ -169,7 +170,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
         )  # fmt: skip
 
-    def _dense_answers(self, info: ModelInfo) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
         """The trial's logits [T, V], and what the first layers put out, [T, D], where they are to
         be run alone."""
         ids = trial_tokens(info)
@@ -221,7 +222,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             sorted(self._thread_counts), self._layers[0].query_heads, self._page_size,
         )  # fmt: skip
 
-    def _try(self, expected: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
         self._use_pages(num_pages)
@@ -237,7 +238,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             self._use_pages(num_pages)
             self._check_trial(*expected)
 
-    def _check_trial(self, logits: torch.Tensor, shallow: torch.Tensor | None) -> None:
+    def _check_trial(self, logits: Tensor, shallow: Tensor | None) -> None:
         check_answers(self, logits)
         if shallow is not None:
             check_first_layers(self, shallow)
@@ -312,7 +313,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         """Whether steps of usual shapes are recorded and replayed."""
         return isinstance(self._steps, CudaRunner) and self._steps.records
 
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
         if not steps:
             return []
@@ -325,7 +326,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         # The copy is made outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
-    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
@@ -335,7 +336,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
     def shows_features(self) -> bool:
         return self._head is not None
 
-    def features(self) -> list[torch.Tensor]:
+    def features(self) -> list[Tensor]:
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
 
@@ -452,7 +453,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             self._pool.forget(sequence_id)
             raise
 
-    def _run(self, runner: Steps, steps: Sequence[SequenceStep]) -> tuple[torch.Tensor, list[int]]:
+    def _run(self, runner: Steps, steps: Sequence[SequenceStep]) -> tuple[Tensor, list[int]]:
         """A row [any] for each that is wanted, and how many each step wants."""
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         num_tokens = sum(len(step.token_ids) for step in steps)
@@ -464,9 +465,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         sizes = [step.num_logits for step in steps]
         return rows[: sum(sizes)], sizes
 
-    def _call(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
+    def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
         """`Forward` of the whole model."""
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
@@ -479,19 +478,19 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             if self._head.read is None:
                 raise ConfigError("its head is not called as a module: what it reads is not known")
             self._seen = self._head.read[0][wanted]
-        logits: torch.Tensor = output.logits[0][wanted]
+        logits: Tensor = output.logits[0][wanted]
         return logits
 
     def _call_shallow(
         self,
         shallow: Any,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        wanted_rows: torch.Tensor,
-    ) -> torch.Tensor:
+        token_ids: Tensor,
+        position_ids: Tensor,
+        wanted_rows: Tensor,
+    ) -> Tensor:
         """`Forward` of the first layers: what they put out, [L, D]."""
         output = shallow(input_ids=token_ids, position_ids=position_ids, use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
         return hidden.index_select(0, wanted_rows)
 
 

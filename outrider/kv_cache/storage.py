@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.errors import SettingError, check
 from outrider.kv_cache.block_pool import Copy
@@ -75,7 +76,7 @@ class KeysAndValues:
     """The cache of one layer."""
 
     def __init__(self, shape: LayerShape, num_slots: int) -> None:
-        def tensor(width: int) -> torch.Tensor:
+        def tensor(width: int) -> Tensor:
             size = (shape.num_heads, num_slots, width)
             return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
@@ -84,11 +85,11 @@ class KeysAndValues:
         self.values = tensor(shape.value_width)
         """[heads, slots, value width]."""
 
-    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, n, width] of slots [n]."""
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
-    def gather_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """As `gather` of slots [n], given as rows [heads * n] of all heads' slots one after
         another, which several threads share."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
@@ -98,12 +99,12 @@ class KeysAndValues:
         )
         return keys, values
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Puts keys and values [heads, n, width] into slots [n]."""
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
-    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+    def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
         """Copies runs of `unit` slots, numbered in such units, all at once."""
         for tensor in (self.keys, self.values):
             units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
@@ -126,7 +127,7 @@ class BlockedKeysAndValues:
         self._columns = self.keys.view(*size[:2], size[3], size[2])
         self._page_size = page_size
 
-    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+    def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
         """See `KeysAndValues.copy`; a unit is a page or a slot."""
         if unit == self._page_size:
             for tensor in (self.keys, self.values):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from outrider.engine.attention import set_attention
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep, ShallowEngine
@@ -84,16 +85,16 @@ def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
     return tuple((7919 * i + 1) % info.vocab_size for i in range(num))
 
 
-def dense_logits(module: _Model, token_ids: Sequence[int]) -> torch.Tensor:
+def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
     """The module's own logits [T, V], without a cache; leaves it set to that attention."""
     set_attention(module, "eager")
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=next(module.parameters()).device)
-        logits: torch.Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        logits: Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     return logits
 
 
-def check_answers(engine: Engine, expected: torch.Tensor) -> None:
+def check_answers(engine: Engine, expected: Tensor) -> None:
     """Runs the trial; raises `ConfigError` unless its logits are `expected` [T, V]."""
     ids = trial_tokens(engine.info)
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
@@ -109,7 +110,7 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def check_first_layers(engine: ShallowEngine, expected: torch.Tensor) -> None:
+def check_first_layers(engine: ShallowEngine, expected: Tensor) -> None:
     """Runs the end of a sequence of the trial, which is over, once more through the first layers;
     raises `ConfigError` unless they put out `expected` [T, D]."""
     ids = trial_tokens(engine.info)
@@ -120,7 +121,7 @@ def check_first_layers(engine: ShallowEngine, expected: torch.Tensor) -> None:
     _check_close(found, expected[chunk:], what)
 
 
-def _check_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
     """Of [..., D], by the norm of each row."""
     exact = expected.double()
     difference = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
@@ -157,7 +158,7 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
-) -> torch.Tensor:
+) -> Tensor:
     """Logits [T, V] of `ids`, run in such parts, each behind as many other tokens as make up
     `num_rows`, if there is room."""
     rows = []

@@ -21,7 +21,7 @@ from typing import Final, Generic, TypedDict, TypeVar, Unpack
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
@@ -139,7 +139,7 @@ def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> 
 
 
 def save_files(
-    directory: Path, tensors: Mapping[str, torch.Tensor], description: TrainedDescription
+    directory: Path, tensors: Mapping[str, Tensor], description: TrainedDescription
 ) -> None:
     """Writes the description and the weights, as they are to be stored."""
     save_file(dict(tensors), str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
@@ -151,7 +151,7 @@ def save_files(
 def save_head(
     directory: Path,
     module: nn.Module,
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     description: TrainedDescription,
     num_layers: int = 0,
 ) -> None:
@@ -172,9 +172,9 @@ class TargetHead(nn.Module):
             self.head = nn.Linear(head.shape[1], head.shape[0], bias=False)
         self.head.weight = head
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[.., N], float32, of hidden states [.., D] that the head has made."""
-        logits: torch.Tensor = self.head(hidden)
+        logits: Tensor = self.head(hidden)
         return logits.float()
 
 
@@ -195,7 +195,7 @@ class LoadedHead(Generic[Head]):
 def load_head(
     directory: Path,
     kind: TrainedKind,
-    rows: torch.Tensor,
+    rows: Tensor,
     make: Callable[[nn.Parameter, int, int], Head],
     **whose: Unpack[Whose],
 ) -> LoadedHead[Head]:
@@ -223,17 +223,17 @@ def load_head(
     )
 
 
-def head_of(rows: torch.Tensor, token_ids: torch.Tensor) -> nn.Parameter:
+def head_of(rows: Tensor, token_ids: Tensor) -> nn.Parameter:
     """[N, D]: the rows of a target's head [V, D] for `token_ids` [N]."""
     return nn.Parameter(rows.detach()[token_ids.to(rows.device)], requires_grad=False)
 
 
-def as_stored(values: torch.Tensor) -> torch.Tensor:
+def as_stored(values: Tensor) -> Tensor:
     """What is left of a weight once it has been stored and loaded, in its own dtype."""
     return restored("", stored("", values)).to(values.dtype)
 
 
-def stored(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+def stored(name: str, values: Tensor) -> dict[str, Tensor]:
     """What a weight is in a drafter's file: of a matrix int8 and a scale for each row."""
     if values.dim() != 2:
         return {name: values.contiguous()}
@@ -242,15 +242,15 @@ def stored(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: (rows / scales[:, None]).round_().to(torch.int8), name + _SCALE: scales}
 
 
-def stored_weights(module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def stored_weights(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """What these parameters of a module are in a drafter's file."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         tensors |= stored(name, module.get_parameter(name).detach().cpu())
     return tensors
 
 
-def restored(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """A weight of a drafter's file. Raises `ValueError` unless each row has its scale."""
     values = tensors[name]
     if values.dtype != torch.int8:
@@ -261,9 +261,7 @@ def restored(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return values.float() * scales[:, None]
 
 
-def checked_token_ids(
-    tensors: Mapping[str, torch.Tensor], description: TrainedDescription
-) -> torch.Tensor:
+def checked_token_ids(tensors: Mapping[str, Tensor], description: TrainedDescription) -> Tensor:
     """The tokens [N] of the head's rows. Raises `ValueError` for such as cannot be."""
     token_ids = tensors[TOKEN_IDS]
     shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
@@ -282,7 +280,7 @@ def own_names(module: nn.Module) -> list[str]:
 def put_weights(
     module: nn.Module,
     names: Iterable[str],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     device: torch.device,
     drafter: str,
 ) -> None:

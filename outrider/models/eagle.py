@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import check
@@ -56,10 +56,10 @@ _ROTATION_BASE: Final = 10_000.0
 class Pairs:
     """What attention sees of pairs; all [.., heads, width of one], rotated where they must be."""
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    joined: torch.Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    joined: Tensor
     """x [.., D]."""
 
 
@@ -90,7 +90,7 @@ class EagleHead(TargetHead):
         )
         """Of each attention head."""
 
-    def pairs(self, features: torch.Tensor, token_ids: torch.Tensor, places: torch.Tensor) -> Pairs:
+    def pairs(self, features: Tensor, token_ids: Tensor, places: Tensor) -> Pairs:
         """Of features [.., D] read at `places` [..], and the tokens [..] behind these."""
         embedded = nn.functional.embedding(token_ids, self.embeddings)
         joined = self.layer.join(torch.cat([_normed(features), _normed(embedded)], -1))
@@ -99,19 +99,15 @@ class EagleHead(TargetHead):
         queries, keys = (_rotated(vectors, places) for vectors in (queries, keys))
         return Pairs(queries, keys, values, joined)
 
-    def guess(
-        self, features: torch.Tensor, joined: torch.Tensor, mixed: torch.Tensor
-    ) -> torch.Tensor:
+    def guess(self, features: Tensor, joined: Tensor, mixed: Tensor) -> Tensor:
         """g [.., D] of features and x of pairs, and what attention made of their queries
         [.., heads, width of one]."""
         y = joined + self.layer.out(mixed.flatten(-2))
         gate, up = self.layer.gate_up(_normed(y)).chunk(2, -1)
-        guessed: torch.Tensor = features + y + self.layer.down(nn.functional.silu(gate) * up)
+        guessed: Tensor = features + y + self.layer.down(nn.functional.silu(gate) * up)
         return guessed
 
-    def unroll(
-        self, features: torch.Tensor, token_ids: torch.Tensor, num_depths: int
-    ) -> Iterator[torch.Tensor]:
+    def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
         """g [B, L, D] of the first, second, .. token of a chain behind each pair of B texts, which
         goes on as the text does: of features [B, L, D] and the tokens [B, L + num_depths - 1]
         behind them."""
@@ -131,19 +127,19 @@ class EagleHead(TargetHead):
             yield features
 
 
-def _attend_in_windows(queries: torch.Tensor, first: Pairs, own: Sequence[Pairs]) -> torch.Tensor:
+def _attend_in_windows(queries: Tensor, first: Pairs, own: Sequence[Pairs]) -> Tensor:
     """[B, L, heads, E]: of the queries of chains behind each pair of a text, over the last
     `FEATURES_MAX` pairs of the text up to there and over the `own` ones of the chain."""
     num_pairs, width = queries.shape[1], queries.shape[-1]
     blocked = -(-num_pairs // FEATURES_MAX) * FEATURES_MAX
 
-    def blocks(vectors: torch.Tensor) -> torch.Tensor:
+    def blocks(vectors: Tensor) -> Tensor:
         """[B, blocks, heads, FEATURES_MAX, E]"""
         padded = nn.functional.pad(vectors, (0, 0, 0, 0, 0, blocked - num_pairs))
         shape = (len(padded), -1, FEATURES_MAX, *padded.shape[2:])
         return padded.reshape(shape).transpose(2, 3)
 
-    def with_earlier(vectors: torch.Tensor) -> torch.Tensor:
+    def with_earlier(vectors: Tensor) -> Tensor:
         """The block before each one, then itself."""
         return torch.cat([nn.functional.pad(vectors, (0, 0) * 3 + (1, 0))[:, :-1], vectors], 3)
 
@@ -164,11 +160,11 @@ def _attend_in_windows(queries: torch.Tensor, first: Pairs, own: Sequence[Pairs]
     return mixed.transpose(2, 3).flatten(1, 2)[:, :num_pairs]
 
 
-def _normed(rows: torch.Tensor) -> torch.Tensor:
+def _normed(rows: Tensor) -> Tensor:
     return nn.functional.rms_norm(rows, rows.shape[-1:], eps=_EPS)
 
 
-def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _rotated(vectors: Tensor, places: Tensor) -> Tensor:
     """[.., heads, E], each half a rotation of the other by its place [..]."""
     half = vectors.shape[-1] // 2
     powers = torch.arange(half, device=vectors.device, dtype=torch.float64) / half
@@ -207,7 +203,7 @@ def load_eagle(
 
 
 def load_eagle_on(
-    path: Path, embeddings: nn.Parameter, rows: torch.Tensor, **whose: Unpack[Whose]
+    path: Path, embeddings: nn.Parameter, rows: Tensor, **whose: Unpack[Whose]
 ) -> LoadedEagle:
     """The head in `path` with these embeddings and head rows [V, D] of its target, of their dtype
     and on their device. Raises `ConfigError`, also for a target that it was not made for."""

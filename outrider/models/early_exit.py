@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import (
@@ -50,14 +50,14 @@ def last_norm(module: Any) -> nn.Module:
     return norm
 
 
-def norm_weight(norm: nn.Module, width: int) -> torch.Tensor:
+def norm_weight(norm: nn.Module, width: int) -> Tensor:
     """[D]: what a norm, of the root mean square or of the deviation, multiplies by; found by asking
     it, as families store it in their own ways."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
     with torch.no_grad():
-        weight: torch.Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
+        weight: Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
     return weight
 
 
@@ -92,9 +92,9 @@ class Watched(nn.Module):
         super().__init__()
         self.inner = inner
         self._keeps_output = keeps_output
-        self.read: torch.Tensor | None = None
+        self.read: Tensor | None = None
         """Its first argument."""
-        self.output: torch.Tensor | None = None
+        self.output: Tensor | None = None
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,14 +142,14 @@ class ExitHead(TargetHead):
             self.gate_up = nn.Linear(width, 2 * inner, bias=False, dtype=dtype)
             self.down = nn.Linear(inner, width, bias=False, dtype=dtype)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """f [..., D] of h [..., D]."""
         x = nn.functional.rms_norm(hidden, hidden.shape[-1:], self.scale, eps=_EPS)
         gate, up = self.gate_up(x).chunk(2, -1)
-        changed: torch.Tensor = self.mix(x) + self.down(nn.functional.silu(gate) * up)
+        changed: Tensor = self.mix(x) + self.down(nn.functional.silu(gate) * up)
         return x + changed
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[R, N'], float32, of h [R, D]."""
         return super().logits(self(hidden))
 

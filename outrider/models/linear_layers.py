@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2CLS
 
@@ -27,7 +27,7 @@ class InferenceLinear(nn.Module):
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Of `weight` [out, in] and `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -35,7 +35,7 @@ class InferenceLinear(nn.Module):
         self.bias = None if bias is None else bias.detach().contiguous()
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """A dense copy of the weight [out, in] that it multiplies by; for the few models that read
         more of a layer than its result."""
         raise NotImplementedError
@@ -44,16 +44,14 @@ class InferenceLinear(nn.Module):
 class FusedLinear(InferenceLinear):
     """The product of fused kernels, in their dtype."""
 
-    def __init__(
-        self, kernels: PaceKernels, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
+    def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
         """Copies `weight` into the layout of the kernels; it must be one that they `can_fuse`."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
         """See `PaceKernels.pack`."""
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
         if not rows.numel():  # kernels take no empty matrices
             return rows.new_empty(*rows.shape[:-1], self.out_features)
@@ -62,11 +60,11 @@ class FusedLinear(InferenceLinear):
         return output.view(*rows.shape[:-1], self.out_features)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self.kernels.unpack(self.packed)
 
 
-def can_fuse(kernels: PaceKernels, weight: torch.Tensor) -> bool:
+def can_fuse(kernels: PaceKernels, weight: Tensor) -> bool:
     """Whether a weight [out, in] is of a dtype and shape that the kernels have a product for."""
     return (
         weight.device.type == "cpu"
@@ -82,25 +80,25 @@ class PackedLinear(InferenceLinear):
     its kernel; it remembers 1,024 of them a process.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Copies `weight` into the layout; it must be one that `can_pack`."""
         super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
-        self._packed: torch.Tensor = operators._reorder_linear_weight(dense, _PACKED_FOR_ROWS)
+        self._packed: Tensor = operators._reorder_linear_weight(dense, _PACKED_FOR_ROWS)
         self._product = operators._linear_pointwise.default
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
-        output: torch.Tensor = self._product(rows, self._packed, self.bias, "none", [], "")
+        output: Tensor = self._product(rows, self._packed, self.bias, "none", [], "")
         return output
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self._packed.to_dense()
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Whether this machine's oneDNN has a layout for a weight of that device and dtype."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return False
@@ -127,12 +125,12 @@ _BLOCK_WEIGHTS: Final = 2**20
 class WidenedLinear(InferenceLinear):
     """In bfloat16 on a CPU without products of it."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares `weight`, unless its rows are not one after another."""
         super().__init__(weight, bias)
         self._dense = weight.detach().contiguous()
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
         if rows.numel() < _ROWS_MIN * self.in_features:
             return functional.linear(rows, self._dense, self.bias)
@@ -142,11 +140,11 @@ class WidenedLinear(InferenceLinear):
         return (output if self.bias is None else output + self.bias).to(rows.dtype)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self._dense
 
 
-def must_widen(weight: torch.Tensor) -> bool:
+def must_widen(weight: Tensor) -> bool:
     """Whether a weight is in bfloat16 on a CPU that has no products of it."""
     return (
         weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
@@ -168,7 +166,7 @@ _WIDE_ROWS: Final = 32
 class QuantizedLinear(InferenceLinear, ABC):
     """With a rounded weight."""
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
         product = self._product(rows.reshape(-1, self.in_features))
         if self.bias is not None:
@@ -176,36 +174,36 @@ class QuantizedLinear(InferenceLinear, ABC):
         return product.view(*rows.shape[:-1], self.out_features)
 
     @abstractmethod
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+    def _product(self, rows: Tensor) -> Tensor:
         """Of rows [N, in]: [N, out]."""
 
 
 class Int8Linear(QuantizedLinear):
     """Weights of 8 bits, one scale for each row of the weight."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         exact = weight.detach().float()
         scales = (exact.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
-        self._levels: torch.Tensor = (exact / scales[:, None]).round().to(torch.int8)
+        self._levels: Tensor = (exact / scales[:, None]).round().to(torch.int8)
         self._scales = scales.to(weight.dtype)
         self._kernel = torch.ops.aten._weight_int8pack_mm.default
 
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+    def _product(self, rows: Tensor) -> Tensor:
         if len(rows) < _WIDE_ROWS:
-            narrow: torch.Tensor = self._kernel(rows, self._levels, self._scales)
+            narrow: Tensor = self._kernel(rows, self._levels, self._scales)
             return narrow
         return functional.linear(rows, self.weight)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self._levels.to(self._scales.dtype) * self._scales[:, None]
 
 
 class Int4Linear(QuantizedLinear):
     """Weights of 4 bits, a scale and an offset for each group of a row. On CPU."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """The width of `weight` must be a multiple of the group."""
         super().__init__(weight, bias)
         groups = weight.detach().float().reshape(self.out_features, -1, _GROUP)
@@ -214,7 +212,7 @@ class Int4Linear(QuantizedLinear):
         scales = ((greatest - least) / _LEVELS).clamp_min(tiny).to(weight.dtype).float()
         levels = ((groups - least[:, :, None]) / scales[:, :, None]).round().clamp(0, _LEVELS)
         offsets = (least + _CENTRE * scales).to(weight.dtype)
-        self._packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
             levels.flatten(1).to(torch.int32), _INNER_TILES
         )
         # [groups of a row, out, 2]
@@ -222,12 +220,12 @@ class Int4Linear(QuantizedLinear):
         self._scales_and_offsets = table.contiguous()
         self._kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self._kernel(rows, self._packed, _GROUP, self._scales_and_offsets)
+    def _product(self, rows: Tensor) -> Tensor:
+        product: Tensor = self._kernel(rows, self._packed, _GROUP, self._scales_and_offsets)
         return product
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         identity = torch.eye(self.in_features, dtype=self._scales_and_offsets.dtype)
         return self._product(identity).t()
 
@@ -235,7 +233,7 @@ class Int4Linear(QuantizedLinear):
 _KINDS: Final[dict[int, type[QuantizedLinear]]] = {8: Int8Linear, 4: Int4Linear}
 
 
-def quantized(weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> nn.Module | None:
+def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | None:
     """A layer with `weight` [out, in] rounded to 8 or 4 bits; None where this machine has no kernel
     that does what it is to do for a weight of that device, dtype and shape."""
     if not _has_kernel(bits, weight.shape, weight.dtype, weight.device):
@@ -279,7 +277,7 @@ class BlockedLinear(nn.Module):
             return getattr(self.linear, name)
         return super().__getattr__(name)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
         found = torch.cat([self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)])
@@ -313,7 +311,7 @@ class AlignedActivation(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Of each element."""
         num = inputs.numel()
         flat = functional.pad(inputs.reshape(-1), (0, -num % _LANES))

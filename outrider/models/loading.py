@@ -115,7 +115,7 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
-def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[torch.nn.Module, ModelInfo]:
+def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, ModelInfo]:
     """The model in `path`, in evaluation mode on its device, and what it is. Raises `ConfigError`
     naming the setting that is wrong."""
     from transformers import AutoModelForCausalLM

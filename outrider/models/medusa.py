@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.models.drafter_checkpoint import (
     LoadedHead,
@@ -39,12 +39,12 @@ class DraftHead(nn.Module):
         self.gate_up = nn.Linear(2 * width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
-    def forward(self, features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """f_i [..., D] from f_{i-1} and e_i, both [..., D]."""
         width = features.shape[-1:]
         seen = (nn.functional.rms_norm(part, width, eps=_EPS) for part in (features, embeddings))
         gate, up = self.gate_up(torch.cat([*seen], -1)).chunk(2, -1)
-        down: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        down: Tensor = self.down(nn.functional.silu(gate) * up)
         return features + down
 
 
@@ -61,10 +61,10 @@ class DraftHeads(TargetHead):
             heads = [DraftHead(head.shape[1], inner) for _ in range(num_heads)]
         self.heads = nn.ModuleList(heads).to(head.dtype)
 
-    def advance(self, depth: int, features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def advance(self, depth: int, features: Tensor, token_ids: Tensor) -> Tensor:
         """f_{depth+1} [R, D] from f_depth [R, D] and the tokens [R] behind it; `depth` from 0."""
         embedded = nn.functional.embedding(token_ids, self.embeddings)
-        advanced: torch.Tensor = self.heads[depth](features, embedded)
+        advanced: Tensor = self.heads[depth](features, embedded)
         return advanced
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 PROBE_ERRORS: Final = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
@@ -29,14 +29,14 @@ _ROUNDINGS_SHORT: Final = 8
 _PROBE: Final = "outrider_probe"
 
 
-def probe_rows(width: int, like: torch.Tensor) -> torch.Tensor:
+def probe_rows(width: int, like: Tensor) -> Tensor:
     """Rows [1, 4, width] of `_SIZES`, of the dtype and device of `like`; always the same ones."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
 
 
-def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def agree(one: Tensor, other: Tensor) -> bool:
     """Whether two results [..., D] of one probe are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -48,7 +48,7 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same_rows(
-    original: nn.Module, replacement: nn.Module, width: int, like: torch.Tensor, last: str = ""
+    original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
 ) -> bool:
     """Whether two modules map rows [1, 4, width] to the same ones, up to their layer `last`."""
     rows = probe_rows(width, like)
@@ -65,7 +65,7 @@ def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bo
     meanwhile: what they make of a few numbers, and what their attention is called with besides."""
     called: list[dict[str, Any]] = []
 
-    def attend(hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+    def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
         called.append(given)
         return hidden_states * 3 + 1, None
 
@@ -94,8 +94,8 @@ class _Stub(nn.Module):
 
 
 def call_attention(
-    block: Any, width: int, like: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]] | None:
+    block: Any, width: int, like: Tensor
+) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     """What `block` makes of rows [1, 4, width], up to its layer `o_proj`: query, key and value as
     the attention function gets them and what it gives `o_proj`, and what else that function gets
     but for what the block itself was given. None if it cannot be called as Llama's can."""
@@ -120,12 +120,12 @@ def call_attention(
 
 def _note(
     block: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """An attention function that attends to nothing: its output is the query."""
     options["calls"].append(((query, key, value), attention_mask, options))
     return query.transpose(1, 2).contiguous(), None

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -51,7 +51,7 @@ from outrider.models.module_probes import (
     same_wiring,
 )
 
-AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
@@ -75,14 +75,14 @@ class NativeRMSNorm(nn.Module):
         self._floor = self._scale.new_tensor((self.factor.numel() * eps) ** 0.5)
         self._has_kernel = weight.is_cuda and offset == 0
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Of [..., D], in its dtype."""
         if self._has_kernel:
             shape = tuple(self.weight.shape)
-            normed: torch.Tensor = functional.rms_norm(hidden_states, shape, self.weight, self.eps)
+            normed: Tensor = functional.rms_norm(hidden_states, shape, self.weight, self.eps)
             return normed
         inside = hidden_states.to(self._inside, copy=True)
-        norms: torch.Tensor = torch.linalg.vector_norm(inside, dim=-1, keepdim=True)
+        norms: Tensor = torch.linalg.vector_norm(inside, dim=-1, keepdim=True)
         return inside.div_(norms.hypot_(self._floor)).mul_(self._scale).to(hidden_states.dtype)
 
     __call__ = forward
@@ -100,10 +100,10 @@ class FusedMLP(nn.Module):
         self.act_fn = block.act_fn
         self._halves = (block.gate_proj.out_features, block.up_proj.out_features)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Of [..., D], in its dtype."""
         gate, up = self.gate_up_proj(hidden_states).split_with_sizes(self._halves, -1)
-        output: torch.Tensor = self.down_proj(self.act_fn(gate).mul_(up))
+        output: Tensor = self.down_proj(self.act_fn(gate).mul_(up))
         return output
 
     __call__ = forward
@@ -132,13 +132,13 @@ class DirectLayer(nn.Module):
             self.mlp_input_norm = layer.pre_feedforward_layernorm
             self.mlp_output_norm = layer.post_feedforward_layernorm
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Of [..., D], in its dtype."""
         rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         if self.attention_norm is not None:
             rows = self.attention_norm(rows)
         hidden_states = hidden_states + rows
-        output: torch.Tensor = self.mlp(self.mlp_input_norm(hidden_states))
+        output: Tensor = self.mlp(self.mlp_input_norm(hidden_states))
         if self.mlp_output_norm is not None:
             output = self.mlp_output_norm(output)
         return hidden_states + output
@@ -176,12 +176,12 @@ class FusedAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
         past_key_values: None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Of `hidden_states` [B, T, D] and the positions' cosines and sines, each [B or 1, T, head
         width], the block's output [B, T, D] and what the attention function says of weights. The
         library's caches are not written to: keys and values are the attention function's to keep.
@@ -205,13 +205,13 @@ class FusedAttention(nn.Module):
 
     __call__ = forward
 
-    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
+    def _normed(self, heads: Tensor) -> Tensor:
         if self.q_norm is None or self.k_norm is None:
             return heads
         query, key = heads.split_with_sizes(self._queries_and_keys, 2)
         return torch.cat((self.q_norm(query), self.k_norm(key)), dim=2)
 
-    def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(a, b) -> (a, b) * cos + (-b, a) * sin, with halves a and b of each head's width."""
         swapped = heads.roll(self._half, -1)
         return torch.addcmul(heads * cos.unsqueeze(2), swapped, (sin * self._signs).unsqueeze(2))
@@ -225,7 +225,7 @@ def _own_knowledge(block: nn.Module) -> dict[str, Any]:
 def _joined(*linears: nn.Linear) -> nn.Linear:
     """One layer whose output is theirs, side by side."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if biases:
@@ -363,7 +363,7 @@ def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:
     return None if weight is None else quantized(weight, layer.bias, bits)
 
 
-def _linear_weight(layer: Any) -> torch.Tensor | None:
+def _linear_weight(layer: Any) -> Tensor | None:
     """The weight [out, in] of a linear layer of the library or of torch; None for other modules."""
     if type(layer) is Conv1D:
         return layer.weight.t()  # type: ignore[no-any-return]

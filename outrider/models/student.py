@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
@@ -84,7 +84,7 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
     """Gives the model a head of so many rows without values, and returns it."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a drafter is a linear layer")
-    weight: torch.Tensor = head.weight
+    weight: Tensor = head.weight
     narrow = nn.Linear(
         weight.shape[1], num_rows, bias=head.bias is not None, device="meta", dtype=weight.dtype
     )
@@ -93,7 +93,7 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 
 
 def save_drafter(
-    directory: Path, module: Any, token_ids: torch.Tensor, description: TrainedDescription
+    directory: Path, module: Any, token_ids: Tensor, description: TrainedDescription
 ) -> None:
     """Writes configuration, description and weights of a drafter whose head has the target's rows
     of `token_ids` [N]; its embeddings and its head are left out."""
@@ -104,9 +104,7 @@ def save_drafter(
     save_files(directory, tensors, description)
 
 
-def target_weights(
-    module: Any, target_directory: Path, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
     """Embeddings [V, D] and head [V, D] as the target's files have them; `module` is the target's
     or a drafter's of its architecture, with or without values. Raises `ConfigError`."""
     embeddings, head = _shared_with_target(module)

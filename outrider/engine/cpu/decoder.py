@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.engine.attention import AttentionLayer
@@ -30,7 +30,7 @@ from outrider.models.module_replacement import DirectLayer, FusedAttention, Fuse
 _POSITIONS_AT_ONCE: Final = 4096
 _CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})
 """Kinds whose angles are others beyond some length."""
-_Rotation = tuple[torch.Tensor, torch.Tensor]
+_Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""
 
 
@@ -80,9 +80,9 @@ class FusedDecoder:
         self._last_norm = _norm(base.norm, kernels)
         self._head = module.get_output_embeddings()
 
-    def logits(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
         """Logits [1, L, V] of what the last layer puts out and what that is added to, [1, L, D]."""
-        logits: torch.Tensor
+        logits: Tensor
         if rows.numel():  # kernels take no empty matrices
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
         logits = self._head(rows)
@@ -150,7 +150,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
     return None
 
 
-def _norm(norm: Any, kernels: PaceKernels) -> torch.Tensor:
+def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
     """What it multiplies by, in the kernels' dtype where that holds it."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of another build, {type(norm).__name__}")
@@ -158,7 +158,7 @@ def _norm(norm: Any, kernels: PaceKernels) -> torch.Tensor:
     return weight if torch.equal(weight.to(norm.factor.dtype), norm.factor) else norm.factor
 
 
-def _optional_norm(norm: Any, kernels: PaceKernels) -> torch.Tensor | None:
+def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
     return None if norm is None else _norm(norm, kernels)
 
 
@@ -172,11 +172,9 @@ class _NotingLayer(nn.Module):
         )
         self.read = torch.empty(0)
         self.rotations: list[_Rotation] = []
-        self.puts_out: torch.Tensor | None = None
+        self.puts_out: Tensor | None = None
 
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any = None, **_: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
         self.read = hidden_states
         self.rotations.append(position_embeddings)
         return hidden_states if self.puts_out is None else self.puts_out

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, rows_of
 from outrider.engine.cpu.decoder import FusedDecoder
@@ -75,7 +76,7 @@ class FusedSteps(Steps):
             warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
             self._layers: Any = torch.jit.script(decoder.layers.eval())
 
-    def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
+    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         decoder = self._decoder
         ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, self._page_size))
         chains, paths = _Spans(decoder, self._limits), _Spans(decoder, self._limits)
@@ -103,7 +104,7 @@ class FusedSteps(Steps):
             )  # fmt: skip
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
             whole = self._is_whole
-            output: torch.Tensor = decoder.logits(found, residual) if whole else found + residual
+            output: Tensor = decoder.logits(found, residual) if whole else found + residual
             return output[0]
 
 
@@ -142,10 +143,10 @@ class _Spans:
 
 def attention(
     decoder: FusedDecoder,
-    rows: torch.Tensor | None,
+    rows: Tensor | None,
     starts: Sequence[int],
     ends: Sequence[int],
-    pages: torch.Tensor,
+    pages: Tensor,
 ) -> Attention:
     """See `Attention`; with a schedule for each kind of layer."""
     starts_, ends_ = (torch.tensor(values, dtype=torch.int32) for values in (starts, ends))
@@ -235,7 +236,7 @@ def _has_equal_rows(
     same, however many there are."""
     generator = torch.Generator().manual_seed(1)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(decoder.kernels.dtype)
 
     layers, sizes = decoder.layers, decoder.sizes
@@ -243,7 +244,7 @@ def _has_equal_rows(
     attended = drawn(_NUM_ROWS, sizes.query_heads, sizes.width)
     places = torch.arange(_NUM_ROWS) % len(decoder.rotations[0][0])
 
-    def results(rows: slice) -> Iterator[torch.Tensor]:
+    def results(rows: slice) -> Iterator[Tensor]:
         part, other = hidden[:, rows], others[:, rows]
         tables = zip(*decoder.rotations, strict=True)
         cos, sin = ([table[places[rows]][None] for table in both] for both in tables)
@@ -282,7 +283,7 @@ def _attention_limits(
     most = _SPAN_SIZES[0]
     queries = torch.randn(most, sizes_.query_heads, sizes_.width, generator=generator).to(dtype)
 
-    def attended(length: int, sizes: Sequence[int], behind: int = 0) -> torch.Tensor:
+    def attended(length: int, sizes: Sequence[int], behind: int = 0) -> Tensor:
         """Of the tokens of a sequence of this length in spans of these sizes, which are the last
         but for so many `behind`."""
         num, end = sum(sizes), len(queries) - behind

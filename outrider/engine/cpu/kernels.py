@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import OutriderError
 
@@ -34,46 +34,46 @@ class KernelsUnavailable(OutriderError):
 class Attention(NamedTuple):
     """What Q rows of a step attend to, in S spans: consecutive tokens of one sequence each."""
 
-    rows: torch.Tensor | None
+    rows: Tensor | None
     """[Q]: the rows, in the order of the spans; None = all of the step, in its order."""
-    starts: torch.Tensor
+    starts: Tensor
     """[S + 1], int32: the row that each span begins with, and the number of rows."""
-    ends: torch.Tensor
+    ends: Tensor
     """[S], int32: the length of its sequence up to and with its last token."""
-    pages: torch.Tensor
+    pages: Tensor
     """[S, any], int32: the page table of its sequence."""
-    schedules: list[torch.Tensor]
+    schedules: list[Tensor]
     """How the work is shared among threads, for each kind of layer."""
 
 
 class Copies(NamedTuple):
     """Pages of a layer's cache that the paths of trees attend to copies of."""
 
-    pages: torch.Tensor
+    pages: Tensor
     """[P]: the page that each is a copy of."""
-    rows: torch.Tensor
+    rows: Tensor
     """[W]: rows of the step whose keys and values are written to the copies ..."""
-    slots: torch.Tensor
+    slots: Tensor
     """... and their slots there, [W]."""
 
 
 class LayerWeights(NamedTuple):
     """One layer of a decoder, and what is its own; linear weights are packed."""
 
-    first_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    attention_norm: torch.Tensor | None
+    first_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    attention_norm: Tensor | None
     """Of what attention puts out, in layers of four norms."""
-    second_norm: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-    mlp_norm: torch.Tensor | None
+    second_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    mlp_norm: Tensor | None
     rotation: int
     """Which of the decoder's tables of cosines and sines."""
     kind: int
@@ -115,16 +115,16 @@ class FusedLayers(nn.Module):
 
     def forward(
         self,
-        rows: torch.Tensor,
-        cos: list[torch.Tensor],
-        sin: list[torch.Tensor],
-        slots: torch.Tensor,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
+        rows: Tensor,
+        cos: list[Tensor],
+        sin: list[Tensor],
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
         chains: Attention | None,
         paths: Attention | None,
         copies: Copies | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Of embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T]
         and the layers' caches, as many as are to run: what the last layer puts out, and what that
         is yet to be added to."""
@@ -153,10 +153,10 @@ class FusedLayers(nn.Module):
     def before(
         self,
         layer: LayerWeights,
-        normed: torch.Tensor,
-        cos: list[torch.Tensor],
-        sin: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        normed: Tensor,
+        cos: list[Tensor],
+        sin: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, width] of a layer."""
         heads = self.linear(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(1, normed.size(1), -1, self.width)
@@ -169,8 +169,8 @@ class FusedLayers(nn.Module):
         return query[0], key[0], value[0]
 
     def after(
-        self, layer: LayerWeights, attended: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: LayerWeights, attended: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The rest of a layer, as `forward`."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
@@ -186,10 +186,10 @@ class FusedLayers(nn.Module):
     def attend_rows(
         self,
         layer: LayerWeights,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
         spans: Attention,
     ) -> None:
         """Puts into `output` [T, heads, width] the attention of some rows in a layer."""
@@ -202,21 +202,17 @@ class FusedLayers(nn.Module):
             self.attend(layer, query, keys, values, attended, spans)
             output.index_copy_(0, rows, attended)
 
-    def linear(
-        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """rows @ weight.T + bias, [1, T, out]."""
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
 
-    def mlp(
-        self, rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-    ) -> torch.Tensor:
+    def mlp(self, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """down(activation(gate(rows)) * up(rows))."""
         return torch.ops.pace.libxsmm_fused_mlp(  # type: ignore[no-any-return]
             rows, gate, up, down, None, None, None, self.activation
         )
 
-    def norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight of another dtype
         is one that the rows' cannot hold, as 1 + w of Gemma's in bfloat16."""
         if weight.dtype == rows.dtype:
@@ -225,9 +221,7 @@ class FusedLayers(nn.Module):
         scale = torch.rsqrt(wide.square().mean(-1, True) + self.eps)
         return (wide * scale * weight).to(rows.dtype)
 
-    def add_norm(
-        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(self, rows: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """`norm` of rows + residual, and that sum."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.fused_add_rmsnorm(  # type: ignore[no-any-return]
@@ -236,20 +230,18 @@ class FusedLayers(nn.Module):
         total = rows + residual
         return self.norm(total, weight), total
 
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary positions of queries and keys [1, T, heads, width]: (a, b) -> (a cos - b sin,
         b cos + a sin), with halves a and b of a head's width."""
         return torch.ops.pace.fused_rope_apply(query, key, cos, sin, 2)  # type: ignore[no-any-return]
 
     def write(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
     ) -> None:
         """Puts keys and values [n, heads, width] into slots [n] of a layer's cache."""
         torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
@@ -257,10 +249,10 @@ class FusedLayers(nn.Module):
     def attend(
         self,
         layer: LayerWeights,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
         spans: Attention,
     ) -> None:
         """Puts into `output` the causal attention of queries [Q, heads, width] to their own
@@ -287,32 +279,30 @@ class PaceKernels:
         """Whether a weight [out, in] can be packed."""
         return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the kernels' layout: [out / 32, in / 64, 32, 32, 2]."""
         num_out, num_in = weight.shape
         tiles = weight.view(num_out // _OUT_UNIT, _OUT_UNIT, num_in // _IN_UNIT, _IN_UNIT // 2, 2)
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Tensor) -> Tensor:
         """The weight [out, in] again."""
         num_out, num_in = packed.shape[0] * _OUT_UNIT, packed.shape[1] * _IN_UNIT
         return packed.permute(0, 3, 1, 2, 4).reshape(num_out, num_in)
 
-    def linear(
-        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """rows [1, T, in] @ weight.T + bias, [1, T, out]."""
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
 
     def schedule(
-        self, starts: torch.Tensor, ends: torch.Tensor, sizes: LayerSizes, window: int | None
-    ) -> torch.Tensor:
+        self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
+    ) -> Tensor:
         """How attention shares its work among threads, for all layers of one window. It is never
         split along the context, where the number of splits, and with it the order of a row's sums,
         would depend on the rest of the step. The kernels ask OpenMP for the number of threads,
         which torch sets on a thread that is new when it is first asked for it."""
         torch.get_num_threads()
-        found: torch.Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
+        found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
             True, -1 if window is None else window, _ISA, False,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.page_tables import TableStep, padded_power
@@ -33,7 +34,7 @@ def has_kernel() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def attend_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
+def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width],
     whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq. Rows that are
     in no block are undefined."""
@@ -93,14 +94,14 @@ RECORDED_BYTES_MAX: Final = 2**30
 """Of a device's memory that recordings take beside the model; what they compute on is shared."""
 _log = logging.getLogger(__name__)
 
-StepRequest = Callable[[], torch.Tensor]
+StepRequest = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Work that can be done again."""
 
-    output: torch.Tensor
+    output: Tensor
     """Where each replay leaves its result; valid until the next one."""
     replay: Callable[[], None]
 
@@ -182,7 +183,7 @@ class Recordings:
         """Whether all that was asked for could be recorded."""
         return not self._closed and None not in self._known.values()
 
-    def replay(self, key: Hashable, work: StepRequest) -> torch.Tensor | None:
+    def replay(self, key: Hashable, work: StepRequest) -> Tensor | None:
         """The result of `work`, which depends on nothing but `key` and what it reads; valid until
         the next replay. None where it is not recorded and cannot be."""
         found = self._known.pop(key) if key in self._known else self._record(work)
@@ -223,7 +224,7 @@ _PROGRAMS_EACH: Final = 2
 """Programs that a multiprocessor runs side by side; with fewer it waits for memory."""
 
 
-TableAttention = Callable[[torch.Tensor, LayerPages, TableStep], torch.Tensor]
+TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
 """`attend_tables`, or what tests put in its place."""
 
 

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, running
 from outrider.engine.batch import HeldSequence, padded_rows
@@ -51,7 +52,7 @@ class CudaRunner(Steps):
         self,
         backend: DeviceBackend,
         forward: Forward,
-        layers: dict[torch.nn.Module, LayerPages],
+        layers: dict[nn.Module, LayerPages],
         heads: tuple[int, int],
         page_size: int,
         spare_page: int,
@@ -77,7 +78,7 @@ class CudaRunner(Steps):
         """Whether every step of a usual shape is recorded."""
         return self._recordings is not None and self._recordings.is_open
 
-    def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
+    def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         recorded = self._replayed(sequences)
         if recorded is not None:
             return recorded
@@ -102,7 +103,7 @@ class CudaRunner(Steps):
                 steps += self._steps(given, [size], ancestors)
         failures: list[Exception] = []
 
-        def attend_layer(query: torch.Tensor, layer: LayerPages) -> torch.Tensor:
+        def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
             try:
                 for step in steps:
                     self._attend(query, layer, step)
@@ -118,7 +119,7 @@ class CudaRunner(Steps):
 
     def run_multi_step(
         self, sequences: Sequence[HeldSequence], counts: Sequence[int], draws: Draws
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Runs these steps, each of one row of logits, and draws `counts` tokens of each, of which
         all but the last are run: their slots are on its pages. What was drawn, [most tokens, at
         least S, any], valid until the next step; None for what is not recorded."""
@@ -142,16 +143,16 @@ class CudaRunner(Steps):
             (sizes, draws.key), lambda: self._drawn(self._steps(rest, sizes), given, draws)
         )
 
-    def _drawn(self, steps: Sequence[TableStep], words: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def _drawn(self, steps: Sequence[TableStep], words: Tensor, draws: Draws) -> Tensor:
         """One step after another, whose tokens are put where the next one reads them."""
-        drawn: list[torch.Tensor] = []
+        drawn: list[Tensor] = []
         for depth, step in enumerate(steps):
             if drawn:
                 step.token_ids[0].copy_(drawn[-1][:, 0])
             drawn.append(draws.draw(self._logits(step), words, depth))
         return torch.stack(drawn)
 
-    def _replayed(self, sequences: Sequence[HeldSequence]) -> torch.Tensor | None:
+    def _replayed(self, sequences: Sequence[HeldSequence]) -> Tensor | None:
         num_rows = sum(len(held.step.token_ids) for held in sequences)
         if self._recordings is None or num_rows > RECORDED_ROWS_MAX:
             return None
@@ -182,9 +183,9 @@ class CudaRunner(Steps):
 
     def _steps(
         self,
-        words: torch.Tensor,
+        words: Tensor,
         sizes: Sequence[TableSize],
-        ancestors: torch.Tensor | None = None,
+        ancestors: Tensor | None = None,
     ) -> list[TableStep]:
         """Steps of these sizes, one behind another, and their pages behind them."""
         *tables, pages = words.tensor_split([*accumulate(size.num_words for size in sizes)])
@@ -193,6 +194,6 @@ class CudaRunner(Steps):
             for own, size in zip(tables, sizes, strict=True)
         ]
 
-    def _logits(self, step: TableStep) -> torch.Tensor:
+    def _logits(self, step: TableStep) -> Tensor:
         with running(self._layers, step.slots, lambda q, layer: self._attend(q, layer, step)):
             return self._forward(step.token_ids, step.position_ids, step.logit_rows)

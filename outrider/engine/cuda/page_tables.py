@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, rows_of, tree_of
 from outrider.engine.interface import SequenceStep
@@ -60,30 +61,30 @@ class TableStep:
     """A step's tables on the device: what a forward pass over R rows reads."""
 
     size: TableSize
-    token_ids: torch.Tensor
+    token_ids: Tensor
     """[1, R]."""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """[1, R]."""
-    slots: torch.Tensor
+    slots: Tensor
     """[R]: where keys and values go."""
-    logit_rows: torch.Tensor
+    logit_rows: Tensor
     """[L]."""
-    blocks: torch.Tensor
+    blocks: Tensor
     """[B * BLOCK_WORDS]."""
-    pages: torch.Tensor
+    pages: Tensor
     page_size: int
-    ancestors: torch.Tensor | None
+    ancestors: Tensor | None
     """Where there are trees [R, W], uint8: whether a row looks at the i-th new token of its tree.
     Rows of chains are 0 and are not read."""
 
     @classmethod
     def of(
         cls,
-        words: torch.Tensor,
-        pages: torch.Tensor,
+        words: Tensor,
+        pages: Tensor,
         size: TableSize,
         page_size: int,
-        ancestors: torch.Tensor | None = None,
+        ancestors: Tensor | None = None,
     ) -> TableStep:
         """Views of `words` [`size.num_words`], which may be written anew, beside `pages`."""
         num_rows = size.num_rows
@@ -153,7 +154,7 @@ def page_words(sequences: Sequence[HeldSequence]) -> tuple[_Ints, list[int]]:
     return np.concatenate(pages), [0, *np.cumsum([len(table) for table in pages[:-1]]).tolist()]
 
 
-def ancestors_of(sequences: Sequence[HeldSequence], device: torch.device) -> torch.Tensor | None:
+def ancestors_of(sequences: Sequence[HeldSequence], device: torch.device) -> Tensor | None:
     """See `TableStep.ancestors`."""
     widths = [len(held.step.parents) for held in sequences]
     if not any(widths):

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from outrider.engine.tensor_parallel.rank_rpc import (
     LOOPBACK,
@@ -89,7 +90,7 @@ class RankGroup(Ranks):
                 f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"
             ) from error
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         if tensor.numel() == 0:
             return tensor
         mine = tensor.cpu() if self._through_cpu else tensor
@@ -100,10 +101,10 @@ class RankGroup(Ranks):
         _together(dist.all_reduce, mine)
         return tensor.copy_(mine) if self._through_cpu else mine
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._gathered(self._outgoing(tensor)), dim=-1).to(tensor.device)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, tensor: Tensor) -> Tensor | None:
         mine = self._outgoing(tensor)
         leads = self.rank == LEADER
         parts = [torch.empty_like(mine) for _ in range(self.size)] if leads else None
@@ -119,13 +120,13 @@ class RankGroup(Ranks):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         if mine.numel():
             _together(dist.all_gather, parts, mine)
         return parts
 
-    def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _outgoing(self, tensor: Tensor) -> Tensor:
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
 
 
@@ -224,7 +225,7 @@ must fit between them before they are read."""
 _BUFFER_BYTES: Final = 4 * SUM_BYTES_MAX
 
 
-def added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def added_up(parts: Sequence[Tensor]) -> Tensor:
     """The sum of two tensors or more, from the first to the last. `sum` over a dimension takes some
     elements in another order, which ones depends on how many there are."""
     if len(parts) == 2:
@@ -247,7 +248,7 @@ class SocketAllReduce:
         for connection in self._connections.values():
             _tune(connection, timeout_s)
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor, of at most `SUM_BYTES_MAX` bytes, in the order of the
         ranks and therefore bit-equal on all. Raises `Unavailable` where a rank is gone or silent
         beyond the timeout."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError, check
@@ -106,15 +106,15 @@ class Ranks(Protocol):
         while all other calls wait for a step's time at most."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's `tensor`, which it may overwrite; bit-equal on all ranks."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor` [..., w], side by side: [..., size * w]."""
         ...
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, tensor: Tensor) -> Tensor | None:
         """As `all_gather`, on the leader; None on the others."""
         ...
 
@@ -148,7 +148,7 @@ class RowwiseLinear(nn.Module):
         local.bias = None  # type: ignore[assignment]
         self._ranks, self._cut = ranks, cut
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[..., in / size], or [..., in] where the input is cut here, to [..., out]."""
         mine = hidden if self._cut is None else hidden[..., self._cut]
         product = self._ranks.all_reduce(self.local(mine))
@@ -163,7 +163,7 @@ class GatheredLinear(nn.Module):
         self.local = local
         self._ranks = ranks
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         return self._ranks.all_gather(self.local(hidden))
 
@@ -179,7 +179,7 @@ class VocabularyEmbedding(nn.Module):
         embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: Tensor) -> Tensor:
         """[...] to [..., width]."""
         index = token_ids - self._share.start
         elsewhere = (token_ids < self._share.start) | (token_ids >= self._share.stop)
@@ -197,7 +197,7 @@ class VocabularyHead(nn.Module):
         self._vocab_size = vocab_size
         self._ranks = ranks
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] to [..., vocab_size] on the leader."""
         mine = self.local(hidden)
         logits = self._ranks.gather(mine)
@@ -314,7 +314,7 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
                 setattr(*_owner(module, key), values)
 
 
-def _read(file: Any, stored: str, tensor: torch.Tensor, share: Share | None) -> torch.Tensor | None:
+def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
     """What a tensor is to hold of a stored one, in its dtype; None where the stored one has another
     shape than the model's."""
     view = file.get_slice(stored)
@@ -325,7 +325,7 @@ def _read(file: Any, stored: str, tensor: torch.Tensor, share: Share | None) -> 
         missing = share.size - (share.stop - share.start)
     if view.get_shape() != expected:
         return None
-    values: torch.Tensor = view[tuple(place)] if share else file.get_tensor(stored)
+    values: Tensor = view[tuple(place)] if share else file.get_tensor(stored)
     if share and missing:
         values = nn.functional.pad(values, [0, 0] * (values.dim() - 1 - share.dim) + [0, missing])
     return values.to(tensor.dtype).contiguous()
