@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from outrider.engine.attention import LayerPages, find_layers
 from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
-from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps, find_span_limits
+from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_span_tokens
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.cuda.cuda_runner import CudaRunner
@@ -118,7 +118,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         self._all_agree = all_agree
         self._kernels = kernels
         self._decoder: FusedDecoder | None = None
-        self._span_limits = NO_LIMITS
+        self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = {num_threads, contended_threads or num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
@@ -193,16 +193,16 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
-        limits = find_span_limits(
+        found = find_span_tokens(
             decoder, self._page_size, info.max_model_len, sorted(self._thread_counts)
         )
-        self.rows_are_equal = limits is not None
-        self._span_limits = limits or NO_LIMITS
+        self.rows_are_equal = found is not None
+        self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
             "model %s: its steps run on %s; %s", info.name, kernels.name,
-            f"rows are bit-equal in spans of {limits}" if limits else "rows depend on others",
+            f"rows are bit-equal in spans of {found}" if found else "rows depend on others",
         )  # fmt: skip
-        return None if self._deterministic and limits is None else decoder
+        return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
@@ -218,7 +218,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def _numerics(self) -> str:
         return numerics_fingerprint(
-            self._device, self._dtype, self.kernels_name, self._span_limits,
+            self._device, self._dtype, self.kernels_name, self._span_tokens,
             sorted(self._thread_counts), self._layers[0].query_heads, self._page_size,
         )  # fmt: skip
 
@@ -276,7 +276,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         layers, caches = self._layers[:num_layers], self._cache.layers[:num_layers]
         if self._decoder is not None:
             is_whole = num_layers == len(self._layers)
-            return FusedSteps(self._decoder, caches, self._page_size, self._span_limits, is_whole)
+            return FusedSteps(self._decoder, caches, self._page_size, self._span_tokens, is_whole)
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, caches, strict=True)

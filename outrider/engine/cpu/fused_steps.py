@@ -1,8 +1,8 @@
 """Runs steps on a fused decoder.
 
 The new tokens of a step are cut into *spans*: consecutive tokens of one sequence, each of which
-sees its sequence's slots up to itself. How many tokens a span may have depends on where it ends, so
-that a token's attention is bit-equal in spans of any length.
+sees its sequence's slots up to itself, few enough that a token's attention is bit-equal in spans of
+any length.
 
 The kernels' attention is causal, and a tree has several paths. So the pages of a sequence with a
 tree are copied, one layer after another; there each path is a sequence of its own, and the
@@ -12,8 +12,7 @@ attention of its tokens is what it would be in a chain.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any, Final
 
@@ -33,24 +32,10 @@ _ONE_STEP: Final = Lock()
 two engines may run in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpanLimits:
-    """The most tokens of a span, by the length of its sequence up to and with its last token."""
-
-    ends: tuple[int, ...]
-    """Ascending lengths; a longer sequence has spans of one token."""
-    sizes: tuple[int, ...]
-    """For each of `ends`: the most tokens of a span that ends there or before. They descend."""
-
-    def size(self, begin: int, num: int) -> int:
-        """Of the first span of `num` tokens that follow `begin` others."""
-        fitting = (
-            min(num, size, end - begin) for end, size in zip(self.ends, self.sizes, strict=True)
-        )
-        return max(1, max(fitting, default=1))
-
-
-NO_LIMITS: Final = SpanLimits((2**30,), (2**30,))
+_SPAN_SIZES: Final = (16, 8, 4, 2, 1)
+SPAN_TOKENS_MAX: Final = _SPAN_SIZES[0]
+"""Longer ones are no quicker: 512 tokens of a prompt of the demo target take 823 ms on one thread
+in spans of 8 as of 64, 1,024 take 1,770 and 2,170."""
 
 
 class FusedSteps(Steps):
@@ -61,14 +46,14 @@ class FusedSteps(Steps):
         decoder: FusedDecoder,
         caches: Sequence[BlockedKeysAndValues],
         page_size: int,
-        limits: SpanLimits = NO_LIMITS,
+        span_tokens: int = SPAN_TOKENS_MAX,
         is_whole: bool = True,
     ) -> None:
         """Runs as many of the first layers as there are caches. If those are not the `whole` model,
         rows are what they put out."""
         self._decoder = decoder
         self._page_size = page_size
-        self._limits = limits
+        self._span_tokens = span_tokens
         self._is_whole = is_whole
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
@@ -79,7 +64,7 @@ class FusedSteps(Steps):
     def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         decoder = self._decoder
         ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, self._page_size))
-        chains, paths = _Spans(decoder, self._limits), _Spans(decoder, self._limits)
+        chains, paths = (_Spans(decoder, self._span_tokens) for _ in range(2))
         copies = _Paths(paths, self._page_size)
         row = 0
         for held in sequences:
@@ -111,9 +96,9 @@ class FusedSteps(Steps):
 class _Spans:
     """The spans of a step as they are found."""
 
-    def __init__(self, decoder: FusedDecoder, limits: SpanLimits) -> None:
+    def __init__(self, decoder: FusedDecoder, span_tokens: int) -> None:
         self._decoder = decoder
-        self._limits = limits
+        self._size = span_tokens
         self._rows: list[int] = []
         self._starts = [0]
         self._ends: list[int] = []
@@ -121,11 +106,8 @@ class _Spans:
 
     def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
         """Consecutive tokens, which stand in these rows of the step and follow `length` others."""
-        done = 0
-        while done < len(rows):
-            size = self._limits.size(length + done, len(rows) - done)
-            done += size
-            self._starts.append(self._starts[-1] + size)
+        for done in (*range(self._size, len(rows), self._size), len(rows)):
+            self._starts.append(len(self._rows) + done)
             self._ends.append(length + done)
             self._pages.append(pages)
         self._rows.extend(rows)
@@ -200,33 +182,25 @@ class _Paths:
 
 _ROW_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS: Final = 96
-_SPAN_SIZES: Final = (64, 32, 16, 8, 4, 2)
 _FIRST_LENGTH: Final = 128
 _NUM_PAGES: Final = 257
 """Of the cache that is tried; longer contexts repeat them."""
 
 
 @torch.inference_mode()
-def find_span_limits(
+def find_span_tokens(
     decoder: FusedDecoder, page_size: int, max_model_len: int, thread_counts: Sequence[int]
-) -> SpanLimits | None:
-    """The spans with which rows are bit-equal on any of these numbers of threads; None where they
-    are not even with spans of one token."""
+) -> int | None:
+    """The most tokens of a span with which rows are bit-equal on any of these numbers of threads;
+    None where they are not even with spans of one token."""
     found = []
     for kind in range(len(decoder.windows)):
         layer = next(layer for layer in decoder.layers.weights if layer.kind == kind)
         if not _has_equal_rows(decoder, layer, thread_counts):
             return None
-        limits = _attention_limits(decoder, layer, page_size, max_model_len, thread_counts)
-        if limits is None:
-            return None
-        found.append(limits)
-    ends = max((limits.ends for limits in found), key=len)
-    sizes = [
-        min(limits.sizes[place] if place < len(limits.sizes) else 1 for limits in found)
-        for place in range(len(ends))
-    ]
-    return SpanLimits(ends, tuple(sizes))
+        equal = _equal_attention(decoder, layer, page_size, max_model_len, thread_counts)
+        found.append(next((size for size in _SPAN_SIZES if equal(size)), None))
+    return None if None in found else min(size for size in found if size)
 
 
 def _has_equal_rows(
@@ -266,63 +240,54 @@ def _has_equal_rows(
     return True
 
 
-def _attention_limits(
+def _equal_attention(
     decoder: FusedDecoder,
     layer: LayerWeights,
     page_size: int,
     max_model_len: int,
     thread_counts: Sequence[int],
-) -> SpanLimits | None:
-    """The spans of a layer's attention; None where even single tokens depend on others."""
+) -> Callable[[int], bool]:
+    """Whether a token's attention in a layer is what it is alone in spans of so many tokens, of
+    less, and in a shorter last one, at the end of sequences of all lengths."""
     generator = torch.Generator().manual_seed(2)
-    dtype, sizes_ = decoder.kernels.dtype, decoder.sizes
-    shape = LayerShape(sizes_.key_heads, sizes_.width, sizes_.width, dtype, torch.device("cpu"))
+    dtype, sizes = decoder.kernels.dtype, decoder.sizes
+    shape = LayerShape(sizes.key_heads, sizes.width, sizes.width, dtype, torch.device("cpu"))
     cache = BlockedKeysAndValues(shape, _NUM_PAGES, page_size)
     for tensor in (cache.keys, cache.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    most = _SPAN_SIZES[0]
-    queries = torch.randn(most, sizes_.query_heads, sizes_.width, generator=generator).to(dtype)
+    queries = torch.randn(SPAN_TOKENS_MAX, sizes.query_heads, sizes.width, generator=generator)
+    queries = queries.to(dtype)
+    lengths = [_FIRST_LENGTH]
+    while lengths[-1] < max_model_len:
+        lengths.append(2 * lengths[-1])
+    lengths = [min(length, max_model_len) for length in lengths]
 
-    def attended(length: int, sizes: Sequence[int], behind: int = 0) -> Tensor:
-        """Of the tokens of a sequence of this length in spans of these sizes, which are the last
-        but for so many `behind`."""
-        num, end = sum(sizes), len(queries) - behind
-        starts = np.cumsum([0, *sizes])
+    def attended(length: int, tokens: range, size: int) -> Tensor:
+        """Of some of the last tokens of a sequence, in spans of this size."""
+        cuts = [*range(tokens.start, tokens.stop, size), tokens.stop]
+        before = length - min(length, SPAN_TOKENS_MAX)
         pages = torch.arange(-(-length // page_size), dtype=torch.int32) % _NUM_PAGES
-        table = pages.expand(len(sizes), -1).contiguous()
-        ends = (length - behind - num + starts[1:]).tolist()
-        spans = attention(decoder, None, starts.tolist(), ends, table)
-        own = queries[end - num : end].contiguous()
+        table = pages.expand(len(cuts) - 1, -1).contiguous()
+        starts = [cut - tokens.start for cut in cuts]
+        spans = attention(decoder, None, starts, [before + cut for cut in cuts[1:]], table)
+        own = queries[tokens.start : tokens.stop].contiguous()
         output = torch.empty_like(own)
         decoder.layers.attend(layer, own, cache.keys, cache.values, output, spans)
         return output
 
-    ends: list[int] = []
-    sizes: list[int] = []
-    length, size = min(_FIRST_LENGTH, max_model_len), most
-    while True:
-        num = min(most, length)
-        expected = torch.cat([attended(length, [1], behind) for behind in reversed(range(num))])
+    def alone(length: int) -> Tensor:
+        num = min(length, SPAN_TOKENS_MAX)
+        return torch.cat([attended(length, range(i, i + 1), 1) for i in range(num)])
+
+    expected = {length: alone(length) for length in lengths}
+
+    def equal(size: int) -> bool:
         for num_threads in thread_counts:
             with on_threads(num_threads):
-                if not torch.equal(attended(length, [1] * num), expected):
-                    return None
-                while size > 1 and not all(
-                    torch.equal(attended(length, _parts(num, part)), expected)
-                    for part in (size, size - 1, size // 2)
-                    if part > 0
-                ):
-                    size //= 2
-        if size == 1:
-            break
-        ends.append(length)
-        sizes.append(size)
-        if length == max_model_len:
-            break
-        length = min(2 * length, max_model_len)
-    return SpanLimits(tuple(ends), tuple(sizes))
+                for length, rows in expected.items():
+                    for part in {1, size, max(1, size - 1), max(1, size // 2)}:
+                        if not torch.equal(attended(length, range(len(rows)), part), rows):
+                            return False
+        return True
 
-
-def _parts(num: int, size: int) -> list[int]:
-    rest = num % size
-    return [size] * (num // size) + ([rest] if rest else [])
+    return equal

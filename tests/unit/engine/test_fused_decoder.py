@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from outrider.engine.attention import find_layers
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation
-from outrider.engine.cpu.fused_steps import SpanLimits, find_span_limits
+from outrider.engine.cpu.fused_steps import find_span_tokens
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
@@ -100,12 +100,12 @@ def test_spans_are_limited_where_attention_depends_on_them(family: str) -> None:
             output.add_(output * tiled.repeat_interleave(sizes.long())[:, None, None] / 64)
 
     kernels, tiled = (ReferenceKernels(torch.bfloat16, of) for of in (ReferenceLayers, Tiled))
-    assert find_limits(decoder_of(kernels, family)) == SpanLimits((128, 256), (64, 64))
-    assert find_limits(decoder_of(tiled, family)) == SpanLimits((128, 256), (64, 8))
+    assert span_tokens(decoder_of(kernels, family)) == 16
+    assert span_tokens(decoder_of(tiled, family)) == 8
 
 
-def find_limits(decoder: FusedDecoder) -> SpanLimits | None:
-    return find_span_limits(decoder, 16, MAX_MODEL_LEN, [1])
+def span_tokens(decoder: FusedDecoder) -> int | None:
+    return find_span_tokens(decoder, 16, MAX_MODEL_LEN, [1])
 
 
 @pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "mlp", "attend"])
@@ -120,13 +120,7 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
         return found
 
     layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
-    assert find_limits(decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")) is None
-
-
-def test_size_of_a_span() -> None:
-    limits = SpanLimits((128, 256), (64, 8))
-    begins = ((0, 100), (60, 64), (100, 20), (120, 20), (128, 1), (250, 20), (256, 9))
-    assert [limits.size(*begin) for begin in begins] == [64, 64, 20, 8, 1, 6, 1]
+    assert span_tokens(decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")) is None
 
 
 def test_a_cache_in_blocks_copies_pages_and_slots() -> None:
