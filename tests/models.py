@@ -36,7 +36,7 @@ from outrider.models.drafter_checkpoint import (
 from outrider.models.eagle import EagleHead, LoadedEagle
 from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.linear_layers import PackedLinear, WidenedLinear, can_pack
+from outrider.models.linear_layers import quick
 from outrider.models.medusa import DraftHeads, LoadedHeads
 from outrider.models.student import save_drafter
 
@@ -106,7 +106,7 @@ def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 def quick_linear(dtype: torch.dtype) -> type:
     """What stands in for linear layers on this machine's CPU, float32 or bfloat16."""
-    return PackedLinear if can_pack(torch.empty(1, 1, dtype=dtype)) else WidenedLinear
+    return type(quick(torch.zeros(1, 1, dtype=dtype), None))
 
 
 def twin(module: Any) -> Any:

@@ -43,7 +43,7 @@ from outrider.engine.interface import (
     check_steps,
 )
 from outrider.engine.threads import ContendedThreads
-from outrider.errors import ConfigError, InvariantError, check
+from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
@@ -52,7 +52,6 @@ from outrider.models.compatibility import (
     TRIAL_SEQUENCES,
     check_answers,
     check_first_layers,
-    check_independent,
     check_supported,
     dense_logits,
     dependent_at,
@@ -207,14 +206,20 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
     def _make_independent(self, num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
-        self._use_pages(num_pages)
-        independent = dependent_at(self, self._max_num_seqs) is None
-        if not self._all_agree(independent):
-            _log.info("model %s: its linear layers take rows in blocks", self._info.name)
-            block_rows(self._module)
+        for is_last in (False, True):
             self._use_pages(num_pages)
-            check_independent(self, self._max_num_seqs)
-        self.rows_are_equal = True
+            num_rows = dependent_at(self, self._max_num_seqs)
+            self.rows_are_equal = self._all_agree(num_rows is None)
+            if self.rows_are_equal:
+                return
+            if not is_last:
+                _log.info("model %s: its linear layers take rows in blocks", self._info.name)
+                block_rows(self._module)
+        raise SettingError(
+            "deterministic",
+            f"model {self._info.name}: on this machine the logits of a token depend on how many "
+            f"others are in a step (they differ at {num_rows})",
+        )
 
     def _numerics(self) -> str:
         return numerics_fingerprint(

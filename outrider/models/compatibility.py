@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.attention import set_attention
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep, ShallowEngine
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layer whose whole state is one key and one value per token."""
@@ -128,17 +128,6 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     if not difference <= tolerance:  # NaN satisfies no comparison
         raise ConfigError(f"{what.format(f'{difference:.2g}')}; {tolerance:g} is allowed")
-
-
-def check_independent(engine: Engine, max_num_seqs: int) -> None:
-    """Raises `SettingError` if `dependent_at` finds a size of step."""
-    num_rows = dependent_at(engine, max_num_seqs)
-    if num_rows is not None:
-        raise SettingError(
-            "deterministic",
-            f"model {engine.info.name}: on this machine the logits of a token depend on how many "
-            f"others are in a step (they differ at {num_rows})",
-        )
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:

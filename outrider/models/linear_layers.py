@@ -45,7 +45,7 @@ class FusedLinear(InferenceLinear):
     """The product of fused kernels, in their dtype."""
 
     def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout of the kernels; it must be one that they `can_fuse`."""
+        """Copies `weight` into the layout of the kernels; it must be one that they `can_pack`."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
@@ -64,15 +64,6 @@ class FusedLinear(InferenceLinear):
         return self.kernels.unpack(self.packed)
 
 
-def can_fuse(kernels: PaceKernels, weight: Tensor) -> bool:
-    """Whether a weight [out, in] is of a dtype and shape that the kernels have a product for."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == kernels.dtype
-        and kernels.can_pack(*weight.shape)
-    )
-
-
 class PackedLinear(InferenceLinear):
     """In oneDNN's layout, on a CPU.
 
@@ -81,7 +72,7 @@ class PackedLinear(InferenceLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout; it must be one that `can_pack`."""
+        """Copies `weight` into the layout; in bfloat16 or float32."""
         super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
@@ -96,24 +87,6 @@ class PackedLinear(InferenceLinear):
     @property
     def weight(self) -> Tensor:
         return self._packed.to_dense()
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether this machine's oneDNN has a layout for a weight of that device and dtype."""
-    if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return multiplies_bfloat16()
-    return weight.dtype == torch.float32 and _has_onednn()
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this machine's oneDNN has products of bfloat16."""
-    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 _ROWS_MIN: Final = 4
@@ -144,11 +117,20 @@ class WidenedLinear(InferenceLinear):
         return self._dense
 
 
-def must_widen(weight: Tensor) -> bool:
-    """Whether a weight is in bfloat16 on a CPU that has no products of it."""
-    return (
-        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
-    )
+def quick(
+    weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
+) -> InferenceLinear | None:
+    """The quickest layer with that weight [out, in] on this machine: on the kernels, where they
+    have a product for it, or with oneDNN; None where that is the library's own."""
+    if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
+        return None
+    if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
+        return FusedLinear(kernels, weight, bias)
+    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if weight.dtype == torch.bfloat16:
+        has_products = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return PackedLinear(weight, bias) if has_products else WidenedLinear(weight, bias)
+    return PackedLinear(weight, bias) if has_onednn and weight.dtype == torch.float32 else None
 
 
 _GROUP: Final = 32

@@ -35,15 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.errors import ConfigError, InvariantError, check
-from outrider.models.linear_layers import (
-    FusedLinear,
-    PackedLinear,
-    WidenedLinear,
-    can_fuse,
-    can_pack,
-    must_widen,
-    quantized,
-)
+from outrider.models.linear_layers import quantized, quick
 from outrider.models.module_probes import (
     agree,
     call_attention,
@@ -349,13 +341,10 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     weight = _linear_weight(layer)
     if weight is None:
         return None
-    if kernels is not None and can_fuse(kernels, weight):
-        fused = FusedLinear(kernels, weight, layer.bias)
-        if same_rows(layer, fused, weight.shape[1], weight):
-            return fused
-    if can_pack(weight):
-        return PackedLinear(weight, layer.bias)
-    return WidenedLinear(weight, layer.bias) if must_widen(weight) else None
+    found = quick(weight, layer.bias, kernels)
+    if kernels is None or found is None or same_rows(layer, found, weight.shape[1], weight):
+        return found
+    return quick(weight, layer.bias)
 
 
 def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:

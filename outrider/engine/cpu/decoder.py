@@ -24,10 +24,11 @@ from outrider.engine.cpu.kernels import LayerSizes, LayerWeights, PaceKernels
 from outrider.errors import OutriderError
 from outrider.models.early_exit import layers_of
 from outrider.models.linear_layers import FusedLinear
-from outrider.models.module_probes import PROBE_ERRORS, probe_rows
+from outrider.models.module_probes import PROBE_ERRORS
 from outrider.models.module_replacement import DirectLayer, FusedAttention, FusedMLP, NativeRMSNorm
 
 _POSITIONS_AT_ONCE: Final = 4096
+_OBSERVED_TOKENS: Final = 4
 _CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})
 """Kinds whose angles are others beyond some length."""
 _Rotation = tuple[Tensor, Tensor]
@@ -163,7 +164,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """Stands in a layer's place: notes what it reads, and puts out what it is told to."""
+    """Stands in a layer's place: notes what it reads, and puts that out."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -172,12 +173,11 @@ class _NotingLayer(nn.Module):
         )
         self.read = torch.empty(0)
         self.rotations: list[_Rotation] = []
-        self.puts_out: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
         self.read = hidden_states
         self.rotations.append(position_embeddings)
-        return hidden_states if self.puts_out is None else self.puts_out
+        return hidden_states
 
 
 @torch.inference_mode()
@@ -201,11 +201,10 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
             positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions))[None]
             base(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
         rotations = [_rotation(one.rotations) for one in noting]
-        weight = base.embed_tokens.weight
-        rows = noting[-1].puts_out = probe_rows(weight.shape[1], weight)
-        ids = torch.arange(rows.shape[1])[None] % len(weight)
+        ids = torch.arange(_OBSERVED_TOKENS)[None] % len(base.embed_tokens.weight)
         found = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
-        if not torch.equal(noting[0].read, base.embed_tokens(ids)):
+        rows = base.embed_tokens(ids)
+        if not torch.equal(noting[0].read, rows):
             raise CannotFuse("its first layer reads something else than its embedding")
         if not torch.equal(found.logits, module.get_output_embeddings()(base.norm(rows))):
             raise CannotFuse("its logits are something else than its head makes of its last norm")

@@ -15,8 +15,8 @@ from outrider.models.linear_layers import (
     Int8Linear,
     PackedLinear,
     WidenedLinear,
-    must_widen,
     quantized,
+    quick,
 )
 from outrider.models.module_replacement import speed_up
 
@@ -98,11 +98,12 @@ def test_many_rows_are_widened(
 def test_where_weights_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU without products of bfloat16, in bfloat16 alone; there every linear layer is."""
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert must_widen(torch.empty(3, 4, dtype=torch.bfloat16)) is not supported
+    weight = torch.zeros(3, 4, dtype=torch.bfloat16)
+    assert type(quick(weight, None)) is (PackedLinear if supported else WidenedLinear)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert must_widen(torch.empty(3, 4, dtype=torch.bfloat16))
-    assert not must_widen(torch.empty(3, 4))
-    assert not must_widen(torch.empty(3, 4, dtype=torch.bfloat16, device="meta"))
+    assert type(quick(weight, None)) is WidenedLinear
+    assert quick(weight.float(), None) is None
+    assert quick(weight.to("meta"), None) is None
     model = nn.Sequential(random_layer(torch.bfloat16, bias=True), nn.Linear(97, 4)).eval()
     module_replacement.speed_up(model)
     assert [type(layer) for layer in model] == [WidenedLinear, nn.Linear]
