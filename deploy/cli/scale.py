@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from deploy.fleet.preflight import whole_paths
 from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
 from deploy.fleet.rolling_update import FIXED
-from deploy.fleet.security_setup import whole_paths
 from outrider.config import LEAST, WAIT_S_MAX, AutoscaleConfig, parse_bounds
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX

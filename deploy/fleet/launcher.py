@@ -31,13 +31,18 @@ from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
 from .local_state import DeploymentRecord
-from .preflight import check_before_start, check_ports, resolve_models, warnings
+from .preflight import (
+    check_before_start,
+    check_ports,
+    resolve_models,
+    warnings,
+    without_secrets,
+)
 from .ray_cluster import Cluster, resources
-from .ray_connection import RayConnection, check_asks_for_token
+from .ray_connection import RayConnection, SecretFiles, check_asks_for_token
 from .reconciler import ReconcilerClient, find_reconciler, namespace_of, start_reconciler
 from .replica import close_timeout_s, raise_first
 from .rolling_update import FIXED
-from .security_setup import SecretFiles, without_secrets
 from .spec import FleetSpec, plan_fleet
 from .status import Overview
 
@@ -134,6 +139,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
+        self._secret_files.forget()  # Of an earlier deployment.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)

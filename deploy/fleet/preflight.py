@@ -6,15 +6,19 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
 from outrider.config import (
+    PATHS,
     PORT_MAX,
+    CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,
+    Server,
     TargetConfig,
     deployment_settings,
     is_loopback,
@@ -22,9 +26,8 @@ from outrider.config import (
 from outrider.drafters.names import DraftModel, check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
-from outrider.settings import blaming
-
-from .security_setup import check_security_files
+from outrider.sessions.redis_address import Passwords, without_password
+from outrider.settings import Value, blaming
 
 _log = logging.getLogger(__name__)
 
@@ -282,3 +285,54 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
             "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
             "--ssl-keyfile unless something before this ends TLS"
         )
+
+
+def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
+    """The configuration with hashes in place of keys and without passwords of Redis and Sentinels;
+    a new key for commands of this machine, whose hash is among those (empty where no key is asked
+    for); and the passwords. Neither Ray nor Redis is told any. Raises `SettingError`."""
+    config = replace(
+        config,
+        target=_with_whole_paths(config.target),
+        draft=_with_whole_paths(config.draft),
+        coordinator=_with_whole_paths(config.coordinator),
+    )
+    front, key = config.coordinator, ""
+    if front.asks_for_keys:
+        key = new_key()
+        hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
+        front = replace(front, api_key=",".join(text for text in hashes if text))
+    redis, passwords = without_password(front.redis)
+    return replace(config, coordinator=front.reaching(redis)), key, passwords
+
+
+def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
+    """The same settings, but paths do not depend on where a process runs."""
+    return {
+        key: str(Path(value).expanduser().absolute())
+        if key in PATHS and isinstance(value, str) and value
+        else value
+        for key, value in values.items()
+    }
+
+
+def _with_whole_paths(config: Server) -> Server:
+    paths = {key: getattr(config, key) for key in PATHS if hasattr(config, key)}
+    return replace(config, **whole_paths(paths))
+
+
+def check_security_files(config: CoordinatorConfig) -> None:
+    """Reads the files of keys and certificates, as the replicas of this machine will. Raises
+    `SettingError`."""
+    from outrider.transport.certificates import INTERNAL_ROLES, RoleFiles, check_pair
+
+    if config.ssl_certfile:
+        with blaming("ssl_certfile"):
+            check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
+    if config.internal_tls_dir:
+        with blaming("internal_tls_dir"):
+            for role in INTERNAL_ROLES:
+                RoleFiles.of(Path(config.internal_tls_dir), role).check()
+    if config.api_key_file:
+        with blaming("api_key_file"):
+            read_key_file(Path(config.api_key_file))

@@ -25,14 +25,13 @@ from typing import Any, Final
 
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, SettingError
+from outrider.files import write_whole
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
-
-from .security_setup import SecretFiles
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
-_TEMPORARY_BYTES_MAX: Final = 40
-"""Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
+_TEMPORARY_BYTES_MAX: Final = 16
+"""Ray puts sockets some 85 bytes below it, and a socket's path has 107 at most."""
 _RAY_FOLDER: Final = "r"
 """Ray's directory in the temporary one. Ray opens its own to all users (mode 0777); the one around
 it keeps them out (0700)."""
@@ -55,24 +54,44 @@ _before: dict[str, str | None] = {}
 """The user's own variables while `use_token` holds; None = was not set."""
 
 
+class SecretFiles:
+    """A directory of files for their owner alone, which processes of this machine read: Ray opens
+    its own directory to all users, and a list of processes shows their arguments."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def hide(self, name: str, secret: str) -> Path:
+        """A file with the secret, of mode 0600 in a directory of mode 0700."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / name
+        write_whole(path, secret, 0o600)
+        return path
+
+    def forget(self) -> None:
+        """Removes them."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
 class RayConnection:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
     def __init__(
-        self, address: str, namespace: str, secret_files: SecretFiles | None = None
-    ) -> None:
+        self, address: str, namespace: str, secret_files: SecretFiles | None = None,
+        token: Path | None = None,
+    ) -> None:  # fmt: skip
         """Actors have names in a `namespace`, which is their deployment's alone. `secret_files`
-        are a local cluster's, whose token stands among them."""
+        are a local cluster's, whose token stands among them; `token` is the file of another's."""
         self.local = not address
         self.namespace = namespace
-        self._secret_files = secret_files if self.local else None
+        self._secret_files = secret_files
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
         self.found = ""
         """HOST:PORT of the cluster, once it is connected."""
-        self.token: Path | None = None
-        """File of a local cluster's token, once it is connected."""
+        self.token = token
+        """File of its token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
@@ -88,16 +107,17 @@ class RayConnection:
             import ray
 
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
-        if self._secret_files is not None:
+        if self.local and self._secret_files is not None:
             self._temporary = _short_directory()
             # Ray's processes listen on all addresses of the machine, whatever they are told.
             self.token = self._secret_files.hide(TOKEN_FILE, secrets.token_hex(_BYTES))
-            use_token(self.token)
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(Path(self._temporary, _RAY_FOLDER)),
             }
+        if self.token is not None:
+            use_token(self.token)
         try:
             with _without_secrets():
                 ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
@@ -125,7 +145,6 @@ class RayConnection:
         finally:
             if self.token is not None:
                 forget_token()
-                self.token = None
             if self._temporary is not None:
                 await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
                 self._temporary = None
@@ -146,8 +165,7 @@ def _short_directory() -> str:
     """A new directory around Ray's, with sockets and logs, that no other user may enter: under the
     usual place or, where that has too long a name, under /tmp. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
-    longest = len(os.fsencode(usual)) + len(f"/outrider-ray-12345678/{_RAY_FOLDER}")
-    short = longest <= _TEMPORARY_BYTES_MAX
+    short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
         return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
     except OSError as error:

@@ -45,7 +45,7 @@ from .ray_cluster import (
     retried,
     run_task,
 )
-from .ray_connection import RayConnection, forget_token, use_token
+from .ray_connection import RayConnection
 from .replica_set import FIRST_REST_S, Fleet
 from .rolling_update import SHARING, Changes, changed
 from .spec import FleetSpec, plan_fleet
@@ -306,18 +306,12 @@ def namespace_of(deployment: str) -> str:
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
     """Connects to the cluster, and leaves it in the end. Raises `SettingError` for one that cannot
     be reached."""
-    if where.token is not None:
-        use_token(where.token)
+    connection = RayConnection(where.address, where.namespace, token=where.token)
     try:
-        connection = RayConnection(where.address, where.namespace)
         await connection.connect()
-        try:
-            yield ReconcilerClient(where.namespace)
-        finally:
-            await connection.disconnect()
+        yield ReconcilerClient(where.namespace)
     finally:
-        if where.token is not None:
-            forget_token()
+        await connection.disconnect()
 
 
 class ReconcilerClient:

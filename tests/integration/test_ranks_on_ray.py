@@ -15,8 +15,7 @@ import pytest_asyncio
 import ray
 
 from deploy.fleet.ray_cluster import Actor, Cluster, Demand
-from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.security_setup import SecretFiles
+from deploy.fleet.ray_connection import RayConnection, SecretFiles
 from outrider.errors import ConfigError
 from outrider.replica.process_setup import Place
 

@@ -16,8 +16,7 @@ from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.options import SECRETS
-from deploy.fleet.preflight import check_before_start, warnings
-from deploy.fleet.security_setup import whole_paths, without_secrets
+from deploy.fleet.preflight import check_before_start, warnings, whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, without_security

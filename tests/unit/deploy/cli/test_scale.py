@@ -111,12 +111,12 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     made = Fleet()
 
     class Connection:
-        def __init__(self, address: str, namespace: str) -> None:
+        def __init__(self, address: str, namespace: str, token: Path | None) -> None:
             made.opened.append((address, namespace))
+            made.tokens.append(None if token is None else str(token))
 
         async def connect(self) -> None:
             made.num_open += 1
-            made.tokens.append(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 
         async def disconnect(self) -> None:
             made.num_open -= 1
@@ -203,14 +203,9 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
     assert "draft=2: with draft_model medusa:heads the target drafts" in capsys.readouterr().err
 
 
-def test_settings_name_a_deployment_elsewhere(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
     """Also where one runs here, unless they name that. The token of the one here is not shown to
     another cluster."""
-    theirs = "theirs"
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", theirs)
     token = tmp_path / "ray.token"
     token.write_text(secrets.token_hex(32))
     run_here(state_directory(os.environ), record(ray_token=str(token)))
@@ -218,8 +213,7 @@ def test_settings_name_a_deployment_elsewhere(
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")
     assert main(["scale", "draft=3", "--config", str(file)]) == 0
     assert main(["scale", "draft=3", "--deployment-name", "d"]) == 0
-    assert fleet.tokens == [theirs, str(token)]
-    assert os.environ["RAY_AUTH_TOKEN_PATH"] == theirs
+    assert fleet.tokens == [None, str(token)]
     assert fleet.opened == [("far:1", "outrider-there"), (RAY, "outrider-d")]
 
 
