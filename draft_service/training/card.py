@@ -34,12 +34,7 @@ def render_card(
     learned = [cache.documents[index] for index in dataset.learned]
     passes = now.num_tokens / sum(document.num_learned for document in learned)
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
-    before = ""
-    if learner.is_trained:
-        before = (
-            f"\nWhat {learner.began} had learned from before is not listed. Some of what is held "
-            "out here\nmay be among it, if another rule held texts out then.\n"
-        )
+    before = _before(learner) if learner.is_trained else ""
     prompts = ""
     for of_prompts in measured[1:]:
         prompts = f"""## Acceptance in answers to {len(options.measure):,} prompts
@@ -94,6 +89,13 @@ stated; of texts by others everything.
 | --- | --- | --- | --- | --- |
 {_curve(now)}
 """
+
+
+def _before(learner: Learner) -> str:
+    return (
+        f"\nWhat {learner.began} had learned from before is not listed. Some of what is held out "
+        "here\nmay be among it, if another rule held texts out then.\n"
+    )
 
 
 def _data(cache: TeacherCache) -> str:
