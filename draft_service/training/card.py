@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from .documents import HELD_OUT_EVERY
+from .learners import Learner
 from .measuring import Measured
 from .options import DistillOptions, draft_model
 from .teacher import Dataset, TeacherCache
