@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -278,19 +277,9 @@ class _Option:
 
 
 _PLAIN: Final = _Option(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A round whose length is settled, but for the tokens that may still follow."""
-
-    length: _Option
-    run_ahead: int = 0
-    """Rounds after it that are sure to be plain."""
-    is_plain: bool = False
-    """Whether it belongs to a plain phase."""
-    follows_plain: bool = False
-    """Whether the round before it does, too: the target then did not wait for this one."""
+"""A round of a plain phase ..."""
+_FIRST: Final = _Option(0)
+"""... and one without a draft for which it would have to wait."""
 
 
 class LengthControl(LengthPolicy):
@@ -327,10 +316,8 @@ class LengthControl(LengthPolicy):
         """What the next round asks for instead, if that is all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
-        self._num_drafted = 0
-        """Rounds with a draft since the last plain phase ..."""
-        self._num_paid = 0
-        """... and as many as were paid for as a trial."""
+        self._num_drafted = self._num_paid = 0
+        """Rounds with a draft since the last plain phase, and as many as a trial paid for."""
         self._num_missed = 0
         """Tokens that the draft would have to read before it can propose any."""
         self._phase = tuning.plain_rounds
@@ -341,20 +328,22 @@ class LengthControl(LengthPolicy):
         """Whether it ends with them."""
         self._fixed: _Option | None = None
         """What all rounds ask for that are planned from now on; None = it is chosen."""
-        self._current: _Planned | None = None
+        self._current: _Option | None = None
         """The round that was chosen last ..."""
         self._num_asked = 0
         """... its K, which is smaller near the end of a completion ..."""
-        self._next: _Planned | None = None
-        """... and the one that follows it."""
+        self._follows_plain = False
+        """... whether the target did not wait for it ..."""
+        self._next: tuple[_Option, int] | None = None
+        """... and the one that follows it, with the plain ones that are sure to follow that."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
             if self._costs.drafting_delays:
                 self._num_missed = prompt_length
             drafted, plain = self._options()
-            if not self._drafting_is_due(_best(drafted), plain, self._budget.begins):
-                self._begin_plain(self._next_phase())
+            if not self._drafting_is_due(_best(drafted), plain, begins=True):
+                self._begin_plain()
         # Where it drafts, the draft reads the prompt beside the target, and may need longer.
         self._num_missed = prompt_length
 
@@ -376,13 +365,15 @@ class LengthControl(LengthPolicy):
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """The first round has no draft, for which it would wait."""
-        current = self._next or self._planned(None)
-        self._current, self._next = current, self._plan(current)
-        length, following = current.length, self._next.length
+        length, run_ahead = self._next or self._settled(_FIRST)
+        self._follows_plain = self._current is _PLAIN
+        self._current = length
+        self._next = self._plan()
+        following, _ = self._next
         self._num_asked = num_asked = min(length.num_draft_tokens, num_left - 1)
         return RoundLength(
             num_asked,
-            min(current.run_ahead, num_left - 1),
+            min(run_ahead, num_left - 1),
             length.siblings[:num_asked],
             max(0, min(following.num_draft_tokens, num_left - 2)),
             length.draft_budget_s,
@@ -405,23 +396,21 @@ class LengthControl(LengthPolicy):
         costs.note_load(played, round_s)
         if self._bound > 0:
             self._budget.earn(played.num_tokens)
-        if current.is_plain:
+        if current is _PLAIN:
             self._num_missed += played.num_tokens
             self._averages.fade()
-            if current.follows_plain:
+            if self._follows_plain:
                 costs.note_plain(round_s, played.context)
         elif played.num_asked > 0:
             costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
             for siblings in (self._siblings, self._experience.siblings):
                 siblings.note(played.siblings)
             self.note_watched(played.num_asked, played.survival)
+        elif played.draft_s > 0 and self._num_missed == 0:
+            costs.note_late(self._num_asked, played.draft_s)
+        if current is not _PLAIN and (played.num_asked > 0 or played.draft_s > 0):
             self._num_drafted += 1
-            self._num_missed = 0
-        elif played.draft_s > 0:
-            if self._num_missed == 0:
-                costs.note_late(self._num_asked, played.draft_s)
-            self._num_drafted += 1
-            self._num_missed = 0  # No excuse for another one.
+            self._num_missed = 0  # No excuse for a late one.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
@@ -431,7 +420,8 @@ class LengthControl(LengthPolicy):
     def close(self) -> None:
         self._controls.close(self._seed)
 
-    def _plan(self, before: _Planned) -> _Planned:
+    def _plan(self) -> tuple[_Option, int]:
+        """Settles the next round."""
         if self._bound > 0 and self._fixed is None:
             self._look = None
             is_young = self._experience.averages.num_rounds < self._tuning.young_rounds
@@ -441,50 +431,46 @@ class LengthControl(LengthPolicy):
                 self._until_choice -= 1
             else:
                 self._choose_again()
-        return self._planned(before)
+        return self._settled(self._fixed or self._look or self._choice or _FIRST)
 
     @property
     def _plans_plain(self) -> bool:
         return self._bound == 0 or self._plain_left > 0 or self._fixed == _PLAIN
 
-    def _planned(self, before: _Planned | None) -> _Planned:
-        """The next round as it is planned; the first one of a session has no draft."""
-        if self._plans_plain:
-            run_ahead = self._controls.run_ahead_rounds
-            if self._plain_left > 0:
-                self._plain_left -= 1
-                run_ahead = min(run_ahead, self._plain_left)
-            return _Planned(_PLAIN, run_ahead, True, before is not None and before.is_plain)
-        if before is None:
-            return _Planned(_PLAIN)
-        return _Planned(self._fixed or self._look or self._choice or _PLAIN)
+    def _settled(self, drafted: _Option) -> tuple[_Option, int]:
+        """The next round, `drafted` unless it is of a plain phase, and how many plain ones are sure
+        to follow."""
+        if not self._plans_plain:
+            return drafted, 0
+        run_ahead = self._controls.run_ahead_rounds
+        if self._plain_left > 0:
+            self._plain_left -= 1
+            run_ahead = min(run_ahead, self._plain_left)
+        return _PLAIN, run_ahead
 
     def _plan_plain(self) -> None:
         """Whether a plain phase goes on is settled before the target has to wait to hear of it."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
-        self._plain_ends = self._drafting_is_due(_best(drafted), plain, self._budget.pays)
+        self._plain_ends = self._drafting_is_due(_best(drafted), plain)
         if not self._plain_ends:
-            self._plain_left += self._next_phase()
+            self._begin_plain()
 
-    def _drafting_is_due(
-        self, drafted: _Option, plain: _Option, pays: Callable[[float], bool]
-    ) -> bool:
+    def _drafting_is_due(self, drafted: _Option, plain: _Option, begins: bool = False) -> bool:
         """Whether to draft: because that is quicker by enough for what the draft has to read, or to
-        find out whether it is by now."""
-        costs, tuning = self._costs, self._tuning
+        find out whether it is by now. `begins`: the session does."""
+        costs, tuning, budget = self._costs, self._tuning, self._budget
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = tuning.choice_rounds if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + costs.reading_lost(plain.seconds, self._num_missed)
         self._num_drafted = self._num_paid = 0
         if lost < 0:
             return True
-        if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
-            charged = min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)
-            pays, lost = self._budget.pays, max(lost, charged)
         self._num_paid = tuning.choice_rounds
-        return pays(lost)
+        if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
+            return budget.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
+        return budget.begins(lost) if begins else budget.pays(lost)
 
     def _choose_again(self) -> None:
         """K of the rounds from the next one on, or the beginning of a plain phase."""
@@ -500,9 +486,10 @@ class LengthControl(LengthPolicy):
         if is_first or self._num_drafted + 1 < self._num_paid:
             self._look = largest if self._budget.first_look() else None
         elif plain.rate > (1.0 + self._tuning.plain_gain) * current.rate:
-            self._begin_plain(self._next_phase())
+            self._begin_plain()
         elif self._tries_plain(current, plain):
-            self._begin_plain(PLAIN_TRIED_ROUNDS, ends=True)
+            self._plain_left, self._plain_ends = PLAIN_TRIED_ROUNDS, True
+            self._choice, self._until_choice = None, 0
         else:
             lost = current.rate * largest.seconds - largest.num_tokens
             looks = self._budget.first_look() or self._budget.pays(lost)
@@ -515,12 +502,11 @@ class LengthControl(LengthPolicy):
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._budget.pays(lost)
 
-    def _next_phase(self) -> int:
-        num_rounds, self._phase = self._phase, min(2 * self._phase, self._tuning.plain_rounds_max)
-        return num_rounds
-
-    def _begin_plain(self, num_rounds: int, ends: bool = False) -> None:
-        self._plain_left, self._plain_ends = num_rounds, ends
+    def _begin_plain(self) -> None:
+        """A plain phase begins, or the next one behind it."""
+        self._plain_left += self._phase
+        self._plain_ends = False
+        self._phase = min(2 * self._phase, self._tuning.plain_rounds_max)
         self._choice, self._until_choice = None, 0
 
     def _options(self) -> tuple[list[_Option], _Option]:

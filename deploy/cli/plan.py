@@ -351,7 +351,7 @@ async def _rehearse(
         rule = chosen.rule if chosen.num_draft_tokens else replays[0].rules[-1]
         async with replicas.coordinator(look_ahead=0) as client:
             played = await rehearsal.play_validation(client, samples[0], rule, counts, progress)
-    predicted = {k: replays[0].of(rule, k) for k in counts}
+    predicted = {k: replays[0].rounds[rule, k] for k in counts}
     k = chosen.num_draft_tokens
     return plans, rehearsal.validation(played, predicted, times[0], rule, k)
 

@@ -164,48 +164,40 @@ class TemperaturePlan:
 
 
 class Replays:
-    """The rounds of one sample by rule and K, each replayed once."""
+    """The rounds of one sample."""
 
     def __init__(self, draft: DraftConfig, sample: Sample) -> None:
         self.sample = sample
-        self._draft = draft
-        self._found: dict[tuple[Rule, int], tuple[Rounds, ...]] = {}
-
-    def of(self, rule: Rule, num_draft_tokens: int) -> tuple[Rounds, ...]:
-        """By text; 0 = plain decoding."""
-        way = (rule, num_draft_tokens)
-        if way not in self._found:
-            self._found[way] = scripted(self._draft, self.sample, *way)
-        return self._found[way]
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
+        self.rules = rules_at(sample.temperature)
         """Those that differ: a look-up's tokens are accepted alike under all."""
-        rules = rules_at(self.sample.temperature)
-        return rules if self._draft.drafter.model is not None else rules[:1]
+        if draft.drafter.model is None:
+            self.rules = self.rules[:1]
+        self.rounds = {
+            (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
+        }
+        """By rule and K, 0 = plain decoding, and by text."""
+        self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
         """[K]: of each draft token, to be accepted given that those before it were."""
-        return [chance or 0.0 for chance in total(self.of(rule, k)).by_position[:k]]
+        return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
         """With 1, 2, ... outcomes worked out ahead, which is planned for a model alone."""
-        is_model = self._draft.drafter.lookup is None
-        return self.sample.guessing[rule].hit_rates(self.chances(rule, k)) if is_model else ()
+        guessing = self.sample.guessing[rule]
+        return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 
     def accepted(self) -> dict[str, dict[str, Any]]:
         """As of `TemperaturePlan`, at each rule's longest proposals."""
         texts, found = self.sample.texts, {}
         for name in dict.fromkeys([*(text.category for text in texts), "all"]):
             places = [i for i, text in enumerate(texts) if name in (text.category, "all")]
-            by_position = {
-                rule.value: total([self.of(rule, NUM_DEPTHS)[i] for i in places]).by_position
-                for rule in self.rules
-            }
-            found[name] = {
-                "num_tokens": sum(len(texts[i].token_ids) for i in places),
-                "by_position": {rule: all_[:NUM_DEPTHS] for rule, all_ in by_position.items()},
-            }
+            by_position = {}
+            for rule in self.rules:
+                rounds = total([self.rounds[rule, NUM_DEPTHS][i] for i in places])
+                by_position[rule.value] = rounds.by_position[:NUM_DEPTHS]
+            num_tokens = sum(len(texts[i].token_ids) for i in places)
+            found[name] = {"num_tokens": num_tokens, "by_position": by_position}
         return found
 
 
@@ -213,13 +205,12 @@ def choose(sessions: int, replays: Replays, times: ServiceTimes) -> TemperatureP
     """The plan for one temperature."""
     sample = replays.sample
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
-    rule = rules_at(sample.temperature)[0]
-    parts = [replays.of(rule, 0)]
-    chooser = Chooser(times, sessions, prompt_tokens, total(parts[0]), rule)
+    parts = [replays.rounds[replays.rules[0], 0]]
+    chooser = Chooser(times, sessions, prompt_tokens, total(parts[0]), replays.rules[0])
     options = [chooser.plain]
     for rule in replays.rules:
         for k in SWEEP:
-            parts.append(replays.of(rule, k))
+            parts.append(replays.rounds[rule, k])
             options.append(chooser.best_way(rule, k, total(parts[-1]), replays.hit_rates(rule, k)))
     chosen = best(options)
     return TemperaturePlan(

@@ -57,7 +57,7 @@ class ChosenLate(LengthControl):
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`."""
         if self._current is not None:
-            self._next = self._plan(self._current)
+            self._next = self._plan()
         return super().choose(index, num_left)
 
 
