@@ -183,7 +183,6 @@ REDIS_LOADING_MS_MAX: Final = 20_000
 """That a starting coordinator waits for a Redis that loads its file."""
 EMBEDDED_REDIS_START_MS_MAX: Final = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX: Final = 5_000
-SOCKET_PATH_BYTES_MAX: Final = 100  # linux takes 107 bytes, macOS 103
 
 API_KEY_CHARS_MIN: Final = 16
 API_KEY_CHARS_MAX: Final = 512

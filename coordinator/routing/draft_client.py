@@ -159,11 +159,11 @@ class DraftClient(_ModelDrafts):
         self._route.on_pushed = self._take_pushed
         self._observer = context.observer
         self._retry_s = config.draft_retry_ms / 1e3
-        reads_features = pool.first is not None and pool.first.reads_features
-        self._features = FeatureWindow() if reads_features else None
+        self._reads_features = pool.first is not None and pool.first.reads_features
+        self._features = FeatureWindow()
         self._look_ahead = 0
         """Outcomes of each round that are to be worked out before they are known."""
-        if not (reads_features or context.parameters.constraint):
+        if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._bytes_max = config.look_ahead_bytes_max
         self._pushed = PushedProposals(self._bytes_max)
@@ -290,10 +290,10 @@ class DraftClient(_ModelDrafts):
         return reply
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        return NextWanted(features=self._features is not None)
+        return NextWanted(features=self._reads_features)
 
     def hear(self, reply: VerdictReply) -> None:
-        if self._features is not None and reply.features is not None:
+        if reply.features is not None:
             self._features.put(reply.features, self._session.length)
 
     def settle(self, common_length: int) -> None:
@@ -327,8 +327,7 @@ class DraftClient(_ModelDrafts):
                 self._asked = None
             if isinstance(answer, Resync):
                 self._route.resync(answer)
-                if self._features is not None:
-                    self._features.told = 0
+                self._features.told = 0
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
             else:
@@ -336,8 +335,7 @@ class DraftClient(_ModelDrafts):
                 check_wanted(answer.proposal, num_wanted, length.siblings)
                 check(base == committed, f"it extends {base}, not {committed} tokens")
                 require_q(answer.proposal, self._session.record.rule)
-                if self._features is not None:
-                    self._features.tell()
+                self._features.tell()
                 return answer
 
     def _take_pushed(self, reply: ProposalReply) -> None:
@@ -391,7 +389,7 @@ class DraftClient(_ModelDrafts):
         budget: int = 0,
     ) -> None:
         head = self._route.head(number)
-        news = None if self._features is None else self._features.news
+        news = self._features.news
         self._route.send(
             DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news, budget)
         )
@@ -409,8 +407,7 @@ class DraftClient(_ModelDrafts):
         is_moved = self._route.move()
         if is_moved:
             self._route.heard = True
-            if self._features is not None:
-                self._features.told = 0
+            self._features.told = 0
         return is_moved
 
     def _probe(self, number: int, length: RoundLength) -> None:

@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import redis
@@ -34,7 +33,6 @@ from outrider.limits import (
     EMBEDDED_REDIS_START_MS_MAX,
     EMBEDDED_REDIS_STOP_MS_MAX,
     REDIS_TIMEOUT_MS,
-    SOCKET_PATH_BYTES_MAX,
 )
 from outrider.telemetry.logs import rotate
 
@@ -52,7 +50,6 @@ exit $status
 """
 """Ends with the server, and ends the server when standard input is closed."""
 
-_SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
 _LOCK_NAME = "redis.lock"
 _POLL_S = 0.01
@@ -82,34 +79,27 @@ class EmbeddedRedis:
     block and are for one thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Starts nothing. Raises `ConfigError` if no directory is short enough for the socket."""
+        """Starts nothing."""
         self._directory = Path(directory).absolute()
-        self._socket_path = _socket_path(self._directory)
+        # Elsewhere, as the name of a socket must be short.
+        self._socket = (
+            Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}" / "redis.sock"
+        )
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._pid: int | None = None
+        self.pid = 0
+        """Of the server, while it runs."""
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
     def url(self) -> str:
         """What `RedisStore.connect` takes; never changes."""
-        return f"unix://{self._socket_path}"
-
-    @property
-    def pid(self) -> int:
-        if self._pid is None:
-            raise ConfigError("the embedded Redis is not running")
-        return self._pid
+        return f"unix://{self._socket}"
 
     @property
     def running(self) -> bool:
@@ -123,15 +113,11 @@ class EmbeddedRedis:
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        path = self._socket_path
-        if path.parent != self._directory:
-            # Not ours if it exists: the name is random and `stop` removes it.
-            path.parent.mkdir(mode=0o700)
         with (self._directory / _LOCK_NAME).open("w") as lock:
             self._take_lock(lock)
-            path.unlink(missing_ok=True)
+            self._socket.parent.mkdir(mode=0o700)
             self._supervisor = subprocess.Popen(
-                ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options(path)],
+                ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -139,7 +125,7 @@ class EmbeddedRedis:
                 start_new_session=True,
             )
         try:
-            self._pid = self._wait_until_it_answers(path)
+            self.pid = self._wait_until_it_answers()
         except BaseException:
             self.stop()
             raise
@@ -161,14 +147,12 @@ class EmbeddedRedis:
                 os.killpg(supervisor.pid, signal.SIGKILL)
                 supervisor.wait()
             self._supervisor = None
-            self._pid = None
-        if self._socket_path.parent != self._directory:
-            shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+        shutil.rmtree(self._socket.parent, ignore_errors=True)
 
-    def _options(self, socket_path: Path) -> list[str]:
+    def _options(self) -> list[str]:
         return [
             "--port", "0",
-            "--unixsocket", str(socket_path),
+            "--unixsocket", str(self._socket),
             "--unixsocketperm", "700",
             "--dir", str(self._directory),
             "--logfile", str(self._directory / _LOG_NAME),
@@ -191,10 +175,10 @@ class EmbeddedRedis:
                 f"state directory"
             ) from None
 
-    def _wait_until_it_answers(self, path: Path) -> int:
+    def _wait_until_it_answers(self) -> int:
         """The server's process id, once it answers."""
         client = redis.Redis(
-            unix_socket_path=str(path),
+            unix_socket_path=str(self._socket),
             socket_timeout=REDIS_TIMEOUT_MS / 1000,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
@@ -214,15 +198,3 @@ class EmbeddedRedis:
         finally:
             client.close()
         raise ConfigError(f"the embedded Redis stopped at once; see {self._directory / _LOG_NAME}")
-
-
-def _socket_path(directory: Path) -> Path:
-    """In the data directory, or in one of its own if that has too long a name for a socket."""
-    path = directory / _SOCKET_NAME
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        path = Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}" / _SOCKET_NAME
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"{path} is too long a path for a socket; set TMPDIR to a shorter directory"
-        )
-    return path

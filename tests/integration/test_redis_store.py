@@ -36,7 +36,7 @@ from outrider.errors import (
     StaleEpoch,
     StoreUnavailable,
 )
-from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
+from outrider.limits import FINISHED_TTL_S
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
@@ -410,8 +410,8 @@ def test_only_one_server_keeps_its_data_in_a_directory(tmp_path: Path) -> None:
     EmbeddedRedis(tmp_path).stop()
 
 
-def test_a_long_directory_has_its_socket_elsewhere(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / ("d" * SOCKET_PATH_BYTES_MAX))
+def test_the_socket_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / ("d" * 100))
     for _ in range(2):
         with server, redis.Redis.from_url(server.url, protocol=2) as client:
             socket = Path(server.url.removeprefix("unix://"))
