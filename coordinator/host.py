@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 from coordinator.auth.access_control import AccessControl, access_control_of
 from coordinator.auth.rate_limits import Limiter, RedisSlots
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
-from coordinator.routing.discovery import Discovery, replicas_at_first
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.limits import SEED_BITS
@@ -61,7 +60,6 @@ class CoordinatorHost:
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
         self.announcer: Lease | None = None
-        self.followers: list[asyncio.Task[None]] = []
         self._health: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -69,30 +67,26 @@ class CoordinatorHost:
         """Connects to the store, the targets and the drafts, and serves; the address that clients
         call."""
         config, member = self._config, self._config.membership
-        registry = None
-        drafts_at_first = {"draft-0": config.draft_address} if config.draft_address else {}
-        begun_with = ({"target-0": config.target_address}, drafts_at_first)
+        link, drafts = _links_by(config), {}
+        if config.draft_address:
+            drafts = {"draft-0": link("draft", config.draft_address)}
+        replicas: dict[str, Any] = {
+            "targets": {"target-0": link("target", config.target_address)}, "drafts": drafts
+        }  # fmt: skip
         if member is not None:
             registry = RedisRegistry(member.redis, member.deployment)
-            begun_with = await replicas_at_first(registry)
-        links = _links_by(config)
-        targets, drafts = (
-            {name: link(address) for name, address in known.items()}
-            for link, known in zip(links, begun_with, strict=True)
-        )
+            replicas = {"registry": registry, "link": link}
         observation = self.observe()
         service = self.service = CoordinatorService(
             config,
             owner_name(config),
             store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
-            targets=targets,
-            drafts=drafts,
             fallback=(build_lookup(config.lookup) if config.lookup else None)
             or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
             text=_load_text(config),
             random_seed=_random_seeds(config.seed),
             observation=observation,
-            registry=registry,
+            **replicas,
         )
         await service.start()
         access = self.access = _access_control(config)
@@ -118,13 +112,7 @@ class CoordinatorHost:
         await self.server.set_serving(True)
         self._health = asyncio.create_task(report_health(service, self.server, self.http))
         address = advertised(config.host, self.server.address)
-        if registry is not None and member is not None:
-            roles: tuple[Role, ...] = ("target", "draft")
-            followers = [Discovery("coordinator", service.fleet, registry)] + [
-                Discovery(role, service.fleet, registry, link, known)
-                for role, link, known in zip(roles, links, begun_with, strict=True)
-            ]
-            self.followers = [asyncio.create_task(one.run()) for one in followers]
+        if member is not None:
             self.announcer = Lease(registry, lambda: _record(service, member.name, address))
             await self.announcer.start()
         self.engagement = Engagement(
@@ -193,8 +181,6 @@ class CoordinatorHost:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
                     ending.push_async_callback(part.close)
-            # What still runs follows replicas that come and go.
-            ending.push_async_callback(self._end_followers)
             ending.push_async_callback(self._stop_servers, grace_s)
             if self.announcer is not None:
                 ending.push_async_callback(self.announcer.withdraw)
@@ -204,11 +190,6 @@ class CoordinatorHost:
         for error in await asyncio.gather(*stops, return_exceptions=True):
             if error is not None:
                 raise error
-
-    async def _end_followers(self) -> None:
-        for task in self.followers:
-            task.cancel()
-        await asyncio.gather(*self.followers, return_exceptions=True)
 
 
 async def report_health(
@@ -250,18 +231,17 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
     )
 
 
-def _links_by(
-    config: CoordinatorConfig,
-) -> tuple[Callable[[str], Link[Any, Any]], Callable[[str], Link[Any, Any]]]:
-    """What leads to the target, and to the draft, at an address."""
-    if not config.internal_tls_dir:
-        return target_link, draft_link
-    directory = Path(config.internal_tls_dir)
-    with blaming("internal_tls_dir"):
-        return (
-            partial(target_link, trust=internal_trust(directory, "coordinator", "target")),
-            partial(draft_link, trust=internal_trust(directory, "coordinator", "draft")),
-        )
+def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link[Any, Any]]:
+    """What leads to a target or a draft at an address."""
+    links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
+    if config.internal_tls_dir:
+        directory = Path(config.internal_tls_dir)
+        with blaming("internal_tls_dir"):
+            links = {
+                role: partial(link, trust=internal_trust(directory, "coordinator", role))
+                for role, link in links.items()
+            }
+    return lambda role, address: links[role](address)
 
 
 def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:

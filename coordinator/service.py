@@ -9,7 +9,8 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -26,7 +27,7 @@ from coordinator.requests.validation import (
     check_fields,
     resolve,
 )
-from coordinator.routing.discovery import FleetView
+from coordinator.routing.discovery import Discovery, FleetView, replicas_at_first
 from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.replica_pool import DraftPool, SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
@@ -34,9 +35,8 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
-from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import Figures
+from outrider.registry.registry import ROLES, Figures, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+AnyLink = Link[Any, Any]
+
 
 class CoordinatorService:
     """Serves requests with the target and draft replicas that it knows; knows nothing of gRPC or
@@ -63,18 +65,20 @@ class CoordinatorService:
         owner: str,
         *,
         store: SessionStore,
-        targets: Mapping[str, Link[VerifyItem, VerifyAnswer]],
-        drafts: Mapping[str, Link[DraftItem, DraftAnswer]],
+        targets: Mapping[str, AnyLink] | None = None,
+        drafts: Mapping[str, AnyLink] | None = None,
         fallback: LookupDrafter,
         text: TokenizerText | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
         registry: RedisRegistry | None = None,
+        link: Callable[[Role, str], AnyLink] | None = None,
     ) -> None:
         """`owner` is its name in the session store: of this process alone, also of those before it.
-        `targets` and `drafts` are there from the start, by name; more may join where there is a
-        `registry`, which also tells observers how large the fleet is. `fallback` drafts while no
+        `targets` and `drafts` are there from the start, by name. With `link(role, address)` the
+        replicas that the `registry` has are followed instead; it also tells observers how large the
+        fleet is. `fallback` drafts while no
         draft replica answers, or alone. `random_bits(n)` gives n fresh random bits, for session
         ids; `random_seed()` the seed of a request that names none."""
         self._config = config
@@ -83,8 +87,10 @@ class CoordinatorService:
         self._siblings = config.draft_siblings if has_trees else 0
         self._looks_up = looks_up
         self._store = store
-        self._links = (targets, drafts)
+        self._links: dict[Role, Mapping[str, AnyLink]]
+        self._links = {"target": targets or {}, "draft": drafts or {}}
         self._registry = registry
+        self._link = link
         self.targets: TargetPool = TargetPool("target")
         self.drafts: DraftPool = DraftPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
@@ -127,15 +133,22 @@ class CoordinatorService:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
         answers, or no draft and none may join later, `Incompatible` where none fits."""
         config = self._config
-        targets, drafts = self._links
-        await self.targets.join_all(targets)
+        registry, link, links = self._registry, self._link, self._links
+        begun_with: dict[Role, dict[str, str]] = {}
+        if registry is not None and link is not None:
+            begun_with = await replicas_at_first(registry)
+            links = {
+                role: {name: link(role, address) for name, address in known.items()}
+                for role, known in begun_with.items()
+            }
+        await self.targets.join_all(links["target"])
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
         try:
-            await self.drafts.join_all(drafts)
+            await self.drafts.join_all(links["draft"])
         except Unavailable as error:
-            if self._registry is None:
+            if registry is None:
                 raise
             _log.warning("no draft is there yet: %s", error)
         if config.length_control:
@@ -155,6 +168,13 @@ class CoordinatorService:
         watching = [self.targets.watch(), self.drafts.watch()]
         if self._observation.listens:
             watching.append(self._health.run())
+        if registry is not None and link is not None:
+            watching += [
+                Discovery(
+                    role, self.fleet, registry, partial(link, role), begun_with.get(role)
+                ).run()
+                for role in ROLES
+            ]
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property

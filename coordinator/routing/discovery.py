@@ -35,7 +35,7 @@ State = Literal["serving", "away", "leaving", "joining"]
 said yet what it runs, or does not fit."""
 
 
-async def replicas_at_first(registry: RedisRegistry) -> tuple[dict[str, str], dict[str, str]]:
+async def replicas_at_first(registry: RedisRegistry) -> dict[Role, dict[str, str]]:
     """Addresses of the targets and of the drafts that a coordinator begins with, by name. For a
     target it waits up to a lease, in which one that lives says its name again even to a registry
     that has lost everything. Raises `StoreUnavailable`."""
@@ -43,12 +43,12 @@ async def replicas_at_first(registry: RedisRegistry) -> tuple[dict[str, str], di
     give_up_at = loop.time() + LEASE_S
     roles: tuple[Role, ...] = ("target", "draft")
     while True:
-        targets, drafts = [
-            {one.name: one.address for one in await registry.records(role) if not one.leaving}
+        found = {
+            role: {one.name: one.address for one in await registry.records(role) if not one.leaving}
             for role in roles
-        ]
-        if targets or loop.time() >= give_up_at:
-            return targets, drafts
+        }
+        if found["target"] or loop.time() >= give_up_at:
+            return found
         await asyncio.sleep(READ_PERIOD_S)
 
 

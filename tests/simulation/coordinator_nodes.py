@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from coordinator.routing.discovery import Discovery, replicas_at_first
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -52,36 +51,17 @@ class CoordinatorNode:
         self.calls: set[Call] = set()
         """Those that clients make."""
         self._settings = settings
-        self._following: list[asyncio.Task[None]] = []
         self._announcer: Lease | None = None
         self._ended = asyncio.Event()
         self._engagement = Engagement(address="")
 
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so. Raises `Unavailable` where there is no target."""
-        registry = world.redis.registry()
-        targets, drafts = await replicas_at_first(registry)
-        begun_with = {"target": targets, "draft": drafts}
-        links = {
-            role: {name: world.link(self.process, address) for name, address in known.items()}
-            for role, known in begun_with.items()
-        }
-        self.service = self._built(links, world)
+        self.service = self._built(world)
         await self.service.start()
         self.address = f"host:{config.grpc_port}"
         world.serve(self, None)
 
-        def link(address: str) -> Any:
-            return world.link(self.process, address)
-
-        self._following = [
-            self.process.start(one.run())
-            for one in (
-                Discovery("target", self.service.fleet, registry, link, begun_with["target"]),
-                Discovery("draft", self.service.fleet, registry, link, begun_with["draft"]),
-                Discovery("coordinator", self.service.fleet, registry),
-            )
-        ]
         self._announcer = Lease(world.redis.registry(), self._record)
         await self._announcer.start()
         self._engagement = Engagement(address=self.address, slot=config.slot, plan=config.plan)
@@ -91,19 +71,18 @@ class CoordinatorNode:
         """See `CoordinatorActor`."""
         return self._engagement
 
-    def _built(self, links: dict[str, dict[str, Any]], world: Any) -> CoordinatorService:
+    def _built(self, world: Any) -> CoordinatorService:
         rng = world.rng
         return CoordinatorService(
             self._settings,
             self.name,
             store=world.redis.store(),
-            targets=links["target"],
-            drafts=links["draft"],
             fallback=NgramDrafter(),
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(64),
             observation=world.moves,
             registry=world.redis.registry(),
+            link=lambda _, address: world.link(self.process, address),
         )
 
     def _record(self) -> ReplicaRecord:
@@ -140,8 +119,6 @@ class CoordinatorNode:
         world.silence(self)
         for call in sorted(self.calls, key=lambda call: call.number):
             call.end()
-        for task in self._following:
-            task.cancel()
         if self.service is not None:
             await self.service.close()
             self.check_integrity()
@@ -150,7 +127,8 @@ class CoordinatorNode:
     def check_work(self) -> None:
         """Raises `InvariantError` where something has ended that goes on for ever."""
         check(not self.service.failed, f"{self.name} commits no more")
-        check(not any(task.done() for task in self._following), f"{self.name} follows no more")
+        is_over = any(task.done() for task in self.service._watching)
+        check(not is_over, f"{self.name} follows no more")
 
     def check_integrity(self) -> None:
         """Of its service. Raises `OutriderError`."""

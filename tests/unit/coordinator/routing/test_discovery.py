@@ -362,7 +362,10 @@ async def test_a_coordinator_begins_with_whoever_is_there(world: World) -> None:
     ):  # fmt: skip
         await world.registry.announce(replace(record(name), role=role, leaving=leaving))
     began = asyncio.get_running_loop().time()
-    assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {"c": "c:1"})
+    assert await replicas_at_first(world.registry) == {
+        "target": {"a": "a:1"},
+        "draft": {"c": "c:1"},
+    }
     assert asyncio.get_running_loop().time() == began
 
 
@@ -370,9 +373,9 @@ async def test_a_coordinator_begins_with_whoever_is_there(world: World) -> None:
 async def test_a_coordinator_waits_until_a_target_can_have_said_its_name(world: World) -> None:
     """As after a registry has lost everything."""
     asyncio.get_running_loop().call_later(RENEWAL_S, world.live, "a")
-    assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {})
+    assert await replicas_at_first(world.registry) == {"target": {"a": "a:1"}, "draft": {}}
     world.die("a")
     world.registry.forget()
     began = asyncio.get_running_loop().time()
-    assert await replicas_at_first(world.registry) == ({}, {})
+    assert await replicas_at_first(world.registry) == {"target": {}, "draft": {}}
     assert asyncio.get_running_loop().time() == pytest.approx(began + LEASE_S)
