@@ -352,12 +352,12 @@ class _Simulation:
 
     async def run(self) -> FleetFigures:
         """The whole scenario."""
-        scenario, loop = self._scenario, asyncio.get_running_loop()
+        scenario = self._scenario
         fleet, workload = scenario.fleet, scenario.workload
         drafts = fleet.drafts if scenario.pair.has_drafts else 0
         replicas = [_Replica(scenario, "target") for _ in range(fleet.targets)]
         replicas += [_Replica(scenario, "draft") for _ in range(drafts)]
-        store = MemoryStore(lambda: loop.time() * 1e3)
+        store = MemoryStore()
         coordinators = [
             _Coordinator(scenario, place, replicas, store) for place in range(fleet.coordinators)
         ]
