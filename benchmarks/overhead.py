@@ -6,7 +6,7 @@ capacity    how many rounds a second one coordinator plays for many sessions
 transports  what gRPC and HTTP add to a request and to each of its chunks
             clients and coordinator in this process, an emulated target in another one
 
-Canned replicas answer at once, or in steps, with well-formed answers that no model made.
+Canned replicas answer at once, or after a step's time, with well-formed answers that no model made.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from operator import sub
 from statistics import median
 from string import ascii_lowercase
 from types import SimpleNamespace
 from typing import Any, Final
 
-from outrider.client import Client, InProcessTransport
+from outrider.client import Client
 from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
@@ -74,19 +73,17 @@ SESSION_TOKENS: Final = 512
 VERIFY_S: Final = 0.0183
 """Of a target's step, for `capacity`; a 70B model's (`bench emulate`)."""
 DRAFT_S: Final = NUM_DRAFT_TOKENS * 0.0013
-STEP_SESSIONS: Final = 64
-"""That share a step at most."""
 CROWD_TOKENS: Final = 2_048
 WARM_UP_S: Final = 3.0
 WARM_UP_TURNS: Final = 3
 TURNS: Final = 60
-"""Requests through each transport, of so many tokens ..."""
-TURN_TOKENS: Final = 32
+"""Requests through each transport."""
 TURN_STEP_MS: Final = 5.0
-"""... of the emulated target."""
+"""Of the emulated target."""
 _PARTS_OF_A_ROUND: Final = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS: Final = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
 """The vocabulary of the emulated target: three letters each, so that every token is text."""
+DECODING: Final = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT: Final = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
@@ -229,90 +226,60 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """One coordinator in this process is asked in turn by the client in this process, by gRPC and
-    by HTTP, on its event loop, in an order that rotates: what is added is all of the computing on
-    both sides, and the kernel's loopback between them.
+    """One coordinator in this process is asked in turn by gRPC and by HTTP, on its event loop: what
+    is added is all of the computing on both sides, and the kernel's loopback between them.
 
-    `X_ttft_added_ms_p50` is the median of TTFT through X less that of the in-process request of the
-    same turn; `X_chunk_added_ms` the median time from the coordinator's having a chunk to X's
-    client having read it, less the same median in-process."""
+    `X_ttft_added_ms_p50` is the median of TTFT through X less what the coordinator took of it;
+    `X_chunk_added_ms` the median time from its having a chunk to X's client having read it."""
     progress("starting the target")
+    added: dict[str, list[float]] = {}
     async with (
-        _coordinator_here() as (stamps, service, address, url),
-        Client(InProcessTransport(service)) as here,
-        Client(address) as there,
+        _coordinator_here() as (stamps, address, url),
+        Client(address) as client,
         HttpClient(url, raw=True, model="emulated") as http,
     ):
-        clients: dict[str, BenchClient] = {
-            "in_process": GrpcClient(here, raw=True),
-            "grpc": GrpcClient(there, raw=True),
-            "http": http,
-        }
+        clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
         gc.collect()
         gc.freeze()  # What is always there is not looked through while times are taken.
-        return transport_figures(await take_turns(clients, stamps, progress))
+        for turn in range(-WARM_UP_TURNS, TURNS):
+            if turn % 10 == 0:
+                progress(f"turn {turn} of {TURNS}")
+            for name, asked in clients.items():
+                first_ms, chunks_ms = await added_ms(name, asked, stamps)
+                if turn >= 0:
+                    added.setdefault(f"{name}_ttft_added_ms_p50", []).append(first_ms)
+                    added.setdefault(f"{name}_chunk_added_ms", []).extend(chunks_ms)
+    return {name: median(times) for name, times in added.items()}
 
 
-Turns = list[tuple[float, list[float]]]
-"""Of each turn: TTFT, and of each chunk the time from the coordinator's having it; ms."""
-
-
-async def take_turns(
-    clients: Mapping[str, BenchClient], stamps: list[float], progress: Progress
-) -> dict[str, Turns]:
-    """By client. `stamps` has when the coordinator had each chunk of the newest request. Raises
-    `Unavailable` where a request fails, or loses chunks."""
-    names = list(clients)
-    found: dict[str, Turns] = {name: [] for name in names}
-    decoding = Decoding(TURN_TOKENS, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
-    for turn in range(-WARM_UP_TURNS, TURNS):
-        if turn % 10 == 0:
-            progress(f"turn {turn} of {TURNS}")
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            stamps.clear()
-            done = await clients[name].generate(PROMPT, decoding)
-            if len(done.chunk_s) != len(stamps) or not stamps:
-                raise Unavailable(
-                    f"by {name} came {len(done.chunk_s)} chunks where the coordinator had "
-                    f"{len(stamps)}"
-                )
-            if turn >= 0:
-                came = [done.started_s + at_s for at_s in done.chunk_s]
-                delays = [1e3 * (at_s - had) for at_s, had in zip(came, stamps, strict=True)]
-                found[name].append((1e3 * done.chunk_s[0], delays))
-    return found
-
-
-def transport_figures(turns: Mapping[str, Turns]) -> dict[str, float]:
-    """By names in JSON; the k-th entries are of one turn."""
-    ttft = {name: [first for first, _ in each] for name, each in turns.items()}
-    chunk = {
-        name: median(ms for _, delays in each for ms in delays) for name, each in turns.items()
-    }
-    figures = {
-        "in_process_ttft_ms_p50": median(ttft["in_process"]),
-        "in_process_chunk_ms": chunk["in_process"],
-    }
-    for name in ("grpc", "http"):
-        added = map(sub, ttft[name], ttft["in_process"])
-        figures[f"{name}_ttft_added_ms_p50"] = median(added)
-        figures[f"{name}_chunk_added_ms"] = chunk[name] - chunk["in_process"]
-    return figures
+async def added_ms(
+    name: str, client: BenchClient, stamps: list[float]
+) -> tuple[float, list[float]]:
+    """What a transport adds to the first token of a request, and to each of its chunks. `stamps`
+    has when the coordinator had the newest request, and each of its chunks. Raises `Unavailable`
+    where a request fails, or loses chunks."""
+    stamps.clear()
+    done = await client.generate(PROMPT, DECODING)
+    asked_s, *had_s = stamps
+    if len(done.chunk_s) != len(had_s):
+        raise Unavailable(
+            f"by {name} came {len(done.chunk_s)} chunks where the coordinator had {len(had_s)}"
+        )
+    first_s = done.chunk_s[0] - (had_s[0] - asked_s)
+    delays = zip(done.chunk_s, had_s, strict=True)
+    return 1e3 * first_s, [1e3 * (done.started_s + at_s - had) for at_s, had in delays]
 
 
 @asynccontextmanager
-async def _coordinator_here() -> AsyncIterator[tuple[list[float], Any, str, str]]:
-    """A coordinator in this process before an emulated target: when it had the
-    tokens of its requests, its service, and where it answers by gRPC and HTTP."""
+async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
+    """A coordinator in this process before an emulated target: when it had its requests and their
+    tokens, and where it answers by gRPC and HTTP."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
     clock, actor = asyncio.get_running_loop().time, CoordinatorActor()
-    engine = (
-        f"{EMULATED}vocab_size={len(_WORDS)},verify_ms={TURN_STEP_MS},verify_tokens={PROMPT_TOKENS}"
-    )
-    target_config = TargetConfig(engine=engine, model="emulated", num_threads=1)
+    engine = f"vocab_size={len(_WORDS)},verify_ms={TURN_STEP_MS},verify_tokens={PROMPT_TOKENS}"
+    target_config = TargetConfig(engine=EMULATED + engine, model="emulated", num_threads=1)
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         _save_tokenizer(directory)
         async with (
@@ -327,6 +294,7 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], Any, str, str]
             generate = service.generate
 
             async def stamped(*given: Any, **named: Any) -> AsyncGenerator[Event]:
+                stamps.append(clock())
                 async with aclosing(generate(*given, **named)) as events:
                     async for event in events:
                         if isinstance(event, Tokens):
@@ -335,8 +303,7 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], Any, str, str]
 
             service.generate = stamped
             try:
-                http_address = (await actor.engagement()).http_address
-                yield stamps, service, address, f"http://{http_address}"
+                yield stamps, address, f"http://{(await actor.engagement()).http_address}"
             finally:
                 await actor.stop(1.0)
 
@@ -355,25 +322,22 @@ def _save_tokenizer(directory: str) -> None:
 
 
 class CannedReplica:
-    """A `ReplicaService` whose answer to an item is a function of it: at once, or at the end of a
-    step of a stated time that takes no computing and that some sessions share."""
+    """A `ReplicaService` whose answer to an item is a function of it: at once, or after a stated
+    time that takes no computing."""
 
     def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
         self._answer = answer
         self._step_s = step_s
-        self._waiting: list[tuple[Any, Callable[[Sequence[Any]], None]]] = []
-        self._stepping: asyncio.Task[None] | None = None
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Any:
         """See `ReplicaService.connect`."""
 
         def receive(items: Sequence[Any]) -> None:
-            if not self._step_s:
-                send([self._answer(item) for item in items])
-                return
-            self._waiting += [(item, send) for item in items]
-            if self._stepping is None:
-                self._stepping = asyncio.get_running_loop().create_task(self._step())
+            answers = [self._answer(item) for item in items]
+            if self._step_s:
+                asyncio.get_running_loop().call_later(self._step_s, send, answers)
+            else:
+                send(answers)
 
         return SimpleNamespace(receive=receive, close=lambda: None)
 
@@ -383,15 +347,6 @@ class CannedReplica:
 
     def release(self, session_id: str, epoch: int) -> None:
         """See `ReplicaService.release`: nothing is kept."""
-
-    async def _step(self) -> None:
-        """Steps until nothing waits. A step is of those that wait when it begins."""
-        while taken := self._waiting[:STEP_SESSIONS]:
-            del self._waiting[:STEP_SESSIONS]
-            await asyncio.sleep(self._step_s)
-            for send in dict.fromkeys(send for _, send in taken):
-                send([self._answer(item) for item, asks in taken if asks is send])
-        self._stepping = None
 
 
 @cache

@@ -44,7 +44,8 @@ def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def to_json(value: Mapping[str, object]) -> str:
     """One JSON object on one line. Raises `ValueError` for NaN and infinity."""
-    return json.dumps(_rounded(value), allow_nan=False)
+    text = json.dumps(value, allow_nan=False)
+    return json.dumps(json.loads(text, parse_float=lambda one: round(float(one), JSON_DIGITS)))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -64,13 +65,3 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) ->
     for row in rows:
         found.add_row(*row)
     return found
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return round(value, JSON_DIGITS)
-    if isinstance(value, Mapping):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(entry) for entry in value]
-    return value

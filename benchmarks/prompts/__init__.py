@@ -21,7 +21,6 @@ CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
 """The built-in ones. A prompt of the last three holds the text that it is about."""
 UNCATEGORISED: Final = "other"
 """Category of a prompt in a file that names none."""
-PROMPT_FILE_BYTES_MAX: Final = 64 * 2**20
 PROMPTS_MAX: Final = 100_000
 """Prompts in one file."""
 _ALLOWED: Final = (
@@ -66,11 +65,6 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
     """The prompts of a JSONL file. Raises `SettingError` naming the file, and the line if one is
     wrong."""
     try:
-        size = path.stat().st_size
-        if size > PROMPT_FILE_BYTES_MAX:
-            raise SettingError(
-                "prompts", f"{path} has {size} bytes; at most {PROMPT_FILE_BYTES_MAX} are allowed"
-            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingError("prompts", f"cannot read {path}: {error.strerror}") from error
