@@ -234,25 +234,12 @@ def _read_yaml(path: Path) -> dict[str, object]:
     """A flat YAML mapping; `-` in a key is read as `_`."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Safe, and refuses a key that is written twice."""
-
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node, deep=True)).replace("-", "_")
-            if key in found:
-                raise ConfigError(f"{path}: {key}: is set twice")
-            found[key] = loader.construct_object(value_node, deep=True)
-        return found
-
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
         with path.open("rb") as file:
             data = file.read(CONFIG_FILE_BYTES_MAX + 1)
         if len(data) > CONFIG_FILE_BYTES_MAX:
             raise ConfigError(f"{path}: is larger than {CONFIG_FILE_BYTES_MAX} bytes")
-        loaded = yaml.load(data, Loader)  # noqa: S506 (a SafeLoader)
+        loaded, node = yaml.safe_load(data), yaml.compose(data, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -262,4 +249,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: must be a mapping of settings to values")
-    return loaded
+    keys = [str(key.value).replace("-", "_") for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{path}: {key}: is set twice")
+    return dict(zip(keys, loaded.values(), strict=False))

@@ -84,33 +84,36 @@ def key_option() -> Option:
 
 def request_options(max_tokens: int) -> list[Option]:
     """One for every field of a request but the prompt. `max_tokens` is the default."""
+    numbers: tuple[tuple[str, type, float | None, bool, str], ...] = (
+        ("--max-tokens", int, max_tokens, False, "tokens at most"),
+        ("--temperature", float, 0.0, False, "0..2; 0 is greedy"),
+        ("--top-p", float, 1.0, False, "(0, 1]"),
+        ("--top-k", int, 0, False, "0 or -1 = off"),
+        ("--min-p", float, 0.0, True, "0..1"),
+        ("--presence-penalty", float, 0.0, True, "-2..2"),
+        ("--frequency-penalty", float, 0.0, True, "-2..2"),
+        ("--repetition-penalty", float, 1.0, True, "(0, 10]"),
+        ("--seed", int, None, False, "repeat this request's randomness"),
+        ("--num-draft-tokens", int, None, False, "draft tokens a round; 0 = plain decoding"),
+        ("--deadline-ms", int, None, False, "end after this time, ms"),
+        (
+            "--draft-deadline-ms", int, None, True, "time that a round gives its draft, ms; by "
+            "default --draft-timeout-ms of the deployment",
+        ),
+    )  # fmt: skip
     return grouped("Request", [
-        option("--max-tokens", type=int, default=max_tokens, help="tokens at most"),
-        option("--temperature", type=float, default=0.0, help="0..2; 0 is greedy"),
-        option("--top-p", type=float, default=1.0, help="(0, 1]"),
-        option("--top-k", type=int, default=0, help="0 or -1 = off"),
-        option("--min-p", type=float, default=0.0, rare=True, help="0..1"),
-        option("--presence-penalty", type=float, default=0.0, rare=True, help="-2..2"),
-        option("--frequency-penalty", type=float, default=0.0, rare=True, help="-2..2"),
-        option("--repetition-penalty", type=float, default=1.0, rare=True, help="(0, 10]"),
+        *(
+            option(flag, type=kind, default=default, rare=rare, help=words)
+            for flag, kind, default, rare, words in numbers
+        ),
         option(
             "--stop", multiple=True, metavar="TEXT",
             help=f"end before this text; up to {limits.STOP_STRINGS_MAX} times",
         ),
         option("--ignore-eos", is_flag=True, rare=True, help="go on past the model's own end"),
-        option("--seed", type=int, help="repeat this request's randomness"),
         option(
             "--rule", choices=[rule.value for rule in Rule], help="acceptance rule; by default "
             "greedy at temperature 0, coupled with a seed, else token",
-        ),
-        option(
-            "--num-draft-tokens", type=int, metavar="K",
-            help="draft tokens a round; 0 = plain decoding",
-        ),
-        option("--deadline-ms", type=int, help="end after this time, ms"),
-        option(
-            "--draft-deadline-ms", type=int, rare=True, help="time that a round gives its draft, "
-            "ms; by default --draft-timeout-ms of the deployment",
         ),
     ])  # fmt: skip
 

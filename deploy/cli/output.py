@@ -33,10 +33,10 @@ class Progress:
         """Whether nothing but warnings is said."""
         self._period_s = period_s
         self._changed = threading.Condition()
-        self._doing = self._stage = ""
+        self._doing = ""
         """Empty while nothing is going on."""
-        self._since = self._said_at = 0.0
-        self._is_repeating = False
+        self._since = 0.0
+        self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
         """Says what begins now: `at_once`, or only where it takes long. Another line or `rest` ends
@@ -47,17 +47,16 @@ class Progress:
             with self._changed:
                 if at_once:
                     note(line)
-                self._doing = line
-                self._since = self._said_at = time.monotonic()
-                if not self._is_repeating:
-                    self._is_repeating = True
-                    threading.Thread(target=self._repeat, name="progress", daemon=True).start()
+                self._doing, self._since = line, time.monotonic()
+                self._changed.notify()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._repeat, daemon=True)
+                    self._thread.start()
 
     def begin(self, stage: str) -> None:
         """Says that a stage begins, unless it is the one that goes on."""
-        if stage != self._stage:
+        if not self._doing.startswith(stage):
             self(stage)
-            self._stage = stage
 
     def relay(self, line: str) -> None:
         """Says what another process of ours has said, which repeats it by itself; no errors."""
@@ -76,19 +75,14 @@ class Progress:
     def rest(self) -> None:
         """The work is over, or says enough by itself."""
         with self._changed:
-            self._doing = self._stage = ""
+            self._doing = ""
             self._changed.notify()
 
     def _repeat(self) -> None:
         with self._changed:
-            while self._doing:
-                now = time.monotonic()
-                if now < self._said_at + self._period_s:
-                    self._changed.wait(self._said_at + self._period_s - now)
-                    continue
-                note(f"{self._doing} ({now - self._since:.0f} s)")
-                self._said_at = now
-            self._is_repeating = False
+            while True:
+                if not self._changed.wait(self._period_s) and self._doing:
+                    note(f"{self._doing} ({time.monotonic() - self._since:.0f} s)")
 
 
 progress: Final = Progress()

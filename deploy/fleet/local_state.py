@@ -125,11 +125,10 @@ def publish(directory: Path, record: DeploymentRecord) -> None:
 
 def publish_key(directory: Path, key: str) -> None:
     """Writes the key of this machine's commands, for their owner only; an empty one removes it."""
-    path = directory / KEY_NAME
-    path.unlink(missing_ok=True)
     if key:
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(key)
+        write_whole(directory / KEY_NAME, key, 0o600)
+    else:
+        (directory / KEY_NAME).unlink(missing_ok=True)
 
 
 def local_key(directory: Path) -> str:
