@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -239,7 +239,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
             data = file.read(CONFIG_FILE_BYTES_MAX + 1)
         if len(data) > CONFIG_FILE_BYTES_MAX:
             raise ConfigError(f"{path}: is larger than {CONFIG_FILE_BYTES_MAX} bytes")
-        loaded, node = yaml.safe_load(data), yaml.compose(data, yaml.SafeLoader)
+        loaded, node = yaml.safe_load(data), cast(Any, yaml.compose(data, yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:

@@ -45,7 +45,7 @@ async def _overview(
     """What there is once nothing is left to do, or the time is over."""
     give_up_at = time.monotonic() + wait_s
     while True:
-        overview: Overview = await reconciler.call("overview", "")
+        overview: Overview = await reconciler.call("overview")
         if not (text := left(overview)) or time.monotonic() >= give_up_at:
             return overview
         progress.update(text)
@@ -215,7 +215,7 @@ async def _upgrade(
             and not (key == "address" and where.elsewhere)
             and not (key == "deployment_name" and value == where.deployment)
         }  # fmt: skip
-        runs = bool(changes) or (await reconciler.call("overview", "")).num_stale > 0
+        runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
         if changes:
             await reconciler.change(changes)
         progress("replacing replicas", at_once=False)

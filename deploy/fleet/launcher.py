@@ -49,7 +49,7 @@ from .status import Overview
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S: Final = 0.5
-"""Until a reconciler that did not answer is asked again."""
+"""Between two questions to the reconciler."""
 REDIS_LOOK_PERIOD_S: Final = 0.25
 """Between two looks at whether the embedded Redis runs."""
 CLOSE_AWAY_S: Final = 2.0
@@ -181,36 +181,28 @@ class Deployment:
         self._is_own = True  # From now on it is this one's to end.
 
     async def _go_on(self) -> None:
-        while self._overview is None:
-            await self._hear()
+        await self._hear()
         self._following = [asyncio.create_task(self._follow())]
         if self.redis is not None:
             self._following.append(asyncio.create_task(_keep_running(self.redis)))
 
-    async def _hear(self) -> bool:
-        """What the reconciler tells that is new, once it is; whether anything is."""
-        seen = "" if self._overview is None else self._overview.version
-        found: Overview = await self.reconciler.call("overview", seen)
-        if found == self._overview or not found.adopted:
-            await asyncio.sleep(0 if found.adopted else FOLLOW_PERIOD_S)
-            return False
-        spec: FleetSpec = await self.reconciler.call("spec")
-        self.config, self._overview = spec.config, found
-        return True
+    async def _hear(self) -> None:
+        found: Overview = await self.reconciler.call("overview")
+        if found != self._overview:
+            spec: FleetSpec = await self.reconciler.call("spec")
+            self.config, self._overview = spec.config, found
+            self._changed.set()
 
     async def _follow(self) -> None:
         """What the reconciler tells. While it is away the replicas go on without it; it may also
         have been replaced by another one."""
         while True:
+            await asyncio.sleep(FOLLOW_PERIOD_S)
             try:
-                is_new = await self._hear()
+                await self._hear()
             except Exception as error:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
-                await asyncio.sleep(FOLLOW_PERIOD_S)
-                continue
-            if is_new:
-                self._changed.set()
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""

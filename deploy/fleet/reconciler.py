@@ -19,7 +19,6 @@ import asyncio
 import logging
 import os
 import socket
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NEWS_S: Final = 10.0
-"""Longest wait for another overview."""
 AWAY_S: Final = 60.0
 """A reconciler that has died is started again by Ray within seconds; after so long it is lost."""
 RETRY_PERIOD_S: Final = 0.5
@@ -89,13 +86,11 @@ class Reconciler:
         """Those that hold, all together since the deployment began."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
-        self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry, self._tell)
+        self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
         """Set once it keeps the fleet, and knows what held before."""
         self._closing: asyncio.Task[None] | None = None
-        self._version = uuid.uuid4().hex
-        self._news = asyncio.Event()
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
         if returns:
@@ -191,31 +186,19 @@ class Reconciler:
         self._fleet.use(spec)
         self._autoscaler.config = spec.config.autoscale
         self._upgrades = True
-        self._tell()
 
     async def spec(self) -> FleetSpec:
         return self._fleet.spec
 
-    async def overview(self, seen: str) -> Overview:
-        """What there is, once that is another than the version `seen`, or after a while."""
-        if seen == self._version:
-            self._news.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(NEWS_S):
-                    await self._news.wait()
-        return self._overview()
-
-    def _overview(self) -> Overview:
+    async def overview(self) -> Overview:
+        """What there is, once that is known."""
+        await self._keeps.wait()
         fleet = self._fleet
-        return Overview(
-            self._version, dict(fleet.wanted), fleet.views(), fleet.hopeless, self._keeps.is_set(),
-            self._upgrades, fleet.failures,
-        )  # fmt: skip
-
-    def _tell(self) -> None:
-        self._version = uuid.uuid4().hex
-        self._upgrades = self._overview().num_stale > 0
-        self._news.set()
+        found = Overview(
+            dict(fleet.wanted), fleet.views(), fleet.hopeless, self._upgrades, fleet.failures
+        )
+        self._upgrades = found.num_stale > 0
+        return found
 
     async def ends(self) -> bool:
         """Whether it has been told to `close`: then there is nothing to be taken over."""
@@ -246,7 +229,6 @@ class Reconciler:
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
-            self._tell()
             await asyncio.gather(self._fleet.run(), self._autoscaler.run())
         except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
             _log.exception("the fleet is not looked after any more")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -109,18 +109,10 @@ class Trouble:
 class Fleet:
     """The replicas of one deployment."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        spec: FleetSpec,
-        registry: RedisRegistry,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_change` is called when a replica begins to serve, or is gone."""
+    def __init__(self, cluster: Cluster, spec: FleetSpec, registry: RedisRegistry) -> None:
         self.spec = spec
         self._cluster = cluster
         self._registry = registry
-        self._on_change = on_change
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
         self._num_started = self._num_told = 0
@@ -221,7 +213,7 @@ class Fleet:
 
     def _forget_troubles(self) -> None:
         self._troubles = {role: Trouble() for role in ROLES}
-        self._tell_changed()
+        self._changed.set()
 
     async def run(self) -> None:
         """Keeps as many as are wanted."""
@@ -250,7 +242,6 @@ class Fleet:
             one = self._replicas[name]
             one.leaves = True
             self._troubles[one.role].made_way = self._troubles[one.role].crowded
-            self._on_change()
             self._follow(one)
 
     def _follow(self, one: Replica) -> None:
@@ -334,7 +325,7 @@ class Fleet:
         trouble = self._troubles[one.role]
         trouble.made_way, trouble.reason = False, ""
         _log.info("%s serves at %s", one.name, one.address)
-        self._tell_changed()
+        self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
         """Ends a replica once it is not used, or when the time is over; one that has not started
@@ -360,7 +351,7 @@ class Fleet:
         finally:
             self._replicas.pop(one.name, None)
             self._tasks.pop(one.name, None)
-            self._tell_changed()
+            self._changed.set()
 
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost
@@ -381,7 +372,3 @@ class Fleet:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self.wanted = found
             self._forget_troubles()
-
-    def _tell_changed(self) -> None:
-        self._changed.set()
-        self._on_change()

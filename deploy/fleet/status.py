@@ -32,14 +32,10 @@ class ReplicaView:
 class Overview:
     """All replicas, the oldest first, and how many there should be."""
 
-    version: str
-    """Another one wherever anything else has changed."""
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
     hopeless: Role | None
     """A role of which there is none, and none can be started."""
-    adopted: bool = True
-    """False while a restarted reconciler does not know yet which replicas there are."""
     upgrades: bool = False
     """Whether the spec has changed, and there has not been a whole fleet made by it yet."""
     failures: tuple[str, ...] = ()

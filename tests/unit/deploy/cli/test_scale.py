@@ -86,7 +86,7 @@ class Fleet:
             self.scaling = replace(self.scaling, **values)
         return self.scaling
 
-    async def overview(self, seen: str) -> Overview:
+    async def overview(self) -> Overview:
         counts = self.seen[0] if len(self.seen) == 1 else self.seen.pop(0)
         num_stale = self.stale[0] if len(self.stale) == 1 else self.stale.pop(0)
         views = [
@@ -100,7 +100,7 @@ class Fleet:
             ]
         wanted = dict.fromkeys(ROLES, 1)
         return Overview(
-            "v", wanted if not num_stale else {}, tuple(views), None, upgrades=bool(num_stale),
+            wanted if not num_stale else {}, tuple(views), None, upgrades=bool(num_stale),
             failures=self.failures,
         )  # fmt: skip
 

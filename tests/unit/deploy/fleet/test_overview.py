@@ -40,6 +40,6 @@ def test_a_replica_that_is_replaced_counts_once(
     replicas: tuple[ReplicaView, ...], num_stale: int
 ) -> None:
     """From before another one is started until the old one has ended and the other serves."""
-    overview = Overview("v", {"target": 1}, replicas, None, upgrades=True)
+    overview = Overview({"target": 1}, replicas, None, upgrades=True)
     assert overview.num_stale == num_stale
     assert replace(overview, upgrades=False).num_stale == 0
