@@ -169,8 +169,9 @@ def _figures(
         partial(step, ids[:1] * (k + 1)),
         lambda _: ModelDrafter(engine).propose([request]),
     )
-    undo = partial(engine.keep, _NAME, length)
-    decode, verify, draft = (medians_ms([one], options.repetitions, undo)[0] for one in works)
+    decode, verify, draft = medians_ms(
+        works, options.repetitions, partial(engine.keep, _NAME, length)
+    )
     if backend is not None and backend.new_recorder is not None and not engine.records_steps:
         return None
     return {

@@ -25,7 +25,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -124,13 +124,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     room = engine.info.max_model_len
     if options.prompt_tokens + options.new_tokens > room:
         raise SettingError("model", f"takes {room} tokens, which is too short for the sessions")
-    figures: dict[str, Any] = {
-        "model": target.model,
-        "dtype": engine.info.dtype,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        "repetitions": options.repetitions,
-    }
+    figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:
         progress("steps")
         figures |= step_times(engine, target, prompts.take(1, CACHED_TOKENS)[0])
@@ -186,28 +180,20 @@ def decode_with_engine(
     return time.perf_counter() - started
 
 
-async def _stream(
-    client: Client, prompt: tuple[int, ...], num_tokens: int, arrivals: list[float]
-) -> None:
-    """Decodes plainly; notes when each token came, those of one message together."""
-    request = GenerateRequest(
+def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
         prompt, sampling=GREEDY, max_tokens=num_tokens, ignore_eos=True, num_draft_tokens=0,
         deadline_ms=DEADLINE_MS_MAX,
     )  # fmt: skip
-    clock = asyncio.get_running_loop().time
-    async for event in client.generate(request):
-        if isinstance(event, Tokens):
-            arrivals += [clock()] * len(event.token_ids)
 
 
 async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
-    """Seconds from the first request to the last token of all `prompts` side by side."""
-    started = asyncio.get_running_loop().time()
-    arrivals: list[list[float]] = [[] for _ in prompts]
+    """Seconds in which all `prompts` are continued side by side."""
+    started = time.perf_counter()
     async with together() as group:
-        for prompt, own in zip(prompts, arrivals, strict=True):
-            group.create_task(_stream(client, prompt, num_tokens, own))
-    return max(own[-1] for own in arrivals) - started
+        for prompt in prompts:
+            group.create_task(client.complete(_request(prompt, num_tokens)))
+    return time.perf_counter() - started
 
 
 async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
@@ -234,12 +220,15 @@ async def _beside_a_long_prompt(
 ) -> dict[str, float]:
     clock = asyncio.get_running_loop().time
     arrivals: list[list[float]] = [[] for _ in range(RUNNING_SESSIONS)]
-    running = prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS)
+
+    async def stream(prompt: tuple[int, ...], own: list[float]) -> None:
+        async for event in client.generate(_request(prompt, max_model_len - RUNNING_TOKENS)):
+            if isinstance(event, Tokens):
+                own += [clock()] * len(event.token_ids)
+
     async with together() as group:
-        tasks = [
-            group.create_task(_stream(client, prompt, max_model_len - RUNNING_TOKENS, own))
-            for prompt, own in zip(running, arrivals, strict=True)
-        ]
+        running = zip(prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True)
+        tasks = [group.create_task(stream(*one)) for one in running]
         while min(map(len, arrivals)) <= SETTLING_GAPS + GAPS_BEFORE:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         began, sent = max(own[SETTLING_GAPS] for own in arrivals), clock()

@@ -123,23 +123,22 @@ class _Line(BaseModel):
 def _parse_line(line: str, where: str) -> BenchPrompt:
     try:
         found = _Line.model_validate_json(line)
+        constraint = _constraint(found.response_format)
+        return BenchPrompt(found.prompt, found.category, found.max_tokens, constraint)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = "".join(f'"{name}": ' for name in first["loc"]) + first["msg"]
-        raise SettingError("prompts", f"{where}: {what}; {_ALLOWED}") from error
-    constraint = _constraint(found.response_format, where)
-    return BenchPrompt(found.prompt, found.category, found.max_tokens, constraint)
-
-
-def _constraint(value: object, where: str) -> Constraint | None:
-    try:
-        match value:
-            case None:
-                return None
-            case {"type": "json_object"}:
-                return Constraint.any_object()
-            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-                return Constraint.of_schema(schema)
     except BadRequest as error:
-        raise SettingError("prompts", f"{where}: {error.message}") from error
-    raise SettingError("prompts", f'{where}: "response_format" is wrong; {_ALLOWED}')
+        what = error.message
+    raise SettingError("prompts", f"{where}: {what}; {_ALLOWED}")
+
+
+def _constraint(value: object) -> Constraint | None:
+    match value:
+        case None:
+            return None
+        case {"type": "json_object"}:
+            return Constraint.any_object()
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return Constraint.of_schema(schema)
+    raise BadRequest("response_format", "is wrong")

@@ -63,8 +63,8 @@ def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path
         ('{"prompt": "a", "max_tokens": true}', '"max_tokens": Input should be a valid integer'),
         ('{"prompt": "a", "category": null}', '"category": Input should be a valid string'),
         ('{"prompt": "half \\ud800"}', "Invalid JSON"),
-        ('{"prompt": "a", "response_format": {"type": "xml"}}', '"response_format" is wrong'),
-        ('{"prompt": "a", "response_format": 5}', '"response_format" is wrong'),
+        ('{"prompt": "a", "response_format": {"type": "xml"}}', "response_format: is wrong"),
+        ('{"prompt": "a", "response_format": 5}', "response_format: is wrong"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_file_and_what_is_allowed(line: str, reason: str) -> None:
