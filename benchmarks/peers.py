@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -19,17 +20,17 @@ from .clients import HttpClient
 from .libraries import (
     PEERS,
     PLAIN,
-    Library,
+    TRANSFORMERS,
     LibraryProcess,
-    LibraryServer,
     TargetInputs,
     bfloat16_gguf,
     fastest_settings,
+    library_server,
 )
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
-from .report import Report, table
+from .report import Report, table_of
 from .speedup import Subject
 
 NAMES: Final = tuple(library.name for library in PEERS)
@@ -71,125 +72,102 @@ class PeersOptions(DecodingOptions):
     )
 
 
-class Peers:
-    """The systems beside Outrider, as far as they run. An async context manager: leaving ends
-    them."""
-
-    def __init__(self, options: PeersOptions, progress: Progress) -> None:
-        self._options = options
-        self._progress = progress
-        self._stack = AsyncExitStack()
-        self._serial: set[str] = set()
-        """Sides that take one request at a time."""
-        self.clients: dict[str, BenchClient] = {}
-        self.settings: dict[str, Mapping[str, object]] = {}
-        self.missing: dict[str, str] = {}
-        """Why a peer, or one of its modes, is not measured."""
-
-    async def start(self, subject: Subject, prompts: Sequence[BenchPrompt]) -> None:
-        """Starts those that are wanted and installed, with their fastest settings. Raises
-        `SettingError` where the target's files are not on this machine."""
-        options = self._options
-        if subject.target is None:
-            raise SettingError("server", "the target's files are not known here; peers need them")
-        gguf = gguf_file(subject.model)
-        inputs = TargetInputs.load(
-            subject.target, prompts, options, batch=max(options.concurrency),
-            gguf=str(bfloat16_gguf(gguf, cache_dir())) if gguf else "",
-            environments=options.environments,
-        )  # fmt: skip
-        for peer in PEERS:
-            if peer.name not in options.peers:
-                continue
-            if not peer.is_installed(options.environments):
-                self.missing[peer.name] = "not installed; `make peers` installs it"
-            elif options.servers and not peer.server:
-                self.missing[peer.name] = "it has no server"
-            elif peer.needs_gguf and not gguf:
-                self.missing[peer.name] = "the target does not come from a GGUF file"
-            else:
-                try:
-                    await self._start(peer, inputs)
-                except (ConfigError, Unavailable) as error:
-                    self.missing[peer.name] = error.message
-
-    async def _start(self, peer: Library, inputs: TargetInputs) -> None:
-        options, kind = self._options, LibraryServer if self._options.servers else LibraryProcess
-        found = await fastest_settings(peer, inputs, self._progress, again=options.sweep)
-        for mode, setting in found.items():
-            side = f"{peer.name} {mode}"
-            self._progress(f"loading the model once more: {side}")
-            client = kind(peer, setting, inputs)
-            self.clients[side] = await self._stack.enter_async_context(client)
-            versions = peer.versions(options.environments)
-            self.settings[side] = asdict(setting) | {"versions": versions}
-            if peer.is_ours:
-                self._serial.add(side)
-
-    async def __aenter__(self) -> Peers:
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._stack.__aexit__(*error)
-
-    def contestants(self, decoding: Decoding, concurrency: int) -> list[Contestant]:
-        """Those that run and take so many requests at a time."""
-        return [
-            Contestant(side, client, decoding, concurrency)
-            for side, client in self.clients.items()
-            if concurrency == 1 or side not in self._serial
-        ]
-
-    def drop(self, side: str, error: OutriderError) -> bool:
-        """Whether to go on without a side that has failed: from now on without a peer's."""
-        if self.clients.pop(side, None) is None:
-            return False
-        self.missing[side] = f"it failed: {error.message}"
-        return True
-
-
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
     """Measures Outrider and its peers. Raises `SettingError` for options that are wrong, and what
     Outrider refuses a request with.
 
     Every level has a deployment of its own, so that no side finds a prompt or an answer cached."""
     prompts = options.load_prompts()
+    clients: dict[str, BenchClient] = {}
+    missing: dict[str, str] = {}
     levels: list[Level] = []
-    setup: dict[str, Any] = {}
-    async with Peers(options, progress) as peers:
-        for temperature in options.temperature:
-            for concurrency in options.concurrency:
-                async with AsyncExitStack() as stack:
-                    plain, speculative = await stack.enter_async_context(start_subjects())
-                    drafted = options.drafted(speculative.num_draft_tokens, temperature)
-                    undrafted = replace(drafted, num_draft_tokens=0)
-                    if not setup:
-                        await peers.start(speculative, prompts)
-                        setup = asdict(drafted) | {
-                            "model": speculative.model,
-                            "draft_model": speculative.draft_model,
-                            "dtype": speculative.dtype,
-                            "num_prompts": len(prompts),
-                            "rule": options.rule,
-                            "threads": speculative.target and speculative.target.num_threads,
-                        }
-                    ours: list[BenchClient] = [plain.client, speculative.client]
+
+    def drop(side: str, error: OutriderError) -> bool:
+        """Goes on without a peer's side that has failed."""
+        if clients.pop(side, None) is None:
+            return False
+        missing[side] = f"it failed: {error.message}"
+        return True
+
+    async with AsyncExitStack() as peers:
+        for temperature, concurrency in product(options.temperature, options.concurrency):
+            async with AsyncExitStack() as stack:
+                plain, speculative = await stack.enter_async_context(start_subjects())
+                drafted = options.drafted(speculative.num_draft_tokens, temperature)
+                undrafted = replace(drafted, num_draft_tokens=0)
+                if not levels:
+                    inputs = _inputs(options, speculative, prompts)
+                    clients, missing = await start_peers(options, inputs, peers, progress)
+                progress(f"temperature {temperature:g}, {concurrency} at a time")
+                contestants = [
+                    Contestant(side, client, undrafted, concurrency)
+                    for side, client in clients.items()
+                    if concurrency == 1 or not side.startswith(TRANSFORMERS.name)
+                ]
+                for side, subject, decoding in (
+                    (OURS_SPECULATIVE, speculative, drafted), (OURS_PLAIN, plain, undrafted),
+                ):  # fmt: skip
+                    client = subject.client
                     if options.servers:
-                        ours = [
-                            await stack.enter_async_context(
-                                _http_client(subject, decoding, options.raw)
-                            )
-                            for subject, decoding in ((plain, undrafted), (speculative, drafted))
-                        ]
-                    progress(f"temperature {temperature:g}, {concurrency} at a time")
-                    contestants = [
-                        Contestant(OURS_PLAIN, ours[0], undrafted, concurrency),
-                        Contestant(OURS_SPECULATIVE, ours[1], drafted, concurrency),
-                        *peers.contestants(undrafted, concurrency),
-                    ]
-                    results = await measure(prompts, contestants, progress, peers.drop, REST_S)
-                    levels.append(level_of(temperature, concurrency, results))
-    return report(setup, levels, peers.settings, peers.missing)
+                        http = _http_client(subject, decoding, options.raw)
+                        client = await stack.enter_async_context(http)
+                    contestants.insert(0, Contestant(side, client, decoding, concurrency))
+                results = await measure(prompts, contestants, progress, drop, REST_S)
+                levels.append(level_of(temperature, concurrency, results))
+    subject = speculative
+    setup = {
+        "model": subject.model,
+        "draft_model": subject.draft_model,
+        "dtype": subject.dtype,
+        "num_draft_tokens": drafted.num_draft_tokens,
+        "num_prompts": len(prompts),
+        "max_tokens": options.max_tokens,
+        "rule": options.rule,
+        "threads": subject.target and subject.target.num_threads,
+    }
+    return report(setup, levels, missing)
+
+
+def _inputs(
+    options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt]
+) -> TargetInputs:
+    """Raises `SettingError` where the target's files are not on this machine."""
+    if subject.target is None:
+        raise SettingError("server", "the target's files are not known here; peers need them")
+    gguf = gguf_file(subject.model)
+    return TargetInputs.load(
+        subject.target, prompts, options, batch=max(options.concurrency),
+        gguf=str(bfloat16_gguf(gguf, cache_dir())) if gguf else "",
+        environments=options.environments,
+    )  # fmt: skip
+
+
+async def start_peers(
+    options: PeersOptions, inputs: TargetInputs, stack: AsyncExitStack, progress: Progress
+) -> tuple[dict[str, BenchClient], dict[str, str]]:
+    """Clients of those that are wanted and installed, with their fastest settings, by side; and why
+    others are missing. They run as long as the stack."""
+    clients: dict[str, BenchClient] = {}
+    missing: dict[str, str] = {}
+    kind = library_server if options.servers else LibraryProcess
+    for peer in PEERS:
+        if peer.name not in options.peers:
+            continue
+        try:
+            if not peer.is_installed(options.environments):
+                raise Unavailable("not installed; `make peers` installs it")
+            if options.servers and not peer.server:
+                raise Unavailable("it has no server")
+            if peer.needs_gguf and not inputs.gguf:
+                raise Unavailable("the target does not come from a GGUF file")
+            found = await fastest_settings(peer, inputs, progress, again=options.sweep)
+            for mode, setting in found.items():
+                side = f"{peer.name} {mode}"
+                progress(f"loading the model once more: {side}")
+                clients[side] = await stack.enter_async_context(kind(peer, setting, inputs))
+        except (ConfigError, Unavailable) as error:
+            missing[peer.name] = error.message
+    return clients, missing
 
 
 def _http_client(subject: Subject, decoding: Decoding, raw: bool) -> HttpClient:
@@ -242,33 +220,17 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     }
 
 
-def report(
-    setup: Mapping[str, Any], levels: Sequence[Level],
-    settings: Mapping[str, Mapping[str, object]], missing: Mapping[str, str],
-) -> Report:  # fmt: skip
-    """`setup` is what all sides share, `settings` those of each peer's side; `missing` says why a
-    peer, or one of its modes, was not measured."""
-
-    def cell(found: Mapping[str, Any] | None) -> str:
-        if found is None:
-            return "-"
-        first = found["time_to_first_token_ms"]
-        return f"{found['tokens_per_second']:.1f}" + ("" if first is None else f" ({first:.0f})")
-
-    names = dict.fromkeys(name for level in levels for name in level["sides"])
-    rows = [[name, *(cell(level["sides"].get(name)) for level in levels)] for name in names]
-    for title, key in (
-        ("plain / fastest plain peer", "plain_ratio"),
-        ("speculative / fastest peer", "speculative_ratio"),
-    ):
-        ratios = [level[key] for level in levels]
-        rows.append([title, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
-    shown = table(
+def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
+    """`setup` is what all sides share; `missing` says why a peer, or one of its modes, was not
+    measured."""
+    shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
-        "prompts of at most {max_tokens} tokens, {threads} threads; tokens/s (ms to the first "
-        "token)".format(**setup),
-        ("", *(f"T {one['temperature']:g}, {one['concurrency']} at a time" for one in levels)),
-        rows,
-    )
-    values = {**setup, "levels": levels, "settings": settings, "missing": missing}
-    return Report(values, [shown, *(f"{name}: {why}" for name, why in missing.items())])
+        "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)
+    ]
+    for level in levels:
+        rows = [{"side": name} | figures for name, figures in level["sides"].items()]
+        title = "temperature {temperature:g}, {concurrency} at a time".format(**level)
+        ratios = {key: ratio for key, ratio in level.items() if key.endswith("_ratio") and ratio}
+        shown += [table_of(title, rows), *(f"{key}: {ratio:.2f}" for key, ratio in ratios.items())]
+    values = {**setup, "levels": levels, "missing": missing}
+    return Report(values, [*shown, *(f"{name}: {why}" for name, why in missing.items())])

@@ -59,15 +59,15 @@ class Process:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """A text as `command` is a role, MODULE:FUNCTION, see `Opens`, and its options. `name` is
-        what errors call the process, `setup` its first line. `environment` is added to this
-        process's own, but for bounds of threads."""
+        what errors call the process, `setup` its first line; `environment` as `spawn` has it."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
         self._name = name
         self._setup = setup
-        self._environment = unbounded_threads() | dict(environment or {})
-        self._process: asyncio.subprocess.Process | None = None
+        self._environment = environment or {}
+        self._process: Any = None
+        self._stack = AsyncExitStack()
         self.ready: dict[str, Any] = {}
         """Its answer to `setup`, once started."""
 
@@ -77,23 +77,15 @@ class Process:
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LINE_BYTES_MAX,
-            env=self._environment,
-            start_new_session=True,  # An interrupt is for the measurement; the input then ends.
-        )
-        try:
+        async with AsyncExitStack() as stack:
+            running = spawn(self._command, self._environment, asyncio.subprocess.PIPE)
+            self._process = await stack.enter_async_context(running)
             self.ready = await self.ask(self._setup, START_TIMEOUT_S)
-        except BaseException:
-            await self._stop()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stop()
+        await self._stack.aclose()
 
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
@@ -101,8 +93,6 @@ class Process:
         """Its answer; one question at a time. Raises `Unavailable` where it is gone or takes longer
         than `timeout_s`, and `ConfigError` where it refuses."""
         process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise Unavailable(f"{self._name} has not been started")
         try:
             async with asyncio.timeout(timeout_s):
                 process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -120,20 +110,31 @@ class Process:
             raise ConfigError(f"{self._name}: {answer['error']}")
         return answer
 
-    async def _stop(self) -> None:
-        """Ends the process: it stops at the end of its input, and is killed if it does not."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
+
+@asynccontextmanager
+async def spawn(
+    command: Sequence[str], environment: Mapping[str, str], pipe: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process with such standard input and output. Leaving ends it, by the end of its input or by
+    a signal, and all that it has started. `environment` is added to this process's own, but for
+    what services set to bound their threads."""
+    own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, limit=LINE_BYTES_MAX, env=own | dict(environment),
+        start_new_session=True,  # An interrupt is for the measurement; the input then ends.
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                if process.stdin is not None and number == signal.SIGTERM:
+                    process.stdin.close()
+                else:
+                    os.killpg(process.pid, number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-        await process.wait()
 
 
 def ending(status: int) -> str:
@@ -141,11 +142,6 @@ def ending(status: int) -> str:
     if status != -signal.SIGKILL:
         return f"ended with exit status {status}"
     return "was killed, as the system does where memory runs out"
-
-
-def unbounded_threads() -> dict[str, str]:
-    """This process's environment without what services set to bound the threads of theirs."""
-    return {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,11 @@ def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _rows(value, f"{shown}: ")
         elif value is not None:
             parts = value if isinstance(value, list | tuple) else [value]
-            yield shown, " ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in parts)
+            yield shown, " ".join(map(_shown, parts))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def to_json(value: Mapping[str, object]) -> str:
@@ -65,3 +69,9 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) ->
     for row in rows:
         found.add_row(*row)
     return found
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each, and a column for each of their names in JSON."""
+    headings = [name.replace("_", " ") for name in rows[0]]
+    return table(title, headings, [[*map(_shown, row.values())] for row in rows])

@@ -23,7 +23,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from io import StringIO
 from itertools import cycle, islice, pairwise
@@ -40,7 +40,7 @@ from outrider.settings import check_range
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import PromptOptions, option
 from .prompts import BenchPrompt, built_in_prompts, read_prompts
-from .report import Report, percentile, table
+from .report import Report, percentile, table_of
 
 GOALS: Final = ("ttft", "tpot", "e2el")
 """What `--goodput` may bound."""
@@ -128,19 +128,8 @@ class ServeOptions(PromptOptions):
                     "goodput", f"{name!r} is wrong; it must be of {', '.join(GOALS)}"
                 )
             check_range("goodput", bound, 0, GOAL_MS_MAX)
-        if self.num_prompts is None and self.duration is not None and self.comes_at_once:
-            raise SettingError(
-                "duration",
-                "needs --request-rate or --max-concurrency: without them requests without end "
-                "would come at once",
-            )
         if self.report is not None and not self.report.parent.is_dir():  # Before all is measured.
             raise SettingError("report", f"{self.report.parent} is no folder")
-
-    @property
-    def comes_at_once(self) -> bool:
-        """Whether neither a rate nor a number of requests at a time holds anything back."""
-        return self.request_rate == math.inf and self.max_concurrency is None
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to send, one of each category in turn, so that any first N of them are of all
@@ -174,15 +163,15 @@ class Record:
     """Or why it failed."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Load:
     """What was measured of the requests, in the order of their ends."""
 
     began: datetime
-    records: list[Record] = field(default_factory=list)
-    duration_s: float = 0.0
-    most_running: int = 0
-    lags_s: list[float] = field(default_factory=list)
+    duration_s: float
+    most_running: int
+    records: Sequence[Record]
+    lags_s: Sequence[float]
     """How late this client's event loop was, each time it looked: what was read then was read so
     much later than it came."""
 
@@ -216,25 +205,27 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
     """Sends all requests and waits for them; their failures are in their records. `tell` is told
     how far it is, often."""
     clock = asyncio.get_running_loop().time
-    began_s = clock()
-    load = Load(datetime.now().astimezone())
+    began, began_s = datetime.now().astimezone(), clock()
+    records: list[Record] = []
+    lags_s: list[float] = []
     prompts = options.load_prompts()
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
     has_rate = options.request_rate != math.inf
-    most = options.num_prompts or (len(prompts) if options.duration is None else REQUESTS_MAX)
+    has_end = options.duration is not None and (has_rate or options.max_concurrency)
+    most = options.num_prompts or (REQUESTS_MAX if has_end else len(prompts))
     decoding = Decoding(
         options.max_tokens, options.temperature, num_draft_tokens=options.num_draft_tokens,
         ignore_eos=options.ignore_eos,
     )  # fmt: skip
-    num_running = 0
+    num_running = most_running = 0
 
     async def ask(prompt: BenchPrompt, due_s: float) -> None:
-        nonlocal num_running
+        nonlocal num_running, most_running
         if has_rate:
             await places.acquire()
         started_s = clock() - began_s
         num_running += 1
-        load.most_running = max(load.most_running, num_running)
+        most_running = max(most_running, num_running)
         length = prompt.max_tokens or options.max_tokens
         done: Completion | str
         try:
@@ -244,14 +235,14 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
         finally:
             num_running -= 1
             places.release()
-        load.records.append(Record(due_s, started_s, done))
-        tell(f"{len(load.records)} requests over, {num_running} running")
+        records.append(Record(due_s, started_s, done))
+        tell(f"{len(records)} requests over, {num_running} running")
 
     async def watch_lag() -> None:
         while True:
             due = clock() + LAG_PERIOD_S
             await asyncio.sleep(LAG_PERIOD_S)
-            load.lags_s.append(max(0.0, clock() - due))
+            lags_s.append(max(0.0, clock() - due))
 
     times = arrival_times(options.request_rate, options.burstiness, options.seed)
     watch = asyncio.create_task(watch_lag())
@@ -267,8 +258,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
                 group.create_task(ask(prompt, due_s))
     finally:
         watch.cancel()
-    load.duration_s = clock() - began_s
-    return load
+    return Load(began, clock() - began_s, most_running, records, lags_s)
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
@@ -307,14 +297,12 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     }
     latencies = {name: spread(name, values) for name, values in samples(load).items()}
     rows = [
-        [
-            f"{NAMES[name]} ({name.upper()})",
-            *("-" if v is None else f"{v:.2f}" for v in found.values()),
-        ]
+        {"ms": f"{NAMES[name]} ({name.upper()})"}
+        | dict(zip(STATISTICS, found.values(), strict=True))
         for name, found in latencies.items()
     ]
     title = f"{settings['model_id']} by {settings['backend']}"
-    shown = [*Report.of(title, figures).shown, table("latencies, ms", ("", *STATISTICS), rows)]
+    shown = [*Report.of(title, figures).shown, table_of("latencies", rows)]
     warnings = []
     if (lag_ms or 0.0) > LAG_MS_MAX:
         warnings.append(
@@ -397,17 +385,14 @@ def page(found: Report, load: Load) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--report needs matplotlib: pip install 'outrider[bench]'") from error
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    *places, over_time, by_request = figure.subplots(2, 3).flat
+    figure = Figure(figsize=(20, 3), layout="constrained")
+    *places, over_time = figure.subplots(1, 5).flat
     for axes, (name, values) in zip(places, samples(load).items(), strict=True):
         axes.ecdf([1e3 * value for value in values] or [0.0])
         axes.set(title=f"{NAMES[name]} ({name.upper()}): share that took at most", xlabel="ms")
     times, tokens = token_times(load)
     over_time.hist(times, bins=np.arange(math.ceil(load.duration_s) + 1), weights=tokens)
     over_time.set(title="output tokens in each second", xlabel="s")
-    for record, done in load.completed:
-        by_request.plot([record.started_s], [done.seconds], "b.")
-    by_request.set(title="end to end, by when it was sent", xlabel="s", ylabel="s")
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     console = Console(record=True, file=StringIO(), width=120)

@@ -15,7 +15,7 @@ from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, Target, TargetInput
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
-from .report import Report, table
+from .report import Report, table_of
 
 PLAIN: Final = "plain"
 SPECULATIVE: Final = "speculative"
@@ -167,19 +167,26 @@ def report(levels: Sequence[Level]) -> Report:
     shown: list[Any] = []
     warnings: list[str] = []
     for level in levels:
-        shown.append(_table(level))
+        title = (
+            "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature "
+            "{temperature:g}, rule {rule}, {concurrency} at a time".format(**level)
+        )
+        groups = level["categories"] | {"all": level}
+        names = level["categories"][next(iter(groups))]
+        rows = [
+            {"prompts": group} | {n: found[n] for n in names} for group, found in groups.items()
+        ]
+        shown.append(table_of(title, rows))
         for name, key, _ in REFERENCES:
             if level[key] is None:
                 continue
             share = level["plain_tokens_per_second"] / level[key]
-            shown.append(
-                f"plain decoding through the services runs at {share:.2f}x the speed of {name} "
-                f"({level['plain_tokens_per_second']:.1f} against {level[key]:.1f} tokens/s)"
-            )
+            line = f"plain decoding runs at {share:.2f}x the speed of {name} ({level[key]:.1f})"
+            shown.append(line)
             if share < PLAIN_SHARE_MIN:
                 warnings.append(
-                    f"warning: plain decoding runs at {share:.2f}x the speed of {name}; under "
-                    f"{PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow baseline"
+                    f"warning: {line}; under {PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow "
+                    "baseline"
                 )
         over = "over all" if level["concurrency"] > 1 else "the median over the prompts"
         shown.append(
@@ -187,21 +194,3 @@ def report(levels: Sequence[Level]) -> Report:
             f"{over}"
         )
     return Report(values, shown, warnings)
-
-
-def _table(level: Level) -> Any:
-    title = (
-        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature "
-        "{temperature:g}, rule {rule}, {concurrency} at a time; tokens/s".format(**level)
-    )
-    headings = "prompts", "number", "plain", "speculative", "accepted", "per round", "speed-up"
-    rows = []
-    for name, found in (level["categories"] | {"all": level}).items():
-        accepted = found["acceptance_rate"]
-        rows.append((
-            name, str(found["num_prompts"]), f"{found['plain_tokens_per_second']:.1f}",
-            f"{found['speculative_tokens_per_second']:.1f}",
-            "-" if accepted is None else f"{accepted:.0%}", f"{found['tokens_per_round']:.2f}",
-            f"{found['speedup']:.2f}x",
-        ))  # fmt: skip
-    return table(title, headings, rows)

@@ -30,7 +30,7 @@ from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import build
 
-from .command import Arguments, Command, Group, Option, json_option, option
+from .command import Arguments, Command, Group, Option, json_option
 from .connection import Connection, connected, connection_options
 from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
 from .output import progress, show
@@ -80,9 +80,6 @@ def _load(name: str) -> Command:
         module = importlib.import_module(f"benchmarks.{name}")
     options, keys = getattr(module, kind), MODEL_SETTINGS.get(name)
     params = [*options.params(Option), json_option()]
-    if name == "serve":
-        text = f"with --base-url: a bearer token [${KEY_VARIABLE}]"
-        params.append(option("--api-key", help=text))
     if keys is None:
         params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
     elif keys:
@@ -204,13 +201,10 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 
 def _serve(options: ServeOptions, arguments: Arguments) -> int:
     """Measures and reports; 1 where requests failed."""
-    if options.base_url is None and arguments.api_key is not None:
-        raise SettingError("api_key", "needs --base-url")
     if options.base_url is not None:
-        given = [*(arguments.settings.keys() - {"model"}), *(
-            name for name in ("server", "config") if getattr(arguments, name)
-        )]  # fmt: skip
-        given += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
+        own = {"server": arguments.server, "num_draft_tokens": options.num_draft_tokens}
+        given = [name for name, value in own.items() if value is not None]
+        given += arguments.settings.keys() - {"model", "api_key"}
         if given:
             raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
     report, page = asyncio.run(_send(arguments, options))
@@ -228,7 +222,7 @@ async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, st
     async with AsyncExitStack() as stack:
         client: BenchClient
         if options.base_url is not None:
-            key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
+            key = str(arguments.settings.get("api_key") or os.environ.get(KEY_VARIABLE, ""))
             model = str(arguments.settings.get("model", ""))
             http = HttpClient(options.base_url, raw=options.raw, model=model, api_key=key.strip())
             client = await stack.enter_async_context(http)
