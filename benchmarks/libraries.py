@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 
@@ -60,22 +61,11 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The target of a deployment, for those that load it once more."""
-
-    directory: str
-    """Its safetensors."""
-    dtype: str
-    device: str
-    num_threads: int
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInputs:
     """What all processes of libraries are told."""
 
-    target: Target
+    target: TargetConfig
+    """With the directory of its safetensors."""
     gguf: str = ""
     """The same weights, stored as float16; empty where the target comes from no GGUF file."""
     context_tokens: int
@@ -90,7 +80,11 @@ class TargetInputs:
 
     @classmethod
     def load(
-        cls, target: Target, prompts: Sequence[BenchPrompt], options: PromptOptions, **named: Any
+        cls,
+        target: TargetConfig,
+        prompts: Sequence[BenchPrompt],
+        options: PromptOptions,
+        **named: Any,
     ) -> TargetInputs:
         """With the tokens of all prompts as Outrider makes them."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
@@ -111,8 +105,11 @@ class TargetInputs:
 
     def setup(self) -> dict[str, Any]:
         """What a library loads."""
-        names = "gguf", "context_tokens", "batch", "eos_token_ids"
-        return asdict(self.target) | {name: getattr(self, name) for name in names}
+        shared = "directory", "dtype", "device", "num_threads", "trust_remote_code"
+        own = "gguf", "context_tokens", "batch", "eos_token_ids"
+        return {name: getattr(self.target, name) for name in shared} | {
+            name: getattr(self, name) for name in own
+        }
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Final
 
+from outrider.config import TargetConfig
 from outrider.errors import check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 
-from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, Target, TargetInputs
+from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
@@ -64,8 +65,9 @@ class Subject:
     dtype: str
     num_draft_tokens: int
     """What it drafts where a request does not say."""
-    target: Target | None
-    """Its target's files; None where they are not on this machine."""
+    target: TargetConfig | None
+    """With its files, and as many threads as services have in all; None where the files are not on
+    this machine."""
     http_url: str = ""
     """Where it answers by HTTP; empty where it does not, or that is not known."""
     api_key: str = field(default="", repr=False)

@@ -168,7 +168,6 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     """Warns where drafts may repeat what was answered before. The target once more is on as many
     threads as the services have in all, which take turns."""
     from benchmarks.clients import GrpcClient
-    from benchmarks.libraries import Target
     from benchmarks.speedup import Subject
 
     settings = connection.settings
@@ -190,13 +189,10 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
         draft_model=draft.model if settings else "its own",
         dtype=target.dtype if settings else "unknown",
         num_draft_tokens=int(num_draft_tokens),
-        target=None if not directory else Target(
-            directory=directory, dtype=target.dtype, device=target.device,
-            num_threads=num_threads, trust_remote_code=target.trust_remote_code,
-        ),
+        target=replace(target, directory=directory, num_threads=num_threads) if directory else None,
         http_url=connection.http_address and f"http://{connection.http_address}",
         api_key=connection.api_key,
-    )  # fmt: skip
+    )
 
 
 def _serve(options: ServeOptions, arguments: Arguments) -> int:

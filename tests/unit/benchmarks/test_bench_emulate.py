@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 import torch
 from stack import running_stack
 
-from benchmarks.emulate import SCENARIOS, Round, figures, read_rounds
+from benchmarks import emulate
+from benchmarks.emulate import Round, figures, read_rounds
 from deploy.cli.main import main
 from outrider.client import Client
 from outrider.clock import run_virtually
@@ -30,13 +30,7 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 
-SCENARIO = SCENARIOS["70b-1b"]
-TINY = replace(
-    SCENARIO,
-    steps=SCENARIO.steps | {"verify_ms": 4.0, "draft_ms": 0.5},
-    law=SCENARIO.law | {"vocab_size": 1_000, "support": 8},
-    num_draft_tokens_max=3,
-)
+VERIFY_MS = 4.0
 
 
 async def test_a_window_of_rounds_comes_with_its_tokens(
@@ -65,20 +59,20 @@ async def test_a_window_of_rounds_comes_with_its_tokens(
     await asyncio.to_thread(run_virtually, read())
 
 
-def test_the_ideal_is_a_step_of_the_target_a_round() -> None:
+def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s. A round is charged
     the steps that it waited for: of those of the draft where it did not work ahead."""
-    scenario = replace(SCENARIO, acceptance={Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
+    monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
     one = [Round(2, 1, False, 25.0)]
-    found = figures(scenario, "synchronous", Rule.COUPLED, 2, one)
+    found = figures("synchronous", Rule.COUPLED, 2, one)
     assert found["tokens_per_second"] == pytest.approx(40.0)
     assert found["fraction_of_ideal"] == pytest.approx(40.0 * 18.3e-3 / (21 / 16))
     assert found["overhead_ms_p50"] == pytest.approx(25.0 - 18.3 - 2 * 1.3)
     assert found["look_ahead_hit_rate"] is None
-    ahead = figures(scenario, "look_ahead", Rule.COUPLED, 2, one)
+    ahead = figures("look_ahead", Rule.COUPLED, 2, one)
     assert ahead["overhead_ms_p50"] == pytest.approx(25.0 - 18.3)
     assert ahead["look_ahead_hit_rate"] == 0.0
-    plain = figures(scenario, "plain", Rule.TOKEN, 0, [Round(0, 1, False, 20.0)])
+    plain = figures("plain", Rule.TOKEN, 0, [Round(0, 1, False, 20.0)])
     assert plain["fraction_of_ideal"] == pytest.approx(18.3 / 20)
 
 
@@ -93,8 +87,8 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
 
     @asynccontextmanager
     async def running_pair(target: TargetConfig, draft: DraftConfig, _: object) -> Any:
-        assert target.engine == draft.engine == TINY.engine
-        spec = EmulatedSpec.parse(TINY.engine.removeprefix(f"{SCHEME}:"))
+        assert target.engine == draft.engine == emulate.engine()
+        spec = EmulatedSpec.parse(emulate.engine().removeprefix(f"{SCHEME}:"))
 
         @asynccontextmanager
         async def coordinator(look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
@@ -106,7 +100,9 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
 
         yield SimpleNamespace(coordinator=coordinator)
 
-    monkeypatch.setitem(SCENARIOS, "70b-1b", TINY)
+    monkeypatch.setattr(emulate, "STEPS", emulate.STEPS | {"verify_ms": VERIFY_MS, "draft_ms": 0.5})
+    monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 8})
+    monkeypatch.setattr(emulate, "NUM_DRAFT_TOKENS_MAX", 3)
     monkeypatch.setattr("benchmarks.emulate.running_pair", running_pair)
     assert main(["bench", "emulate", "--tokens", "60", "--json"]) == 0
     shown = capsys.readouterr()
@@ -121,14 +117,14 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     stretched = []
     for mode, runs in (("synchronous", drafting[:3]), ("look_ahead", drafting[3:])):
         assert [one["mode"] for one in runs] == [mode] * 3
-        assert [one["round_trip_ms"] for one in runs] == [0, 0, TINY.round_trip_ms]
+        assert [one["round_trip_ms"] for one in runs] == [0, 0, emulate.ROUND_TRIP_MS]
         faster = max(runs[:2], key=lambda one: one["tokens_per_second"])
         assert [one["rule"] for one in runs] == ["token", "coupled", faster["rule"]]
         for one in runs[:2]:
             assert 1 <= one["num_draft_tokens"] <= 3
             assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
             round_ms = one["tokens_per_round"] / one["tokens_per_second"] * 1e3
-            stretched.append(round_ms / TINY.steps["verify_ms"])
+            stretched.append(round_ms / VERIFY_MS)
         assert (one["look_ahead_hit_rate"] is not None) == (mode == "look_ahead")
     assert sorted(stretched)[1] > 0.9
 
@@ -137,7 +133,8 @@ def test_the_stated_acceptance_is_that_of_the_engines() -> None:
     """Over 4,000 prefixes, by the sums that define it: of a token sum min(p, q), whose mean has a
     standard deviation of 0.0013; under coupled that argmax(log q + g) = argmax(log p + g) for
     Gumbel noise g, the sum over tokens i of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
-    spec = replace(EmulatedSpec.parse(SCENARIO.engine.removeprefix(f"{SCHEME}:")), vocab_size=600)
+    full = EmulatedSpec.parse(emulate.engine().removeprefix(f"{SCHEME}:"))
+    spec = full.model_copy(update={"vocab_size": 600})
     tokens = tuple(torch.randint(600, (4_000,), generator=torch.Generator()).tolist())
     rows = [
         EmulatedEngine(spec, role).forward([SequenceStep("s", tokens, 4_000)])[0].double()
@@ -149,7 +146,7 @@ def test_the_stated_acceptance_is_that_of_the_engines() -> None:
     coupled = sum(
         1 / np.maximum(p / p[:, i : i + 1], q / q[:, i : i + 1]).sum(1) for i in range(spec.support)
     ).mean()
-    assert overlap == pytest.approx(SCENARIO.acceptance[Rule.TOKEN], abs=0.006)
-    assert coupled == pytest.approx(SCENARIO.acceptance[Rule.COUPLED], abs=0.006)
-    assert SCENARIO.expected_tokens(Rule.TOKEN, 0) == 1.0
-    assert SCENARIO.expected_tokens(Rule.TOKEN, 2) == pytest.approx(1 + 0.8 + 0.64)
+    assert overlap == pytest.approx(emulate.ACCEPTANCE[Rule.TOKEN], abs=0.006)
+    assert coupled == pytest.approx(emulate.ACCEPTANCE[Rule.COUPLED], abs=0.006)
+    assert emulate.expected_tokens(Rule.TOKEN, 0) == 1.0
+    assert emulate.expected_tokens(Rule.TOKEN, 2) == pytest.approx(1 + 0.8 + 0.64)

@@ -172,13 +172,9 @@ def test_the_table_shows_categories_totals_and_references() -> None:
     shown = output.getvalue()
     row = next(line for line in shown.splitlines() if " all " in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "all", "5", "10.0", "21.4", "38%", "2.00", "3.00x",
+        "all", "5", "3.000", "10.000", "21.429", "0.375", "2.000", "3",
     ]  # fmt: skip
-    line = (
-        "plain decoding through the services runs at 0.80x the speed of the engine alone "
-        "(10.0 against 12.5 tokens/s)"
-    )
-    assert line in shown
+    assert "plain decoding runs at 0.80x the speed of the engine alone (12.5)" in shown
     assert "transformers generate" not in shown
 
 

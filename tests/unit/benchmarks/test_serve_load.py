@@ -178,7 +178,7 @@ def test_the_figures_of_a_load() -> None:
     are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s."""
     options = ServeOptions(goodput=(("tpot", 334.0),))
     records = [Record(1.0, 1.0, ANSWER), Record(1.0, 4.0, ONE), Record(0.0, 0.0, "no room")]
-    load = Load(datetime(2026, 1, 2, tzinfo=UTC), records, 5.0, 2, [0.001])
+    load = Load(datetime(2026, 1, 2, tzinfo=UTC), 5.0, 2, records, [0.001])
     found = report(options, options.settings("openai", "h:1", "m"), load)
     values = found.values
     assert (values["completed"], values["failed"]) == (2, 1)

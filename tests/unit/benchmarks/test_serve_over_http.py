@@ -105,7 +105,7 @@ def test_requests_that_fail_are_counted_told_and_in_no_figure(
             assert (found["completed"], found["failed"]) == (1 - code, code)
             texts.append(err)
     for text, said in zip(texts, (
-        "1 of 1 requests failed: 1x HTTP 429: try again ?[2J later\n", "RemoteProtocolError",
+        '1 of 1 requests failed: 1x HTTP 429: {"error": {"message": "try', "RemoteProtocolError",
         "the stream ended before [DONE]", "the stream ended with an error: out of? memory", "",
         "without their number in its usage",
     ), strict=True):  # fmt: skip
@@ -202,16 +202,13 @@ def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (("--request-rate", "nan"), "--request-rate: nan is wrong"),
         (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be from 0.001"),
         (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
-        (("--duration", "5"), "--duration: needs --request-rate or --max-concurrency"),
         (("--goodput", "ttft"), "--goodput: 'ttft' is wrong; it must be NAME:MS"),
         (("--goodput", "itl:5"), "--goodput: 'itl' is wrong; it must be of ttft, tpot, e2el"),
         (("--goodput", "ttft:-1"), "--goodput: -1.0 is wrong"),
         (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
         (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
-        (("--api-key", "x"), "--api-key: needs --base-url"),
         (("--base-url", "127.0.0.1:1"), "--base-url: '127.0.0.1:1' is wrong"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
-        (("--base-url", "http://h", "--api-key", "ä"), "--api-key: must be of printable ASCII"),
         (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
     ],
 )
