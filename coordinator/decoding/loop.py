@@ -16,7 +16,7 @@ from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.draft_length.acceptance import fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
-from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
+from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.decayed_average import DecayedSums
@@ -180,15 +180,16 @@ class Decoding:
     async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:
         self.observer.asked("target")
         proposal = drafted.proposal
-        if self._draft is None:
-            return await self._target.verify(index, proposal, length.run_ahead)
-        room = self._length_max - self.session.length - len(proposal) - 1
-        wanted = self._draft.next_wanted(length, room)
+        wanted = NOTHING_WANTED
+        if self._draft is not None:
+            room = self._length_max - self.session.length - len(proposal) - 1
+            wanted = self._draft.next_wanted(length, room)
         reply = await self._target.verify(index, proposal, length.run_ahead, wanted)
-        self._draft.hear(reply)
-        if self._target.found_broken_draft:
-            self._target.found_broken_draft = False
-            self._draft.reject()
+        if self._draft is not None:
+            self._draft.hear(reply)
+            if self._target.found_broken_draft:
+                self._target.found_broken_draft = False
+                self._draft.reject()
         return reply
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:

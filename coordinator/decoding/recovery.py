@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -12,7 +14,6 @@ from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.limits import REPLAY_TOKENS_INLINE
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason, SessionRecord
-from outrider.shared_calls import SharedCalls
 from outrider.speculation.accept_reject import Origin
 from outrider.tokens import TokenSequence
 
@@ -119,20 +120,18 @@ class Replays:
     a thread."""
 
     def __init__(self) -> None:
-        self._calls: SharedCalls[int, object] = SharedCalls(REPLAY_THREADS, "replay")
+        self._threads = ThreadPoolExecutor(REPLAY_THREADS, "replay")
 
     async def run(self, record: SessionRecord, call: Callable[[], T]) -> T:
         """What the call returns or raises, which reads a session's tokens."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= REPLAY_TOKENS_INLINE:
             return call()
-        done: list[T] = []
-        await self._calls.result(id(record), lambda: done.append(call()))
-        return done[0]
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """Begins no more; one that runs is not waited for."""
-        self._calls.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:

@@ -239,26 +239,21 @@ class ReplicaPool(Generic[Item, Answer]):
         away only where none is left behind for it. `weights` are those that it needs; empty =
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token."""
-        fitting = {
-            name: replica
-            for name, replica in self._replicas.items()
+        fitting = [
+            replica
+            for replica in self._replicas.values()
             if replica not in without and weights in ("", replica.description.weights)
-        }
-        present = {name: replica for name, replica in fitting.items() if replica.is_open}
-        if not present and not without:
-            present = fitting
-        if preferred in present:
-            return present[preferred]
-        alike = {
-            name: replica
-            for name, replica in present.items()
-            if numerics and replica.description.numerics == numerics
-        }
-        present = alike or present
-        loads = {name: len(replica.routes) for name, replica in present.items()}
-        seats = min((one.description.max_num_seqs for one in present.values()), default=0)
-        name = choose(affinity, loads, seats)
-        return None if name is None else present[name]
+        ]
+        found = [replica for replica in fitting if replica.is_open]
+        if not found and not without:
+            found = fitting
+        if preferred in (one.name for one in found):
+            return self._replicas[preferred]
+        if numerics:
+            found = [one for one in found if one.description.numerics == numerics] or found
+        seats = min((one.description.max_num_seqs for one in found), default=0)
+        name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
+        return None if name is None else self._replicas[name]
 
     async def watch(self) -> None:
         """Looks for replicas that are away, at once and then now and then, until it is cancelled;

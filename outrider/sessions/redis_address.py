@@ -132,15 +132,9 @@ def _split(url: str) -> tuple[str, str, str]:
         parts = urlsplit(url)
     except ValueError:
         raise SettingError("redis_url", "is no URL") from None
-    user, has_user, place = parts.netloc.rpartition("@")
+    user, _, place = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
-    options = parse_qsl(parts.query, keep_blank_values=True)
-    given = dict(options)
-    kept = [(key, value) for key, value in options if key not in ("username", "password")]
-    if not has_user and len(kept) == len(options):
-        return url, "", ""
-    whole = f"{parts.scheme}://{place}{parts.path}{'?' if kept else ''}{urlencode(kept)}"
-    return (
-        whole, unquote(username) or given.get("username", ""),
-        unquote(password) or given.get("password", ""),
-    )  # fmt: skip
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = options.pop("username", ""), options.pop("password", "")
+    whole = f"{parts.scheme}://{place}{parts.path}{'?' if options else ''}{urlencode(options)}"
+    return whole, unquote(username) or given[0], unquote(password) or given[1]

@@ -32,7 +32,7 @@ from typing import Any, Final, Self
 import redis.asyncio
 from pydantic import TypeAdapter
 
-from outrider.errors import ConfigError, DataLoss, InvariantError, OutriderError, StoreUnavailable
+from outrider.errors import DataLoss, InvariantError, OutriderError, StoreUnavailable
 from outrider.limits import (
     LOAD_TRIES_MAX,
     RECORD_INLINE_BYTES,
@@ -107,8 +107,6 @@ class RedisStore(SessionStore):
         have it; where they do not within `REDIS_WAIT_MS`, the method raises `StoreUnavailable`.
         Renewed leases do not wait. Raises `ConfigError`, in one line, with the password masked."""
         address = RedisAddress(url=server, **parts) if isinstance(server, str) else server
-        if "{" in address.key_prefix or "}" in address.key_prefix:
-            raise ConfigError(f"Redis key prefix {address.key_prefix!r}: braces are not allowed")
         client = new_client(address)
         try:
             await check_server(client, address.url)

@@ -290,12 +290,6 @@ async def test_prefixes_keep_deployments_apart(server: EmbeddedRedis) -> None:
     await two.close()
 
 
-@pytest.mark.parametrize("prefix", ["{a}:", "a}", "{"])
-async def test_a_prefix_with_braces_is_refused(server: EmbeddedRedis, prefix: str) -> None:
-    with pytest.raises(ConfigError, match="braces"):
-        await RedisStore.connect(server.url, key_prefix=prefix)
-
-
 async def test_a_server_that_evicts_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
     admin.config_set("maxmemory-policy", "allkeys-lru")
     try:
