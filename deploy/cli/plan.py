@@ -204,7 +204,7 @@ def plan(arguments: Arguments) -> int:
     if not arguments.simulate:
         _refuse(arguments, _SIMULATION, "is for --simulate: without it nothing is simulated")
     config = deployment_config(arguments)
-    report, validation, fleets = None, None, list[Any]()
+    found = validation = None
     if simulation.from_report is not None or simulation.from_numbers is not None:
         others = [one for one in _PLAN if one.name != "round_trip_ms"]
         _refuse(arguments, others, "is for models, and none is run")
@@ -214,11 +214,23 @@ def plan(arguments: Arguments) -> int:
         _check(options, config)
         if arguments.simulate:
             simulation.check(config.draft.drafter.model is not None)
-        report, validation = _plan(arguments, options, config, prompts)
-        pair = report.pair
+        found, validation = _plan(arguments, options, config, prompts)
+        pair = found.pair
+    from deploy.planner import fleets, report
+
+    values: dict[str, Any] = {"pair": asdict(pair), "validation": validation}
+    shown = list(report.validation_tables(validation))
+    if found is not None:
+        values, shown = found.values() | values, [*found.tables(), *shown]
     if arguments.simulate:
-        fleets = simulation.simulate(config, pair)
-    _show(arguments, report, validation, fleets)
+        simulated = simulation.simulate(config, pair)
+        values["fleets"] = [one.values() for one in simulated]
+        shown += fleets.tables(simulated, arguments.tpot_ms)
+    if arguments.json:
+        print(report.as_json(values))
+    else:
+        for part in shown:
+            show(part)
     return 0
 
 
@@ -227,27 +239,6 @@ def _refuse(arguments: Arguments, options: Sequence[Option], why: str) -> None:
     for one in options:
         if one.name in arguments.given:
             raise SettingError(str(one.name), why)
-
-
-def _show(
-    arguments: Arguments, report: PlanReport | None, validation: Any, fleets: list[SimulatedFleet]
-) -> None:
-    """On standard output, as was asked for."""
-    from deploy.planner.fleets import tables
-    from deploy.planner.rehearsal import validation_tables
-    from deploy.planner.report import as_json
-
-    if arguments.json:
-        values: dict[str, Any] = {"validation": validation} if report else {}
-        values |= report.values() if report else {"pair": asdict(fleets[0].scenario.pair)}
-        print(as_json(values | {"fleets": [one.values() for one in fleets]}))
-        return
-    for part in (
-        *(report.tables() if report else ()),
-        *(validation_tables(validation) if validation else ()),
-        *(tables(fleets, arguments.tpot_ms) if fleets else ()),
-    ):
-        show(part)
 
 
 def _known_pair(

@@ -157,11 +157,6 @@ class TemperaturePlan:
     spread: Spread | None
     """What other prompts might have led to; None where there was one prompt."""
 
-    @property
-    def at_edge(self) -> bool:
-        """Whether the K that was chosen is the largest that was looked at."""
-        return self.chosen.num_draft_tokens == max(one.num_draft_tokens for one in self.options)
-
 
 class Replays:
     """The rounds of one sample."""

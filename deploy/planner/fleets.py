@@ -27,10 +27,8 @@ from .round_times import Line, Option, ServiceTimes
 from .simulation import ROLES, Fleet, FleetFigures, Pair, Scenario, Workload, simulate
 
 MS_MAX: Final = 60_000.0
-SEARCH_S: Final = (2.0, 10.0)
-"""What is measured of each simulation while the fleet is looked for, at least and at most ..."""
-SEARCH_ROUNDS: Final = 2_000
-"""... so that there are about so many rounds; and half of that comes before it."""
+SEARCH_S: Final = 5.0
+"""What is measured of each simulation while the fleet is looked for; half of that comes before."""
 TOLERANCE: Final = 0.02
 """Share of a number by which it may be larger than the smallest."""
 GENEROUS: Final = 4
@@ -160,19 +158,15 @@ def smallest(
 ) -> Fleet | None:
     """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
     keeps a time per token; the numbers of roles that are not `free` are the
-    scenario's. None where none does: a single session takes longer, or another role is too small.
+    scenario's. None where none does.
     Each role has plenty of those that come later."""
-    workload, pair = scenario.workload, scenario.pair
+    workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
         tokens = workload.sessions / (tpot_ms / 1e3)
-    rounds = tokens / (1.0 + sum(pair.survival))
-    seconds = min(scenario.seconds, max(SEARCH_S[0], min(SEARCH_S[1], SEARCH_ROUNDS / rounds)))
+    rounds = tokens / (1.0 + sum(scenario.pair.survival))
+    seconds = min(scenario.seconds, SEARCH_S)
     scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))
-    one = Fleet(targets=1, drafts=int(pair.has_drafts))
-    endless = replace(workload, sessions=1, rate=None, answer_tokens=math.inf)
-    if not keeps(simulate(replace(scenario, fleet=one, workload=endless)), tpot_ms):
-        return None
 
     @cache
     def is_kept(fleet: Fleet) -> bool:
@@ -186,10 +180,7 @@ def smallest(
     for role, need in needs.items():
         fleet = _with(fleet, role, GENEROUS * need)
     for role, need in needs.items():
-
-        def enough(number: float, fleet: Fleet = fleet, role: Role = role) -> bool:
-            return is_kept(_with(fleet, role, number))
-
+        enough = lambda number: is_kept(_with(fleet, role, number))  # noqa: B023, E731
         number = _fewest(enough, math.ceil(need), math.ceil(HOPELESS * need))
         if number is None:
             return None

@@ -10,8 +10,6 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
-from rich.console import RenderableType
-
 from benchmarks.acceptance import Answer, Sample, rules_at
 from benchmarks.measurement import Progress
 from benchmarks.processes import Replicas, running_pair
@@ -26,7 +24,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
-from .report import figures_table
 from .round_times import Option, ServiceTimes, fitted
 from .rounds import Rounds, Script, total
 
@@ -283,9 +280,6 @@ def validation(
                 "predicted_tokens_per_second": predicted_rate,
                 "measured_tokens_per_second": measured_rate,
                 "error": predicted_rate / measured_rate - 1.0,
-                "predicted_tokens_per_round": told.tokens_per_round,
-                "measured_tokens_per_round":
-                    num_tokens / sum(len(session.rounds) for session in sessions),
                 "positions": _positions(sessions, told),
             }
         )  # fmt: skip
@@ -302,14 +296,6 @@ def validation(
         "best_num_draft_tokens": best,
         "chosen_loss": 1.0 - rates[chosen] / rates[best],
     }
-
-
-def validation_tables(found: dict[str, Any]) -> Iterator[RenderableType]:
-    """For people."""
-    rows = [{k: v for k, v in one.items() if k != "positions"} for one in found["by_k"]]
-    yield figures_table("Predicted and measured, prompts read before", rows)
-    summary = {k: v for k, v in found.items() if k != "by_k"}
-    yield figures_table("All K together", [summary])
 
 
 def _positions(sessions: Sequence[PlayedSession], told: Rounds) -> list[tuple[float, float] | None]:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from benchmarks.report import table
 from outrider.errors import ConfigError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 from .choosing import LEVEL, RESAMPLES, TemperaturePlan
 from .round_times import Option
@@ -48,11 +47,8 @@ class PlanReport:
     def values(self) -> dict[str, Any]:
         """For JSON."""
         found = asdict(self)
-        plans = zip(self.plans, found.pop("plans"), strict=True)
-        found["temperatures"] = {
-            f"{plan.temperature:g}": entry | {"at_edge": plan.at_edge} for plan, entry in plans
-        }
-        return found | {"pair": asdict(self.pair)}
+        plans = found.pop("plans")
+        return found | {"temperatures": {f"{plan['temperature']:g}": plan for plan in plans}}
 
     def tables(self) -> Iterator[RenderableType]:
         """The report for people."""
@@ -124,6 +120,14 @@ class PlanReport:
         )
 
 
+def validation_tables(found: Mapping[str, Any] | None) -> Iterator[RenderableType]:
+    """Predicted and measured, for people, where that was asked for."""
+    if found is not None:
+        rows = [{k: v for k, v in one.items() if k != "positions"} for one in found["by_k"]]
+        yield figures_table("Predicted and measured, prompts read before", rows)
+        yield figures_table("All K", [{k: v for k, v in found.items() if k != "by_k"}])
+
+
 def figures_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row each, whose names are the headings."""
     headings = [name.replace("_", " ") for name in rows[0]]
@@ -148,18 +152,14 @@ def as_json(value: Mapping[str, object]) -> str:
 
 
 def _certainty(plan: TemperaturePlan) -> str:
-    """How far the choice depends on the prompts, and on where the sweep ends."""
-    found, said = plan.spread, ""
-    if plan.at_edge:
-        k = plan.chosen.num_draft_tokens
-        bound = ", which is also the most that a round drafts" if k == NUM_DRAFT_TOKENS_MAX else ""
-        said = f"K = {k} is the largest that was looked at{bound}: a larger one may be faster. "
+    """How far the choice depends on the prompts."""
+    found = plan.spread
     if found is None:
-        return f"{said}One prompt says nothing of how sure this is: take more (--prompts FILE)."
+        return "One prompt says nothing of how sure this is: take more (--prompts FILE)."
     low, high = found.speedup
     return (
-        f"{said}How sure this is: of {RESAMPLES} samples drawn from these {found.num_texts} "
-        f"prompts, {LEVEL:.0%} have a speed-up of {low:.2f} to {high:.2f} this way; "
+        f"How sure this is: of {RESAMPLES} samples drawn from these {found.num_texts} prompts, "
+        f"{LEVEL:.0%} have a speed-up of {low:.2f} to {high:.2f} this way; "
         f"{found.same_share:.0%} lead to the same rule and K. What errors of the measured times "
         "add is not in that."
     )

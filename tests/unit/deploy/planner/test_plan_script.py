@@ -20,9 +20,8 @@ from deploy.planner.rehearsal import (
     PlayedSession,
     fit,
     validation,
-    validation_tables,
 )
-from deploy.planner.report import PlanReport, as_json
+from deploy.planner.report import PlanReport, as_json, validation_tables
 from deploy.planner.round_times import Option, ServiceTimes
 from deploy.planner.rounds import scripted, total
 from draft_service.model_drafter import ModelDrafter
@@ -252,31 +251,6 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
     plain = told(num_draft_tokens=0, look_ahead=0)
     assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in plain
-
-
-@pytest.mark.parametrize("bound", [4, 16])
-def test_a_plan_says_where_its_k_is_the_largest_that_it_looked_at(
-    bound: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where rows cost nothing and all drafts are accepted; not where K is smaller."""
-    sample, most = _sample(MODEL, 0.0, draft_salt=1), 4
-    monkeypatch.setattr("deploy.planner.report.NUM_DRAFT_TOKENS_MAX", bound)
-    monkeypatch.setattr("deploy.planner.choosing.SWEEP", tuple(k for k in SWEEP if k <= most))
-
-    def said(times: ServiceTimes) -> tuple[int, bool, str]:
-        chosen = choose(1, Replays(MODEL, sample), times)
-        words = " ".join(_shown(_report(chosen), 120).split())
-        return chosen.chosen.num_draft_tokens, chosen.at_edge, words
-
-    flat, free = StepCosts((1, 101), (0.010, 0.010)), StepCosts((1, 101), (1e-6, 1e-6))
-    k, at_edge, words = said(ServiceTimes(target=flat, draft=free))
-    assert (k, at_edge) == (most, True)
-    assert f"K = {most} is the largest that was looked at" in words
-    assert ("the most that a round drafts" in words) == (most == bound)
-    dear = StepCosts((1, 2, 101), (0.010, 0.5, 9.0))
-    k, at_edge, words = said(ServiceTimes(target=dear, draft=free))
-    assert (k, at_edge) == (0, False)
-    assert "is the largest" not in words
 
 
 def test_predicted_stands_beside_measured() -> None:
