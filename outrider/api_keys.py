@@ -17,11 +17,11 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from outrider.errors import ConfigError
 from outrider.files import locked, write_whole
@@ -200,52 +200,49 @@ def read_entries(text: str) -> list[KeyEntry]:
             continue
         try:
             entries.append(_entry(words))
-        except ValueError as error:
+        except (ConfigError, ValueError) as error:
             raise ConfigError(f"line {number}: {error}") from None
     return entries
 
 
 _OPTION: Final = re.compile(r"(tenant|requests_per_minute|concurrency)=(.*)|(admin)")
+_MOST: Final = {
+    "requests_per_minute": REQUESTS_PER_MINUTE_MAX, "concurrency": KEY_CONCURRENCY_MAX
+}  # fmt: skip
 
 
 def _entry(words: Sequence[str]) -> KeyEntry:
     if len(words) < 2:
         raise ValueError("a key has a NAME and a HASH at least")
-    name = check_key_name(words[0])
+    name, option = check_key_name(words[0]), "HASH"
+    given: dict[str, Any] = {}
     try:
         found = KeyHash.parse(words[1])
+        for word in words[2:]:
+            match = _OPTION.fullmatch(word)
+            if match is None:
+                raise ConfigError(
+                    f"{word[:32]!r} is wrong; it must be tenant=TENANT, requests_per_minute=N, "
+                    "concurrency=N or admin"
+                )
+            option = match[1] or match[3]
+            if option in given:
+                raise ConfigError(f"{option!r} is there twice")
+            given[option] = _value(option, match[2])
     except ValueError as error:
-        raise ValueError(f"HASH {error}") from None
-    options: dict[str, str] = {}
-    for word in words[2:]:
-        match = _OPTION.fullmatch(word)
-        if match is None:
-            raise ValueError(
-                f"{word[:32]!r} is wrong; it must be tenant=TENANT, requests_per_minute=N, "
-                "concurrency=N or admin"
-            )
-        option = match[1] or match[3]
-        if option in options:
-            raise ValueError(f"{option!r} is there twice")
-        options[option] = match[2] or ""
-    try:
-        tenant = check_key_name(options.get("tenant", name))
-    except ValueError as error:
-        raise ValueError(f"tenant: {error}") from None
-    return KeyEntry(found, Caller(
-        name, tenant, _count(options, "requests_per_minute", REQUESTS_PER_MINUTE_MAX),
-        _count(options, "concurrency", KEY_CONCURRENCY_MAX), admin="admin" in options,
-    ))  # fmt: skip
+        raise ValueError(f"{option}: {error}") from None
+    return KeyEntry(found, Caller(name, **{"tenant": name} | given))
 
 
-def _count(options: Mapping[str, str], option: str, most: int) -> int:
-    """0 where it is not there; unlimited is said by leaving it out."""
-    if option not in options:
-        return 0
-    text = options[option]
-    number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+def _value(option: str, text: str) -> str | int | bool:
+    """Unlimited is said by leaving an option out."""
+    if option == "tenant":
+        return check_key_name(text)
+    if option == "admin":
+        return True
+    number, most = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0, _MOST[option]
     if not 1 <= number <= most:
-        raise ValueError(f"{option}: {text[:32]!r} is wrong; it must be from 1 to {most}")
+        raise ValueError(f"{text[:32]!r} is wrong; it must be from 1 to {most}")
     return number
 
 
@@ -254,10 +251,7 @@ def entry_line(hash_: KeyHash, caller: Caller) -> str:
     words = [caller.name, str(hash_)]
     if caller.tenant != caller.name:
         words.append(f"tenant={caller.tenant}")
-    if caller.requests_per_minute:
-        words.append(f"requests_per_minute={caller.requests_per_minute}")
-    if caller.concurrency:
-        words.append(f"concurrency={caller.concurrency}")
+    words += [f"{option}={n}" for option in _MOST if (n := getattr(caller, option))]
     return " ".join([*words, *(["admin"] if caller.admin else [])])
 
 

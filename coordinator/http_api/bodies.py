@@ -52,8 +52,6 @@ Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not served, and the values (beside null) that ask for nothing."""
 _ANY: Final = object()
 """Every value: a label, or a hint that changes no answer."""
-_CONSTRAINT_VALUES_MAX: Final = CONSTRAINT_BYTES_MAX // 2
-"""Each takes two bytes at least, with the comma behind it."""
 _COMPLETION_TOKENS: Final = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
@@ -107,12 +105,6 @@ def _form(words: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _few_biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > LOGIT_BIAS_ENTRIES_MAX:
-        raise ValueError(f"got {len(value)} entries; at most {LOGIT_BIAS_ENTRIES_MAX} are allowed")
-    return value
-
-
 def _few_values(value: Any) -> Any:
     """Counts values within values, no more of them than there may be."""
     num_values, left = 0, [value]
@@ -121,7 +113,7 @@ def _few_values(value: Any) -> Any:
         if isinstance(inner, dict | list):
             num_values += len(inner)
             left += inner.values() if isinstance(inner, dict) else inner
-        if num_values > _CONSTRAINT_VALUES_MAX:
+        if num_values > CONSTRAINT_BYTES_MAX // 2:  # Each takes two at least, with a comma.
             raise ValueError(
                 f"has more values than {CONSTRAINT_BYTES_MAX} bytes, which are allowed"
             )
@@ -189,7 +181,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = {}
+    logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
     """Added to logits, by token id."""
     user: str = ""
     """A label of the caller's own; not looked at."""

@@ -14,7 +14,7 @@ from outrider.client.transport import CLOSED, CoordinatorDescription, Method, Se
 from outrider.errors import BadRequest, OutriderError, StreamBroken, Unavailable
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
-from outrider.transport.channel import PLAIN, Trust, open_blocking_channel, open_channel
+from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import from_proto
 from outrider.transport.request_codec import (
     event_from_proto,
@@ -34,11 +34,13 @@ _VISIBLE: Final = re.compile("[!-~]+")
 class GrpcTransport(Transport):
     """One channel to HOST:PORT; any number of calls at a time."""
 
+    blocking = False
+
     def __init__(self, address: str, trust: Trust = PLAIN, *, api_key: str = "") -> None:
         """Nothing is sent before the first call. Raises `BadRequest` for what cannot be a key."""
         self._address = address
         self._metadata = key_metadata(api_key)
-        self._channel = self._open(address, trust)
+        self._channel = open_channel(address, trust, blocking=self.blocking)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._closed = False
@@ -77,9 +79,6 @@ class GrpcTransport(Transport):
     async def close(self) -> None:
         self._closed = True
         await self._channel.close(None)
-
-    def _open(self, address: str, trust: Trust) -> Any:
-        return open_channel(address, trust)
 
     async def _answer(self, call: Any) -> Any:
         return await call
@@ -129,8 +128,7 @@ class BlockingGrpcTransport(GrpcTransport):
     """The same over a blocking channel. Its coroutines never suspend, so they need no event loop.
     Any number of threads may share it."""
 
-    def _open(self, address: str, trust: Trust) -> Any:
-        return open_blocking_channel(address, trust)
+    blocking = True
 
     async def _answer(self, call: Any) -> Any:
         return call

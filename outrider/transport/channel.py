@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -74,26 +74,17 @@ class Trust:
     server_name: str = ""
     """That the server's certificate must have; empty = the host that is called."""
 
-    def options(self) -> list[tuple[str, int | str]]:
-        """Options of a channel that goes by it."""
-        if not self.server_name:
-            return [*channel_options()]
-        return [*channel_options(), ("grpc.ssl_target_name_override", self.server_name)]
-
 
 PLAIN: Final = Trust()
 
 
-def open_channel(address: str, trust: Trust = PLAIN) -> grpc.aio.Channel:
-    """A channel to host:port; connects with the first call."""
-    options = trust.options()
+def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
+    """A channel to host:port, for an event loop or for a program without; connects with the first
+    call."""
+    options: list[tuple[str, int | str]] = [*channel_options()]
+    if trust.server_name:
+        options.append(("grpc.ssl_target_name_override", trust.server_name))
+    kind: Any = grpc if blocking else grpc.aio
     if trust.credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, trust.credentials, options=options)
-
-
-def open_blocking_channel(address: str, trust: Trust = PLAIN) -> grpc.Channel:
-    """The same for a program without an event loop."""
-    if trust.credentials is None:
-        return grpc.insecure_channel(address, trust.options())
-    return grpc.secure_channel(address, trust.credentials, trust.options())
+        return kind.insecure_channel(address, options=options)
+    return kind.secure_channel(address, trust.credentials, options=options)

@@ -21,10 +21,11 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
@@ -186,35 +187,27 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
         self._guard = guard
-        self._handlers = {
-            f"/{service.descriptor.full_name}/{method.name}": _handler(
-                method, _method(service.servicer, method.name), guard
+        self._methods = {
+            f"/{service.descriptor.full_name}/{method.name}": (
+                method, _method(service.servicer, method.name)
             )
             for service in services
             for method in service.descriptor.methods
-        }
+        }  # fmt: skip
 
     def service(self, details: Any) -> Any:
-        return self._handlers.get(details.method) or _unknown(details.method, self._guard)
+        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
-
-def _method(servicer: object, name: str) -> Any:
-    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    call = getattr(servicer, snake, None) or getattr(servicer, name, None)
-    check(callable(call), f"{type(servicer).__name__} has no method {snake}")
-    return call
-
-
-def _handler(method: MethodDescriptor, call: Any, guard: Guard | None) -> Any:
-    """Wraps one method of a servicer: bytes in, bytes out, errors as statuses. gRPC has it read
-    the messages of a call of every kind, so none comes before the guard has let it pass."""
-    request_type, name = GetMessageClass(method.input_type), method.full_name
-    path = f"/{method.containing_service.full_name}/{method.name}"
-
-    async def answer(frames: AsyncIterator[bytes], context: Context) -> None:
+    async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        """One call: bytes in, bytes out, errors as statuses. gRPC has it read the messages of a
+        call of every kind, so none comes before the guard has let it pass."""
+        method, call = self._methods.get(path, (None, None))
         try:
-            if guard is not None:
-                guard(path, context)
+            if self._guard is not None:
+                self._guard(path, context)
+            if method is None or call is None:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+            request_type = GetMessageClass(method.input_type)
             if method.client_streaming:
                 given: Any = _decode_all(request_type, frames)
             else:
@@ -232,21 +225,14 @@ def _handler(method: MethodDescriptor, call: Any, guard: Guard | None) -> Any:
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await abort(context, error, name)
-
-    return grpc.stream_stream_rpc_method_handler(answer)
+            await abort(context, error, path if method is None else method.full_name)
 
 
-def _unknown(path: str, guard: Guard | None) -> Any:
-    async def refuse(frames: AsyncIterator[bytes], context: Context) -> None:
-        try:
-            if guard is not None:
-                guard(path, context)
-        except Exception as error:  # noqa: BLE001
-            await abort(context, error, path)
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+def _method(servicer: object, name: str) -> Any:
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    call = getattr(servicer, snake, None) or getattr(servicer, name, None)
+    check(callable(call), f"{type(servicer).__name__} has no method {snake}")
+    return call
 
 
 def _decode(kind: Callable[[], Message], data: bytes) -> Message:

@@ -87,7 +87,7 @@ def test_a_key_may_be_kept_by_its_sum_alone() -> None:
     ("text", "words"),
     [
         ("alice", "line 1: a key has a NAME and a HASH"),
-        ("\n# x\nalice secret-in-clear", "line 3: HASH must be sha256:"),
+        ("\n# x\nalice secret-in-clear", "line 3: HASH: must be sha256:"),
         ("a/b sha256:" + "0" * 64, "line 1: 'a/b' is wrong; it must be up to 64"),
         ("a sha256:" + "0" * 64 + " concurrency=0", "concurrency: '0' is wrong; .* from 1 to 4096"),
         ("a sha256:" + "0" * 64 + " concurrency=" + "9" * 5000, "concurrency: '9{32}' is wrong"),

@@ -162,7 +162,7 @@ TURN = {"role": "user", "content": "a"}
         (
             {"logit_bias": {str(n): 1 for n in range(LOGIT_BIAS_ENTRIES_MAX + 1)}},
             "logit_bias",
-            "got 1025 entries; at most 1024 are allowed",
+            "should have at most 1024 items",
         ),
         ({"stop": ["a"] * 17}, "stop", "must be a string or a list of at most 16 strings"),
         ({"guided_choice": ["a"] * 1025}, "guided_choice", "at most 1024 items"),
