@@ -31,8 +31,15 @@ from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import build
 
 from .command import Arguments, Command, Group, Option, json_option
-from .connection import Connection, connected, connection_options
-from .options import REQUEST_KEYS, deployment_config, setting_options, with_settings
+from .options import (
+    REQUEST_KEYS,
+    Connection,
+    connected,
+    connection_options,
+    deployment_config,
+    setting_options,
+    with_settings,
+)
 from .output import progress, show
 
 if TYPE_CHECKING:

@@ -18,9 +18,15 @@ from outrider.errors import OutriderError
 from outrider.request import ChatMessage, Prompt
 
 from .command import Arguments, command, option
-from .connection import connected, connection_options
 from .generate import Printer, figures, receive
-from .options import REQUEST_KEYS, error_line, request_fields, request_options
+from .options import (
+    REQUEST_KEYS,
+    connected,
+    connection_options,
+    error_line,
+    request_fields,
+    request_options,
+)
 from .output import progress
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from outrider.request import Tokens
 from outrider.speculation.accept_reject import Origin
 
 from .command import Arguments, argument, command, json_option, option
-from .connection import connected, connection_options
-from .options import REQUEST_KEYS, request_fields, request_options
+from .options import REQUEST_KEYS, connected, connection_options, request_fields, request_options
 from .output import progress, show
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from deploy.fleet.local_state import DeploymentLocation
 from deploy.fleet.preflight import whole_paths
-from deploy.fleet.reconciler import DeploymentLocation, connect_reconciler
-from deploy.fleet.rolling_update import FIXED
+from deploy.fleet.reconciler import FIXED, connect_reconciler
 from outrider.config import LEAST, WAIT_S_MAX, AutoscaleConfig, parse_bounds
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import REPLICAS_MAX
@@ -19,14 +19,20 @@ from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value, check_range
 
 from .command import Arguments, Option, argument, command, json_option, option
-from .connection import find_deployment
-from .options import COMMON, SECRETS, given_settings, place_options, setting_options
+from .options import (
+    COMMON,
+    SECRETS,
+    find_deployment,
+    given_settings,
+    place_options,
+    setting_options,
+)
 from .output import progress
 
 if TYPE_CHECKING:
     from deploy.fleet.reconciler import ReconcilerClient
+    from deploy.fleet.replica import Overview
     from deploy.fleet.spec import FleetSpec
-    from deploy.fleet.status import Overview
 
 OFF: Final = "off"
 _POLL_S: Final = 0.2

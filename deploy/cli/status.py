@@ -30,9 +30,15 @@ from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.settings import check_range
 
 from .command import Arguments, command, json_option, option
-from .connection import Connection, caller_key, caller_options, caller_trust_of, checked_address
 from .masking import masked_settings
-from .options import error_message
+from .options import (
+    Connection,
+    caller_key,
+    caller_options,
+    caller_trust_of,
+    checked_address,
+    error_message,
+)
 from .output import show
 
 if TYPE_CHECKING:

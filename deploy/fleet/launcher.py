@@ -30,7 +30,7 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
-from .local_state import DeploymentRecord
+from .local_state import DeploymentRecord, namespace_of
 from .preflight import (
     check_before_start,
     check_ports,
@@ -40,11 +40,9 @@ from .preflight import (
 )
 from .ray_cluster import Cluster, resources
 from .ray_connection import RayConnection, SecretFiles, check_asks_for_token
-from .reconciler import ReconcilerClient, find_reconciler, namespace_of, start_reconciler
-from .replica import close_timeout_s, raise_first
-from .rolling_update import FIXED
+from .reconciler import FIXED, ReconcilerClient, find_reconciler, start_reconciler
+from .replica import Overview, close_timeout_s, raise_first
 from .spec import FleetSpec, plan_fleet
-from .status import Overview
 
 _log = logging.getLogger(__name__)
 

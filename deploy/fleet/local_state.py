@@ -73,6 +73,28 @@ class DeploymentRecord:
     """Every setting by key, but for those that hold secrets."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeploymentLocation:
+    """Which deployment, and how its cluster is reached."""
+
+    address: str
+    """Of the Ray cluster, HOST:PORT."""
+    deployment: str
+    elsewhere: bool = False
+    """Whether settings named it, and not the record of this machine."""
+    token: Path | None = None
+    """File of Ray's token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.deployment)
+
+
+def namespace_of(deployment: str) -> str:
+    """The Ray namespace of a deployment's actors."""
+    return f"outrider-{deployment}"
+
+
 def state_directory(environment: Mapping[str, str]) -> Path:
     """`$OUTRIDER_STATE_DIR`, by default `~/.local/state/outrider`; made if missing, and readable
     by its owner only. Raises `ConfigError`."""

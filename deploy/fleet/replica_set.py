@@ -24,9 +24,8 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Role
 
 from .ray_cluster import Actor, Cluster, retried
-from .replica import Replica, raise_first, role_and_age
+from .replica import Replica, ReplicaView, raise_first, role_and_age
 from .spec import FleetSpec
-from .status import ReplicaView
 
 _log = logging.getLogger(__name__)
 

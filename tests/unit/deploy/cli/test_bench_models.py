@@ -9,8 +9,8 @@ from recorded import record
 
 from benchmarks.speedup import Subject
 from deploy.cli.bench import _subject
-from deploy.cli.connection import Connection, connected
 from deploy.cli.main import parse
+from deploy.cli.options import Connection, connected
 from deploy.fleet import launcher
 from outrider.config import DeploymentConfig
 from outrider.replica.process_setup import available_cores

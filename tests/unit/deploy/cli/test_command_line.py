@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.connection import own_config
 from deploy.cli.main import main, parse
-from deploy.cli.options import error_line
+from deploy.cli.options import error_line, own_config
 from outrider.config import CoordinatorConfig, DeploymentConfig, deployment_settings
 from outrider.errors import BadRequest, SettingError, Unauthenticated
 

@@ -12,10 +12,9 @@ import yaml
 
 from deploy.cli import masking
 from deploy.cli.command import Arguments
-from deploy.cli.connection import caller_key, caller_trust_of
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
-from deploy.cli.options import SECRETS
+from deploy.cli.options import SECRETS, caller_key, caller_trust_of
 from deploy.fleet.preflight import check_before_start, warnings, whole_paths, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust

@@ -18,8 +18,8 @@ from recorded import RAY, record, run_here
 from deploy.cli.main import main
 from deploy.fleet.local_state import publish, state_directory
 from deploy.fleet.preflight import listeners
-from deploy.fleet.rolling_update import changed
-from deploy.fleet.status import Overview, ReplicaView
+from deploy.fleet.reconciler import changed
+from deploy.fleet.replica import Overview, ReplicaView
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import REPLICAS_MAX

@@ -18,8 +18,8 @@ import pytest
 import recorded
 from recorded import record
 
-from deploy.cli.connection import Connection, connected
 from deploy.cli.main import main, parse
+from deploy.cli.options import Connection, connected
 from deploy.cli.output import program
 from deploy.cli.serve import _until_it_fails, endpoints_text
 from deploy.cli.status import ask_registry
@@ -33,7 +33,7 @@ from deploy.fleet.local_state import (
     state_directory,
     withdraw,
 )
-from deploy.fleet.status import Overview, ReplicaView
+from deploy.fleet.replica import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.fleet.status import Overview, ReplicaView
+from deploy.fleet.replica import Overview, ReplicaView
 from outrider.registry.registry import Role
 
 

@@ -13,9 +13,8 @@ from fleet_world import World, play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.fleet.replica import SILENCE_S, role_and_age
+from deploy.fleet.replica import SILENCE_S, ReplicaView, role_and_age
 from deploy.fleet.replica_set import HOPELESS_AFTER, next_steps
-from deploy.fleet.status import ReplicaView
 from outrider.clock import run_virtually
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
 from outrider.registry.registry import ROLES, Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.fleet.rolling_update import Changes, changed
+from deploy.fleet.reconciler import Changes, changed
 from outrider.config import load_config
 
 
