@@ -132,7 +132,7 @@ class PromptOptions(Options):
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
-        prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
+        prompts = read_prompts(self.prompts)
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
 

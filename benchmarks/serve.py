@@ -39,7 +39,7 @@ from outrider.settings import check_range
 
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import PromptOptions, option
-from .prompts import BenchPrompt, built_in_prompts, read_prompts
+from .prompts import BenchPrompt, in_turn, read_prompts
 from .report import Report, percentile, table_of
 
 GOALS: Final = ("ttft", "tpot", "e2el")
@@ -134,12 +134,7 @@ class ServeOptions(PromptOptions):
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to send, one of each category in turn, so that any first N of them are of all
         kinds. Raises `SettingError` for a file that is wrong."""
-        seen: Counter[str] = Counter()
-        placed = []
-        for prompt in built_in_prompts() if self.prompts is None else read_prompts(self.prompts):
-            placed.append((seen[prompt.category], prompt))
-            seen[prompt.category] += 1
-        return tuple(prompt for _, prompt in sorted(placed, key=lambda entry: entry[0]))
+        return tuple(in_turn(read_prompts(self.prompts)))
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
         """What was asked for, as a result says it. `server` is HOST:PORT."""

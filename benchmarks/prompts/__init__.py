@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -61,9 +62,11 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
     )
 
 
-def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file. Raises `SettingError` naming the file, and the line if one is
-    wrong."""
+def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
+    """The prompts of a JSONL file, or the built-in ones. Raises `SettingError` naming the file, and
+    the line if one is wrong."""
+    if path is None:
+        return built_in_prompts()
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -89,19 +92,22 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     return tuple(prompts)
 
 
+def in_turn(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """The first of each category, then the second of each, and so on, so that any first N of them
+    are of all kinds."""
+    seen: Counter[str] = Counter()
+
+    def rank(prompt: BenchPrompt) -> int:
+        seen[prompt.category] += 1
+        return seen[prompt.category]
+
+    return sorted(prompts, key=rank)
+
+
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first `num_prompts` / categories prompts of each category, in the order given. What
-    cannot be divided goes to the categories that come first, which are all that is taken where
-    there are more of them than prompts; what a category lacks is not made up for."""
-    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    share, rest = divmod(num_prompts, len(categories))
-    left = {name: share + (place < rest) for place, name in enumerate(categories)}
-    selected = []
-    for prompt in prompts:
-        if left[prompt.category]:
-            left[prompt.category] -= 1
-            selected.append(prompt)
-    return tuple(selected)
+    """The first of them `in_turn`, in the order given."""
+    chosen = {id(prompt) for prompt in in_turn(prompts)[:num_prompts]}
+    return tuple(prompt for prompt in prompts if id(prompt) in chosen)
 
 
 def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:

@@ -97,6 +97,7 @@ def test_a_file_that_cannot_be_used_is_named(
         ("aabbabcc", 6, "a0 a1 b2 b3 c6 c7"),
         ("aaabbbccc", 5, "a0 a1 b3 b4 c6"),
         ("abc", 99, "a0 b1 c2"),
+        ("aaab", 3, "a0 a1 b3"),
         ("aabbcc", 2, "a0 b2"),
     ],
 )
