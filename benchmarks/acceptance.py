@@ -173,11 +173,10 @@ class Reader:
             for logits in self._logits(token_ids, first)
         ]
 
-    def _run(self, run: Any, token_ids: Sequence[int], num_logits: int) -> torch.Tensor:
+    def _run(self, run: Any, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
         """What an engine's call gives of the last so many places."""
         try:
-            steps = [SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits)]
-            found: torch.Tensor = run(steps)[0]
+            found: torch.Tensor = run([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_rows)])[0]
             return found
         finally:
             self._engine.release(_SEQUENCE)
@@ -187,11 +186,8 @@ class Reader:
         answer begins."""
         if first < 2:
             raise SettingError("prompts", "one has a single token; heads go on from two or more")
-
-        def run(steps: Sequence[SequenceStep]) -> Any:
-            self._engine.forward(steps)
-            return self._engine.features()
-
+        engine = self._engine
+        run = lambda steps: (engine.forward(steps), engine.features())[1]  # noqa: E731
         return self._run(run, token_ids, len(token_ids) - first + 1)
 
 
@@ -214,13 +210,11 @@ class HeadsReader(Reader):
     """Heads on the target, whose features of the text they read."""
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        num = len(token_ids) - first
-        features = self._features(token_ids, first)
-        text = torch.tensor(token_ids[first - 1 :], device=features.device)
-        for depth in range(min(num, len(self._head.heads))):
-            windows = num - depth
-            newest = text[depth : depth + windows]
-            features = self._head.advance(depth, features[:windows], newest)
+        features = self._features(token_ids, first)[:-1]
+        text = torch.tensor(token_ids[first - 1 : -1], device=features.device)
+        for depth in range(min(len(text), len(self._head.heads))):
+            newest = text[depth:]
+            features = self._head.advance(depth, features[: len(newest)], newest)
             yield self._head.logits(features)
 
 
