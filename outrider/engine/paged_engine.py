@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,14 +32,9 @@ from outrider.engine.cuda.cuda_runner import CudaRunner
 from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
 from outrider.engine.interface import (
     Draws,
-    FeatureEngine,
-    FoundPrefix,
     ModelInfo,
     MultiStep,
-    MultiStepEngine,
-    PageCounts,
     SequenceStep,
-    ShallowEngine,
     check_steps,
 )
 from outrider.engine.threads import ContendedThreads
@@ -68,9 +63,9 @@ cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)
 
 
-class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
-    """The module belongs to it from now on: its attention is replaced, and it cannot be called from
-    elsewhere."""
+class PagedEngine:
+    """A `FeatureEngine`, `ShallowEngine` and `MultiStepEngine`. The module belongs to it from now
+    on: its attention is replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -121,11 +116,13 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         self._thread_counts = {num_threads, contended_threads or num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
-        self._head = watch_head(module) if shows_features or draft_heads is not None else None
+        self.shows_features = shows_features or draft_heads is not None
+        self._head = watch_head(module) if self.shows_features else None
         check(
             self._head is None or backend is None or backend.new_recorder is None,
             "recorded steps show no features",
         )
+        self.stated_seconds = 0.0
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
@@ -148,7 +145,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         self._layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in self._layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
-        self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self.info, self._max_num_seqs = info, TRIAL_SEQUENCES
         self._decoder = self._fused(info)
         self._try(expected)
         num_pages = min(
@@ -159,7 +156,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
         self._use_pages(num_pages)
-        self._info = replace(
+        self.info = replace(
             info,
             max_model_len=min(info.max_model_len, num_pages * self._page_size),
             numerics=self._numerics() if self.rows_are_equal else "",
@@ -213,11 +210,11 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             if self.rows_are_equal:
                 return
             if not is_last:
-                _log.info("model %s: its linear layers take rows in blocks", self._info.name)
+                _log.info("model %s: its linear layers take rows in blocks", self.info.name)
                 block_rows(self._module)
         raise SettingError(
             "deterministic",
-            f"model {self._info.name}: on this machine the logits of a token depend on how many "
+            f"model {self.info.name}: on this machine the logits of a token depend on how many "
             f"others are in a step (they differ at {num_rows})",
         )
 
@@ -253,7 +250,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         try:
             trial()
         except Exception:  # noqa: BLE001 (whatever it is, steps without show it again)
-            _log.warning("model %s: its steps are not accelerated", self._info.name, exc_info=True)
+            _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
             return False
         return True
 
@@ -264,7 +261,10 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
-        self._pool = BlockPool(num_pages, self._page_size)
+        self._pool = pool = BlockPool(num_pages, self._page_size)
+        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
+        self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
+        self.page_counts, self.check_integrity = pool.counts, pool.check_integrity
         shapes = [layer.shape for layer in self._layers]
         num_pages += self._num_spare_pages
         self._cache = KVCache(shapes, num_pages, self._page_size, self._decoder is not None)
@@ -297,11 +297,6 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         )
         spare = self._pool.num_pages
         return CudaRunner(backend, call, pages, heads, self._page_size, spare, self._device)
-
-    @property
-    def info(self) -> ModelInfo:
-        """What runs here."""
-        return self._info
 
     @property
     def kernels_name(self) -> str:
@@ -337,10 +332,6 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         check(not any(step.parents for step in steps), "shallow steps have no trees")
         return list(torch.split(*self._run(self._shallow_steps, steps))) if steps else []
 
-    @property
-    def shows_features(self) -> bool:
-        return self._head is not None
-
     def features(self) -> list[Tensor]:
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
@@ -356,7 +347,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
             replace(each.step, token_ids=each.step.token_ids + (0,) * (each.num_tokens - 1))
             for each in sequences
         ]
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._pool.can_hold(steps):
             return None
         with self._appended(steps) as held, torch.inference_mode():
@@ -375,34 +366,10 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         array: npt.NDArray[Any] = drawn.numpy()
         return array
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
-        return self._pool.can_hold(steps, without, begun)
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        return self._pool.find(token_ids, salt)
-
-    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        return self._pool.attach(sequence_id, token_ids, salt)
-
     def fork(self, sequence_id: str, branch_id: str) -> None:
         copies = self._pool.fork(sequence_id, branch_id)
         with self._forgetting(branch_id):
             self._cache.copy_pages(copies)
-
-    def mark_idle(self, sequence_id: str) -> None:
-        self._pool.mark_idle(sequence_id)
-
-    def page_counts(self) -> PageCounts:
-        return self._pool.counts()
-
-    def length(self, sequence_id: str) -> int:
-        """Slots the sequence holds; 0 for an unknown one."""
-        return self._pool.length(sequence_id)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
@@ -411,12 +378,9 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
         with self._forgetting(sequence_id):
             self._cache.move_slots(moves)
 
-    def release(self, sequence_id: str) -> None:
-        self._pool.release(sequence_id)
-
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every page is where it is said to be."""
-        self._pool.check_integrity()
+    def take_step_seconds(self) -> float:
+        """0: these steps take their own time."""
+        return self.stated_seconds
 
     @contextmanager
     def _appended(
@@ -460,7 +424,7 @@ class PagedEngine(FeatureEngine, ShallowEngine, MultiStepEngine):
 
     def _run(self, runner: Steps, steps: Sequence[SequenceStep]) -> tuple[Tensor, list[int]]:
         """A row [any] for each that is wanted, and how many each step wants."""
-        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        check_steps(steps, self.info, self._max_num_seqs, self.length)
         num_tokens = sum(len(step.token_ids) for step in steps)
         is_whole = runner is self._steps
         kind = (is_whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None

@@ -7,7 +7,7 @@ method of `Engine` and its arguments.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -15,9 +15,6 @@ import torch
 
 from outrider.engine.interface import (
     Engine,
-    FoundPrefix,
-    ModelInfo,
-    PageCounts,
     SequenceStep,
     check_steps,
 )
@@ -33,8 +30,8 @@ _UNSENT_BYTES_MAX: Final = 2**18
 _log = logging.getLogger(__name__)
 
 
-class ParallelEngine(Engine):
-    """The leader's share of a model, with the followers' behind it.
+class ParallelEngine:
+    """An `Engine`: the leader's share of a model, with the followers' behind it.
 
     A call that changes state is made here first; once it has succeeded it is noted, and goes to the
     followers with the next step. Engines do the same when they hear the same, so that all ranks
@@ -53,14 +50,13 @@ class ParallelEngine(Engine):
         """`leave` ends this rank's part in what the others' steps do together."""
         self._leave = leave
         self._engine = engine
+        self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
+        self.can_hold, self.find = engine.can_hold, engine.find
+        self.take_step_seconds = engine.take_step_seconds
         self._followers = followers
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
         self._broken: BaseException | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         if self._broken is not None:
@@ -82,17 +78,6 @@ class ParallelEngine(Engine):
             _log.exception("a step failed after the ranks had been told of it; no more follow")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
-        return self._engine.can_hold(steps, without, begun)
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        return self._engine.find(token_ids, salt)
-
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         num_slots: int = self._on_all("attach", sequence_id, tuple(token_ids), salt)
         return num_slots
@@ -108,15 +93,6 @@ class ParallelEngine(Engine):
 
     def release(self, sequence_id: str) -> None:
         self._on_all("release", sequence_id)
-
-    def length(self, sequence_id: str) -> int:
-        return self._engine.length(sequence_id)
-
-    def page_counts(self) -> PageCounts:
-        return self._engine.page_counts()
-
-    def take_step_seconds(self) -> float:
-        return self._engine.take_step_seconds()
 
     @property
     def stated_seconds(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.tensor_parallel.parallel_engine import (
     ParallelEngine,
     follow,
@@ -58,6 +58,9 @@ class RecordingEngine:
 
     def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
         return self.room
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        return FoundPrefix(0, ())
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         self.calls.append(("attach", sequence_id, tuple(token_ids), salt))
