@@ -12,7 +12,7 @@ attention of its tokens is what it would be in a chain.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any, Final
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, rows_of
 from outrider.engine.cpu.decoder import FusedDecoder
-from outrider.engine.cpu.kernels import Attention, Copies, LayerWeights
+from outrider.engine.cpu.kernels import Attention, Copies
 from outrider.engine.gathered_attention import Steps
+from outrider.engine.interface import SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 
@@ -32,8 +33,7 @@ _ONE_STEP: Final = Lock()
 two engines may run in it."""
 
 
-_SPAN_SIZES: Final = (16, 8, 4, 2, 1)
-SPAN_TOKENS_MAX: Final = _SPAN_SIZES[0]
+SPAN_TOKENS_MAX: Final = 16
 """Longer ones are no quicker: 512 tokens of a prompt of the demo target take 823 ms on one thread
 in spans of 8 as of 64, 1,024 take 1,770 and 2,170."""
 
@@ -48,6 +48,7 @@ class FusedSteps(Steps):
         page_size: int,
         span_tokens: int = SPAN_TOKENS_MAX,
         is_whole: bool = True,
+        is_scripted: bool = True,
     ) -> None:
         """Runs as many of the first layers as there are caches. If those are not the `whole` model,
         rows are what they put out."""
@@ -57,9 +58,11 @@ class FusedSteps(Steps):
         self._is_whole = is_whole
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
-            self._layers: Any = torch.jit.script(decoder.layers.eval())
+        self._layers: Any = decoder.layers.eval()
+        if is_scripted:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Of TorchScript.
+                self._layers = torch.jit.script(self._layers)
 
     def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         decoder = self._decoder
@@ -191,103 +194,54 @@ _NUM_PAGES: Final = 257
 def find_span_tokens(
     decoder: FusedDecoder, page_size: int, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The most tokens of a span with which rows are bit-equal on any of these numbers of threads;
-    None where they are not even with spans of one token."""
-    found = []
-    for kind in range(len(decoder.windows)):
-        layer = next(layer for layer in decoder.layers.weights if layer.kind == kind)
-        if not _has_equal_rows(decoder, layer, thread_counts):
-            return None
-        equal = _equal_attention(decoder, layer, page_size, max_model_len, thread_counts)
-        found.append(next((size for size in _SPAN_SIZES if equal(size)), None))
-    return None if None in found else min(size for size in found if size)
-
-
-def _has_equal_rows(
-    decoder: FusedDecoder, layer: LayerWeights, thread_counts: Sequence[int]
-) -> bool:
-    """Whether what is done with single rows in a layer, and behind the last one, gives each the
-    same, however many there are."""
+    """The most tokens of a span with which rows are bit-equal, however many there are in a step, at
+    the end of sequences of all lengths, on any of these numbers of threads; None where they are not
+    even with spans of one token. Layers of one kind are alike, so only the first of each is run."""
+    kinds = [layer.kind for layer in decoder.layers.weights]
+    sizes, kernels = decoder.sizes, decoder.kernels
+    shape = LayerShape(
+        sizes.key_heads, sizes.width, sizes.width, kernels.dtype, torch.device("cpu")
+    )
+    num_layers = 1 + max(map(kinds.index, kinds))
+    caches = [BlockedKeysAndValues(shape, _NUM_PAGES, page_size) for _ in range(num_layers)]
     generator = torch.Generator().manual_seed(1)
+    for cache in caches:
+        for tensor in (cache.keys, cache.values):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    vocabulary = len(decoder.embed.weight)
+    num_own = -(-_NUM_ROWS // page_size) + 1
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(decoder.kernels.dtype)
+    def rows(span: int, begin: int, num: int, length: int) -> Tensor:
+        """Of so many tokens of a sequence, which follow `begin` others, and what it will hold."""
+        before = torch.arange(-(-length // page_size)) % (_NUM_PAGES - num_own)
+        pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
+        ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
+        held = HeldSequence(SequenceStep("", ids, num), begin, pages)
+        has_logits = length <= _NUM_ROWS  # They know no context.
+        steps = FusedSteps(decoder, caches, page_size, span, has_logits, is_scripted=False)
+        return steps.run([held])
 
-    layers, sizes = decoder.layers, decoder.sizes
-    hidden, others = drawn(2, 1, _NUM_ROWS, decoder.width).unbind()
-    attended = drawn(_NUM_ROWS, sizes.query_heads, sizes.width)
-    places = torch.arange(_NUM_ROWS) % len(decoder.rotations[0][0])
-
-    def results(rows: slice) -> Iterator[Tensor]:
-        part, other = hidden[:, rows], others[:, rows]
-        tables = zip(*decoder.rotations, strict=True)
-        cos, sin = ([table[places[rows]][None] for table in both] for both in tables)
-        normed, _ = layers.add_norm(part, other, layer.first_norm)
-        for states in layers.before(layer, normed, cos, sin):
-            yield states[None]
-        yield from layers.after(layer, attended[rows], part)
-        yield decoder.logits(part, other)
-
-    whole = list(results(slice(0, _NUM_ROWS)))
-    for num_threads in thread_counts:
+    def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
+        """Whether so many of the last `num` tokens of a sequence have in a step of their own what
+        all have in spans of one, and on the first number of threads."""
+        first = length - num
+        with on_threads(thread_counts[0]):
+            expected = rows(1, first, num, length)
         with on_threads(num_threads):
-            for place, num in enumerate(_ROW_COUNTS):
-                first = (7 * place) % (_NUM_ROWS - num + 1)
-                rows = slice(first, first + num)
-                for expected, part in zip(whole, results(rows), strict=True):
-                    if not torch.equal(expected[:, rows], part):
-                        return False
-    return True
-
-
-def _equal_attention(
-    decoder: FusedDecoder,
-    layer: LayerWeights,
-    page_size: int,
-    max_model_len: int,
-    thread_counts: Sequence[int],
-) -> Callable[[int], bool]:
-    """Whether a token's attention in a layer is what it is alone in spans of so many tokens, of
-    less, and in a shorter last one, at the end of sequences of all lengths."""
-    generator = torch.Generator().manual_seed(2)
-    dtype, sizes = decoder.kernels.dtype, decoder.sizes
-    shape = LayerShape(sizes.key_heads, sizes.width, sizes.width, dtype, torch.device("cpu"))
-    cache = BlockedKeysAndValues(shape, _NUM_PAGES, page_size)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    queries = torch.randn(SPAN_TOKENS_MAX, sizes.query_heads, sizes.width, generator=generator)
-    queries = queries.to(dtype)
-    lengths = [_FIRST_LENGTH]
-    while lengths[-1] < max_model_len:
-        lengths.append(2 * lengths[-1])
-    lengths = [min(length, max_model_len) for length in lengths]
-
-    def attended(length: int, tokens: range, size: int) -> Tensor:
-        """Of some of the last tokens of a sequence, in spans of this size."""
-        cuts = [*range(tokens.start, tokens.stop, size), tokens.stop]
-        before = length - min(length, SPAN_TOKENS_MAX)
-        pages = torch.arange(-(-length // page_size), dtype=torch.int32) % _NUM_PAGES
-        table = pages.expand(len(cuts) - 1, -1).contiguous()
-        starts = [cut - tokens.start for cut in cuts]
-        spans = attention(decoder, None, starts, [before + cut for cut in cuts[1:]], table)
-        own = queries[tokens.start : tokens.stop].contiguous()
-        output = torch.empty_like(own)
-        decoder.layers.attend(layer, own, cache.keys, cache.values, output, spans)
-        return output
-
-    def alone(length: int) -> Tensor:
-        num = min(length, SPAN_TOKENS_MAX)
-        return torch.cat([attended(length, range(i, i + 1), 1) for i in range(num)])
-
-    expected = {length: alone(length) for length in lengths}
-
-    def equal(size: int) -> bool:
-        for num_threads in thread_counts:
-            with on_threads(num_threads):
-                for length, rows in expected.items():
-                    for part in {1, size, max(1, size - 1), max(1, size // 2)}:
-                        if not torch.equal(attended(length, range(len(rows)), part), rows):
-                            return False
+            for count in counts:
+                start = (7 * count) % (num - count + 1)
+                found = rows(span, first + start, count, length)
+                if not torch.equal(found, expected[start : start + count]):
+                    return False
         return True
 
-    return equal
+    length = num = min(_NUM_ROWS, max_model_len)
+    counts, span = {count for count in _ROW_COUNTS if count <= num}, SPAN_TOKENS_MAX
+    while True:
+        for num_threads in thread_counts:
+            while span and not equal(num_threads, span, length, num, counts):
+                span //= 2
+        if span == 0 or length == max_model_len:
+            return span or None
+        length = min(max(_FIRST_LENGTH, 2 * length), max_model_len)
+        num, counts = SPAN_TOKENS_MAX, {span, max(1, span - 1), 1}
