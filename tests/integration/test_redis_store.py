@@ -280,16 +280,6 @@ async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_ex
         assert 0 < admin.pttl(name) <= FINISHED_TTL_S * 1000
 
 
-async def test_prefixes_keep_deployments_apart(server: EmbeddedRedis) -> None:
-    one = await RedisStore.connect(server.url, key_prefix="one:")
-    two = await RedisStore.connect(server.url, key_prefix="two:")
-    await one.open(new_session())
-    with pytest.raises(NotFound):
-        await two.load(IDS[0])
-    await one.close()
-    await two.close()
-
-
 async def test_a_server_that_evicts_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
     admin.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -298,30 +288,6 @@ async def test_a_server_that_evicts_is_refused(server: EmbeddedRedis, admin: red
     finally:
         admin.config_set("maxmemory-policy", "noeviction")
     assert "\n" not in str(refused.value)
-
-
-async def test_a_full_server_is_unavailable_and_recovers(
-    store: RedisStore, admin: redis.Redis
-) -> None:
-    await store.open(new_session())
-    session = Session(new_session())
-    admin.config_set("maxmemory", 1)
-    try:
-        with pytest.raises(StoreUnavailable):
-            await appended(store, session, 1)
-    finally:
-        admin.config_set("maxmemory", 0)
-    [answer] = await store.append([next_append(session)])
-    assert answer == 4
-
-
-async def test_a_replica_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    admin.execute_command("REPLICAOF", "127.0.0.1", "1")
-    try:
-        with pytest.raises(ConfigError, match="read-only replica"):
-            await RedisStore.connect(server.url)
-    finally:
-        admin.execute_command("REPLICAOF", "NO", "ONE")
 
 
 @pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:1/0", "unix:///nowhere/redis.sock"])

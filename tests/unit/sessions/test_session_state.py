@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from session_model import new_session
 
+from coordinator.decoding.sessions import COMMIT_GRACE_S
+from outrider.config import WAIT_MS_MAX
 from outrider.errors import DataLoss, InvariantError, StaleEpoch
-from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
+from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, SESSION_TTL_S, TOKEN_ID_MAX
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
     CacheState,
@@ -226,3 +228,9 @@ class OwnerMachine(RuleBasedStateMachine):
 
 TestOwner = OwnerMachine.TestCase
 TestOwner.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_a_session_that_writes_nothing_does_not_expire_under_its_owner() -> None:
+    """Nothing renews its time to live while its target is away for its whole deadline, and its
+    client for as long as it may be waited for."""
+    assert SESSION_TTL_S > (DEADLINE_MS_MAX + WAIT_MS_MAX) / 1e3 + COMMIT_GRACE_S

@@ -43,26 +43,6 @@ def test_eos_belongs_to_the_tokens_and_not_to_the_text() -> None:
     assert piece.finish_reason is FinishReason.STOP
 
 
-def test_the_token_that_completes_a_stop_string_ends_the_completion() -> None:
-    piece = completion(stop=("cd",)).push(ids("abcdef"))
-    assert (piece.num_tokens, piece.text) == (4, "ab")
-    assert piece.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_is_found_across_rounds_and_never_shown() -> None:
-    answer = completion(stop=("cde",))
-    assert answer.push(ids("abc")).text == "ab"
-    assert answer.push(ids("d")).text == ""
-    last = answer.push(ids("e"))
-    assert (last.num_tokens, last.text, last.finish_reason) == (1, "", FinishReason.STOP)
-
-
-def test_text_held_back_for_a_stop_string_is_shown_when_it_is_none() -> None:
-    answer = completion(stop=("cde",))
-    assert answer.push(ids("abcd")).text == "ab"
-    assert answer.push(ids("x")).text == "cdx"
-
-
 def test_max_tokens_ends_the_completion_and_shows_what_was_held_back() -> None:
     piece = completion(stop=("cz",), max_tokens=3, lag=1).push(ids("abcd"))
     assert (piece.num_tokens, piece.text) == (3, "abc")

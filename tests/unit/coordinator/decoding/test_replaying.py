@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -225,14 +224,6 @@ async def test_a_long_replay_leaves_the_event_loop() -> None:
     finally:
         replays.close()
     assert stalled < taken / 4, f"the event loop stood still for {stalled} of {taken} s"
-
-
-async def test_a_short_replay_takes_no_thread() -> None:
-    """It would wait behind long ones."""
-    replays = Replays()
-    thread = await replays.run(RECORD, threading.current_thread)
-    assert thread is threading.main_thread()
-    replays.close()
 
 
 def test_events_with_many_log_probabilities_are_short() -> None:

@@ -39,24 +39,6 @@ def test_nobody_is_given_more_than_a_quarter_above_the_mean(
         assert found == ranked(key, list(loads))[0] or loads[found] == 0
 
 
-def test_few_sessions_are_shared_out_one_each() -> None:
-    loads = dict.fromkeys("abcdefgh", 0)
-    for _ in range(16):
-        name = choose(b"the same", loads, 1000)
-        assert name is not None
-        loads[name] += 1
-    assert set(loads.values()) == {2}
-
-
-def test_many_alike_stay_together_up_to_the_bound() -> None:
-    loads = dict.fromkeys("abcd", 100)
-    first = ranked(b"the same", list(loads))[0]
-    for _ in range(20):
-        name = choose(b"the same", loads, 1000)
-        assert name == first
-        loads[first] += 1
-
-
 def test_beyond_the_seats_of_a_step_all_have_the_same() -> None:
     """Whoever had more would keep its sessions waiting."""
     for num_seats, most in ((2, 8), (9, 9), (64, 10)):
