@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from severable_link import SeverableLink
 from toy_engine import ToyEngine
 from twin_store import TwinStore
 
@@ -22,7 +23,6 @@ from outrider.request import (
     Event,
     GenerateRequest,
 )
-from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
 CONFIG = CoordinatorConfig(
@@ -81,14 +81,14 @@ class Bench:
         executor = InlineExecutor(lambda: STEP_S)
         self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
         self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
-        self.target_link = MemoryLink(self.target)
+        self.target_link = SeverableLink(self.target)
         self.store = store or TwinStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
             replace(CONFIG, **{"max_sessions": 10, **settings}),
             name,
             store=self.store,
             targets={"t": self.target_link},
-            drafts=drafts or {"d": MemoryLink(self.draft)},
+            drafts=drafts or {"d": SeverableLink(self.draft)},
             fallback=NgramDrafter(),
             text=text,
         )

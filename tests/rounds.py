@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from severable_link import SeverableLink
+
 from draft_service.service import DraftService
 from outrider.grammar.constraint import Constraint
 from outrider.messages import (
@@ -22,7 +24,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
-from outrider.transport.link import Link, MemoryLink
+from outrider.transport.link import Link
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -134,8 +136,8 @@ class Replica:
         )
         self.link, self.listener = self.connect()
 
-    def connect(self) -> tuple[MemoryLink[Any, Any], Listener]:
-        link: MemoryLink[Any, Any] = MemoryLink(self.service)
+    def connect(self) -> tuple[SeverableLink[Any, Any], Listener]:
+        link: SeverableLink[Any, Any] = SeverableLink(self.service)
         return link, Listener(link)
 
     async def ask(self, item: Any) -> Any:

@@ -116,7 +116,6 @@ class MemoryLink(Generic[Item, Answer]):
         self._connection: Connection[Item] | None = None
         self._number = 0
         """Of the connection; grows when one begins or ends. What another one sent is lost."""
-        self._unreachable: Exception | None = None
         self._closed = False
 
     def listen(
@@ -125,12 +124,14 @@ class MemoryLink(Generic[Item, Answer]):
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
+    def trouble(self) -> str:
+        """Why the replica cannot be reached; empty where it can."""
+        return "the link is closed" if self._closed else ""
+
     def send(self, item: Item) -> None:
         """See `Link.send`; never `Overloaded`, as what is on its way is `deliver`'s to bound."""
-        if self._closed:
-            raise LinkLost("the link is closed")
-        if self._unreachable is not None:
-            raise LinkLost(f"the replica cannot be reached: {self._unreachable}")
+        if trouble := self.trouble():
+            raise LinkLost(f"the replica cannot be reached: {trouble}")
         check(self._on_answer is not None, "listen before the first send")
         if self._connection is None:
             self._number += 1
@@ -138,44 +139,21 @@ class MemoryLink(Generic[Item, Answer]):
         self._deliver(partial(self._receive, self._number, item))
 
     def release(self, session_id: str, epoch: int) -> None:
-        if self._unreachable is None and not self._closed:
+        if not self.trouble():
             service = self._service
             self._deliver(lambda: service.release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         """See `Link.describe`; never takes long, so the timeout does not matter."""
         await asyncio.sleep(0)
-        if self._unreachable is not None or self._closed:
-            raise Unavailable(f"the replica cannot be reached: {self._unreachable or 'closed'}")
+        if trouble := self.trouble():
+            raise Unavailable(f"the replica cannot be reached: {trouble}")
         return self._service.describe()
 
     async def close(self) -> None:
         self._closed = True
         self._disconnect()
         await asyncio.sleep(0)
-
-    # What a test or a simulation does to it.
-
-    def sever(self, error: Exception, *, reachable: bool = True) -> None:
-        """Breaks the stream: what is on its way is lost, and `on_lost` hears of it with the event
-        loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes
-        `send` raise."""
-        self._unreachable = None if reachable else error
-        was_open = self._connection is not None
-        self._disconnect()
-        if was_open and self._on_lost is not None:
-            asyncio.get_running_loop().call_soon(self._tell_lost, error)
-
-    def restore(self, service: ReplicaService[Item, Answer] | None = None) -> None:
-        """Makes the replica reachable again, as `service` where it has been restarted."""
-        if service is not None and service is not self._service:
-            check(self._connection is None, "sever the stream to the old service first")
-            self._service = service
-        self._unreachable = None
-
-    def _tell_lost(self, error: Exception) -> None:
-        if self._on_lost is not None and not self._closed:
-            self._on_lost(error if isinstance(error, LinkLost) else LinkLost(str(error)))
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from severable_link import SeverableLink
+
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.messages import ReplicaDescription
-from outrider.transport.link import Connection, MemoryLink, ReplicaService
+from outrider.transport.link import Connection, ReplicaService
 from tests.simulation.adversary import TRAVEL_S, Adversary
 from tests.simulation.processes import Process, current, deliver
 
@@ -162,7 +164,7 @@ class Network:
             loop.call_later(travel_s, deliver, message, context=receiver.context)
 
 
-class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
+class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
     """A coordinator's link to whoever serves at an address."""
 
     def __init__(self, network: Network, coordinator: Process, address: str) -> None:

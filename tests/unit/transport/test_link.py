@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from rounds import Listener, make_head
+from severable_link import SeverableLink
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.messages import Refused, ReplicaDescription, VerifyAnswer, VerifyItem
@@ -79,7 +80,7 @@ async def test_a_courier_may_drop_repeat_and_reorder_both_ways() -> None:
 async def test_a_severed_stream_loses_what_is_on_its_way_and_reopens() -> None:
     held: list[Callable[[], None]] = []
     service = Echo()
-    link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service, held.append)
+    link: SeverableLink[VerifyItem, VerifyAnswer] = SeverableLink(service, held.append)
     heard = Listener(link)
     link.send(item(0))
     held[0]()

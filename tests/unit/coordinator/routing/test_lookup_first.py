@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from session_links import asked, context_of, session
+from severable_link import SeverableLink
 from toy_engine import ToyEngine
 from virtual_time import virtually
 
@@ -26,7 +27,6 @@ from outrider.replica.scheduler import InlineExecutor
 from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
 
 MODEL_TOKENS = 2
 HYBRID = DraftConfig(
@@ -38,7 +38,7 @@ REPEATS = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
 NEW = (5, 6, 7, 8, 9, 1, 2, 3)
 
 
-class Link(MemoryLink[DraftItem, DraftAnswer]):
+class Link(SeverableLink[DraftItem, DraftAnswer]):
     """Remembers what was pushed."""
 
     def listen(self, on_answer: Any, on_lost: Any) -> None:
