@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Final
+
+from pydantic import TypeAdapter
 
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
@@ -14,7 +17,7 @@ from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.shared_calls import SharedCalls
-from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling, resolve_rule
+from outrider.speculation.sampling_params import Rule, check_sampling, resolve_rule
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 _ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 
-_NOT_STORED: Final = ("prompt", "model", "default_max_tokens")
+_NOT_STORED: Final = {"prompt", "model", "default_max_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +44,21 @@ class GenerationParameters(GenerateRequest):
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
-        values = asdict(replace(self, prompt=()))
-        for name in _NOT_STORED:
-            del values[name]
-        return json.dumps(values, separators=(",", ":"))
+        return _adapter().dump_json(self, exclude=_NOT_STORED).decode()
 
     @classmethod
     def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
         """What `to_json` wrote. Raises `DataLoss` for anything else."""
         try:
-            values = json.loads(text)
-            sampling, constraint = values.pop("sampling"), values.pop("constraint", None)
-            bias = tuple(
-                (int(token_id), float(add)) for token_id, add in sampling.pop("logit_bias")
-            )
-            return cls(
-                prompt=prompt_ids,
-                sampling=SamplingParams(**sampling, logit_bias=bias),
-                stop=tuple(values.pop("stop")),
-                rule=Rule(values.pop("rule")),
-                constraint=None if constraint is None else Constraint.read(**constraint),
-                **values,
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, BadRequest) as error:
+            values = json.loads(text) | {"prompt": ()}
+            return replace(_adapter().validate_python(values), prompt=prompt_ids)
+        except (TypeError, ValueError) as error:
             raise DataLoss(f"the session's parameters cannot be read: {error}") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[GenerationParameters]:
+    return TypeAdapter(GenerationParameters)
 
 
 @dataclass(frozen=True, slots=True)

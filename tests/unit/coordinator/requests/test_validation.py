@@ -169,7 +169,7 @@ def test_a_constraint_is_stored_and_read_again() -> None:
     values = json.loads(checked().to_json())
     del values["constraint"]  # as it was stored before there were any
     assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
-    values["constraint"] = {"kind": "regex", "text": ""}
+    values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
         GenerationParameters.from_json(json.dumps(values), PROMPT)
 
