@@ -84,21 +84,16 @@ class HttpClient(BenchClient):
     ) -> None:  # fmt: skip
         """A `/v1` at the end of `base_url` is not said twice. `raw` asks for a text completion in
         place of a chat; `extra_body` is added to every request. Raises `SettingError`."""
+        self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
-            url = httpx2.URL(base_url)
-        except httpx2.InvalidURL:
-            url = httpx2.URL()
-        if url.scheme not in ("http", "https") or not url.host or url.query:
-            raise SettingError(
-                "base_url", f"{base_url!r} is wrong; it must be http://HOST:PORT or https://.."
-            )
+            self._url = httpx2.URL(self._root + (TEXT if raw else CHAT))  # Parsed once.
+        except httpx2.InvalidURL as error:
+            raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         self.model = model
         """What requests call it."""
-        self.address = url.netloc.decode()
-        self._root = base_url.rstrip("/").removesuffix("/v1")
+        self.address = self._url.netloc.decode()
         self._raw = raw
         self._extra_body = extra_body or {}
-        self._url = httpx2.URL(self._root + (TEXT if raw else CHAT))  # Parsed once.
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),

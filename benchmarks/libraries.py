@@ -290,6 +290,8 @@ async def fastest_settings(
     """The fastest setting by mode, from this library's last sweep of the same model on as many
     threads, unless `again` is set. A mode is missing where no setting works. Raises `Unavailable`
     where plain decoding does not work."""
+    if library.is_ours:
+        return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
     key = {"model": inputs.target.directory, "threads": inputs.target.num_threads}
     if not again and path.exists():
@@ -297,31 +299,23 @@ async def fastest_settings(
         if kept["of"] == key:
             return {name: Setting(**found) for name, found in kept["settings"].items()}
     found: dict[str, Setting] = {}
-    for mode in filter(None, (PLAIN, library.speculative)):
-        settings: Sequence[Setting] = library.bindings
-        if mode != PLAIN:
-            settings = [found[PLAIN] | drafting for drafting in library.drafting]
-        rates: dict[int, float] = {}
-        failure = ""
-        for place, setting in enumerate(settings):
-            if len(settings) == 1:
-                rates[place] = 0.0
-                break
+    for mode, settings in ((PLAIN, library.bindings), (library.speculative, library.drafting)):
+        rates: list[float] = []
+        tried = [found.get(PLAIN, Setting()) | setting for setting in settings]
+        for setting in tried:
             try:
-                rates[place] = await _rate(library, setting, inputs)
+                rates.append(await _rate(library, setting, inputs))
             except (ConfigError, Unavailable) as error:
-                failure = error.message
+                rates.append(0.0)
+                progress(f"{library.name} {mode} does not work: {error.message}")
             else:
-                progress(f"{library.name} {mode}, setting {place}: {rates[place]:.1f} tokens/s")
-        if rates:
-            found[mode] = settings[max(rates, key=rates.__getitem__)]
+                progress(f"{library.name} {mode}: {rates[-1]:.1f} tokens/s with {setting}")
+        if any(rates):
+            found[mode] = tried[rates.index(max(rates))]
         elif mode == PLAIN:
-            raise Unavailable(failure)
-        else:
-            progress(f"{library.name} {mode} does not work: {failure}")
-    if not library.is_ours:
-        settings_of = {name: asdict(setting) for name, setting in found.items()}
-        path.write_text(json.dumps({"of": key, "settings": settings_of}), encoding="utf-8")
+            raise Unavailable("none of its settings works; see above")
+    settings_of = {name: asdict(setting) for name, setting in found.items()}
+    path.write_text(json.dumps({"of": key, "settings": settings_of}), encoding="utf-8")
     return found
 
 

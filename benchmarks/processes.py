@@ -21,12 +21,11 @@ from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    nullcontext,
     suppress,
 )
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TextIO
 
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, without_security
@@ -164,35 +163,30 @@ def main(words: Sequence[str]) -> None:
     to a millisecond."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # What libraries print is no answer.
-
-    def answer(value: Mapping[str, object]) -> None:
-        output.write(json.dumps(value) + "\n")
-        output.flush()
-
     module, _, name = words[0].partition(":")
     opens: Opens = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector())) as runner:
-        runner.run(_play(opens, answer))
+        runner.run(_play(opens, output))
 
 
-async def _play(opens: Opens, answer: Callable[[Mapping[str, object]], None]) -> None:
+async def _play(opens: Opens, output: TextIO) -> None:
     reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-    first = await reader.readline()
-    if not first:
-        return  # What started this has ended.
-    try:
-        async with opens(json.loads(first)) as role:
-            answer(role.ready)
-            while line := await reader.readline():
-                try:
-                    answer(role.answer(json.loads(line)))
-                except OutriderError as error:
-                    answer({"error": error.message})
-    except OutriderError as error:
-        answer({"error": error.message})
+    async with AsyncExitStack() as stack:
+        role: Role | None = None
+        while line := await reader.readline():
+            try:
+                question = json.loads(line)
+                if role is None:
+                    role = await stack.enter_async_context(opens(question))
+                    answer = role.ready
+                else:
+                    answer = role.answer(question)
+            except OutriderError as error:
+                answer = {"error": error.message}
+            print(json.dumps(answer), file=output, flush=True)
 
 
 _ACTORS: Final = {
@@ -293,20 +287,15 @@ class Replicas:
         `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
         Raises `Unavailable` where a process breaks off."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}
-        way: Any = nullcontext()
-        if delay_ms > 0 and self.draft_address:
-            role = f"benchmarks.processes:relay {EXACT_TIMERS}"
-            setup = {"address": self.draft_address, "delay_ms": delay_ms}
-            way = Process(role, "the relay", setup)
-        async with way as relaying:
-            if relaying is not None:
+        async with AsyncExitStack() as stack:
+            if delay_ms > 0:
+                role = f"benchmarks.processes:relay {EXACT_TIMERS}"
+                setup = {"address": self.draft_address, "delay_ms": delay_ms}
+                relaying = await stack.enter_async_context(Process(role, "the relay", setup))
                 changes["draft_address"] = relaying.address
-            config = self.coordinator_config(**changes)
-            async with (
-                service_process("coordinator", config) as coordinator,
-                Client(coordinator.address) as client,
-            ):
-                yield client
+            process = service_process("coordinator", self.coordinator_config(**changes))
+            coordinator = await stack.enter_async_context(process)
+            yield await stack.enter_async_context(Client(coordinator.address))
 
 
 @asynccontextmanager

@@ -23,8 +23,8 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from io import StringIO
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -35,16 +35,14 @@ import numpy as np
 
 from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.limits import MAX_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX, TEMPERATURE_MAX
-from outrider.settings import check_range
 
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import PromptOptions, option
-from .prompts import BenchPrompt, in_turn, read_prompts
-from .report import Report, percentile, table_of
+from .prompts import BenchPrompt
+from .report import Report, percentile
 
 GOALS: Final = ("ttft", "tpot", "e2el")
 """What `--goodput` may bound."""
-GOAL_MS_MAX: Final = 1e9
 REQUESTS_MAX: Final = 1_000_000
 LAG_PERIOD_S: Final = 0.05
 """How often this client looks whether its own event loop is late."""
@@ -52,12 +50,6 @@ LAG_MS_MAX: Final = 10.0
 """Where this client is later than that once in a hundred times, its own times are told to be too
 long."""
 ERRORS_SHOWN: Final = 3
-NAMES: Final = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "between chunks",
-    "e2el": "end to end",
-}
 STATISTICS: Final[Mapping[str, Any]] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
 }  # fmt: skip
@@ -70,12 +62,10 @@ PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>ben
 def goal(text: str) -> tuple[str, float]:
     """One of `--goodput`."""
     name, _, value = text.partition(":")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}"
-        ) from None
+    with suppress(ValueError):
+        if name in GOALS and float(value) >= 0:
+            return name, float(value)
+    raise click.BadParameter(f"{text!r} is wrong; it must be NAME:MS, a name of {', '.join(GOALS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +112,8 @@ class ServeOptions(PromptOptions):
     report: Path | None = option(None, "write one page with plots", metavar="FILE.html", kind=Path)
 
     def __post_init__(self) -> None:
-        for name, bound in self.goodput:
-            if name not in GOALS:
-                raise SettingError(
-                    "goodput", f"{name!r} is wrong; it must be of {', '.join(GOALS)}"
-                )
-            check_range("goodput", bound, 0, GOAL_MS_MAX)
         if self.report is not None and not self.report.parent.is_dir():  # Before all is measured.
             raise SettingError("report", f"{self.report.parent} is no folder")
-
-    def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to send, one of each category in turn, so that any first N of them are of all
-        kinds. Raises `SettingError` for a file that is wrong."""
-        return tuple(in_turn(read_prompts(self.prompts)))
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
         """What was asked for, as a result says it. `server` is HOST:PORT."""
@@ -162,7 +141,6 @@ class Record:
 class Load:
     """What was measured of the requests, in the order of their ends."""
 
-    began: datetime
     duration_s: float
     most_running: int
     records: Sequence[Record]
@@ -200,10 +178,11 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
     """Sends all requests and waits for them; their failures are in their records. `tell` is told
     how far it is, often."""
     clock = asyncio.get_running_loop().time
-    began, began_s = datetime.now().astimezone(), clock()
+    began_s = clock()
     records: list[Record] = []
     lags_s: list[float] = []
-    prompts = options.load_prompts()
+    prompts = [*options.load_prompts()]
+    random.Random(options.seed).shuffle(prompts)  # noqa: S311 (order, not secrecy)
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
     has_rate = options.request_rate != math.inf
     has_end = options.duration is not None and (has_rate or options.max_concurrency)
@@ -253,7 +232,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
                 group.create_task(ask(prompt, due_s))
     finally:
         watch.cancel()
-    return Load(began, clock() - began_s, most_running, records, lags_s)
+    return Load(clock() - began_s, most_running, records, lags_s)
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
@@ -268,9 +247,9 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     )
     goals = dict(options.goodput)
     num_good = sum(is_good(one, goals) for one in done)
-    waits = [record.started_s - record.due_s for record, _ in load.completed]
+    waits = [1e3 * (record.started_s - record.due_s) for record, _ in load.completed]
     lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else None
-    figures = {
+    figures: dict[str, Any] = {
         "duration": load.duration_s,
         "completed": len(done),
         "failed": load.errors.total(),
@@ -290,14 +269,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         **spread("client_queue_time", [] if options.request_rate == math.inf else waits),
         "client_lag_p99_ms": lag_ms,
     }
-    latencies = {name: spread(name, values) for name, values in samples(load).items()}
-    rows = [
-        {"ms": f"{NAMES[name]} ({name.upper()})"}
-        | dict(zip(STATISTICS, found.values(), strict=True))
-        for name, found in latencies.items()
-    ]
-    title = f"{settings['model_id']} by {settings['backend']}"
-    shown = [*Report.of(title, figures).shown, table_of("latencies", rows)]
+    for name, ms in samples(load).items():
+        figures |= spread(name, ms)
     warnings = []
     if (lag_ms or 0.0) > LAG_MS_MAX:
         warnings.append(
@@ -309,49 +282,43 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         warnings.append(
             f"warning: {load.errors.total()} of {len(load.records)} requests failed: {reasons}"
         )
-    values = {"date": f"{load.began:%Y%m%d-%H%M%S}", **settings, **figures}
-    for found in latencies.values():
-        values |= found
-    return Report(values, shown, warnings)
+    title = f"{settings['model_id']} by {settings['backend']}"
+    return Report({**settings, **figures}, Report.of(title, figures).shown, warnings)
 
 
-def spread(metric: str, values_s: Sequence[float]) -> dict[str, float | None]:
-    """Statistics of values in seconds, by vLLM's names such as `p99_ttft_ms`; None where there are
+def spread(metric: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Statistics of values in ms, by vLLM's names such as `p99_ttft_ms`; None where there are
     none."""
-    ms = 1e3 * np.asarray(values_s, dtype=np.float64)
     return {
-        f"{name}_{metric}_ms": float(of(ms)) if ms.size else None for name, of in STATISTICS.items()
+        f"{name}_{metric}_ms": float(of(values)) if values else None
+        for name, of in STATISTICS.items()
+    }
+
+
+def latencies(done: Completion) -> dict[str, float | None]:
+    """Of a request, ms. An answer of one token has no TPOT, and the TTFT of one without a chunk of
+    tokens is to its end."""
+    first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
+    return {
+        "ttft": 1e3 * first_s,
+        "tpot": 1e3 * (done.seconds - first_s) / rest if rest else None,
+        "e2el": 1e3 * done.seconds,
     }
 
 
 def samples(load: Load) -> dict[str, list[float]]:
-    """By metric, s."""
+    """By metric, ms."""
     done = [one for _, one in load.completed]
-    tpots = (tpot_s(one) for one in done)
-    return {
-        "ttft": [ttft_s(one) for one in done],
-        "tpot": [found for found in tpots if found is not None],
-        "itl": [after - before for one in done for before, after in pairwise(one.chunk_s)],
-        "e2el": [one.seconds for one in done],
-    }
-
-
-def ttft_s(done: Completion) -> float:
-    """Time to first token; of an answer without a chunk of any, to its end."""
-    return done.first_token_s or done.seconds
-
-
-def tpot_s(done: Completion) -> float | None:
-    """Time per output token behind the first; None for an answer of one token."""
-    if done.num_tokens < 2:
-        return None
-    return (done.seconds - ttft_s(done)) / (done.num_tokens - 1)
+    each = [latencies(one) for one in done]
+    gaps = [1e3 * (b - a) for one in done for a, b in pairwise(one.chunk_s)]
+    found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
+    return found | {"itl": gaps}
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
     """Whether a request meets every goal, by name, ms."""
-    measured = {"ttft": ttft_s(done), "tpot": tpot_s(done) or 0.0, "e2el": done.seconds}
-    return all(1e3 * measured[name] <= bound for name, bound in goals.items())
+    measured = latencies(done)
+    return all((measured[name] or 0.0) <= bound for name, bound in goals.items())
 
 
 def token_times(load: Load) -> tuple[list[float], list[float]]:
@@ -383,8 +350,8 @@ def page(found: Report, load: Load) -> str:
     figure = Figure(figsize=(20, 3), layout="constrained")
     *places, over_time = figure.subplots(1, 5).flat
     for axes, (name, values) in zip(places, samples(load).items(), strict=True):
-        axes.ecdf([1e3 * value for value in values] or [0.0])
-        axes.set(title=f"{NAMES[name]} ({name.upper()}): share that took at most", xlabel="ms")
+        axes.ecdf(values or [0.0])
+        axes.set(title=f"{name.upper()}: share that took at most", xlabel="ms")
     times, tokens = token_times(load)
     over_time.hist(times, bins=np.arange(math.ceil(load.duration_s) + 1), weights=tokens)
     over_time.set(title="output tokens in each second", xlabel="s")

@@ -43,6 +43,7 @@ from .options import (
 from .output import progress, show
 
 if TYPE_CHECKING:
+    from benchmarks.identity import IdentityOptions
     from benchmarks.measurement import BenchClient
     from benchmarks.peers import PeersOptions
     from benchmarks.serve import ServeOptions
@@ -64,6 +65,7 @@ PURPOSES: Final = {
     "speedup": "speculative against plain decoding, prompt by prompt",
     "peers": "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
     "weights, prompts and threads",
+    "identity": "whether answers with drafts are those of plain decoding",
     "serve": "latency and throughput under load, as `vllm bench serve` has them",
     "emulate": "ways to decode, by real services on emulated models of stated speed and acceptance",
     "overhead": "what rounds and requests cost beside the models, and how many one coordinator "
@@ -114,7 +116,7 @@ def _tell(report: Report, arguments: Arguments) -> int:
             show(part)
     for warning in report.warnings:
         progress(warning)
-    return 0
+    return 1 if report.values.get("failed") else 0
 
 
 def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
@@ -128,6 +130,17 @@ def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
     # same, and answered ones are not measured as new ones are.
     levels = [asyncio.run(measure(level)) for level in options.levels()]
     return _tell(speedup.report(levels), arguments)
+
+
+def _identity(options: IdentityOptions, arguments: Arguments) -> int:
+    from benchmarks import identity
+    from benchmarks.clients import GrpcClient
+
+    async def measure() -> Report:
+        async with connected(arguments) as connection, connection.client() as client:
+            return await identity.run(options, GrpcClient(client, raw=options.raw), progress)
+
+    return _tell(asyncio.run(measure()), arguments)
 
 
 def _peers(options: PeersOptions, arguments: Arguments) -> int:
@@ -211,10 +224,9 @@ def _serve(options: ServeOptions, arguments: Arguments) -> int:
         if given:
             raise SettingError(min(given), "is for a deployment of ours, not for --base-url")
     report, page = asyncio.run(_send(arguments, options))
-    _tell(report, arguments)
     if options.report is not None:
         options.report.write_text(page, encoding="utf-8")
-    return 1 if report.values["failed"] else 0
+    return _tell(report, arguments)
 
 
 async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, str]:
@@ -249,6 +261,6 @@ async def _send(arguments: Arguments, options: ServeOptions) -> tuple[Report, st
 
 
 _CALLERS: Final[Mapping[str, Callable[[Any, Arguments], int]]] = {
-    "speedup": _speedup, "peers": _peers, "serve": _serve,
+    "speedup": _speedup, "identity": _identity, "peers": _peers, "serve": _serve,
 }  # fmt: skip
 bench: Final = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

@@ -192,7 +192,7 @@ def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         words = ["--base-url", f"{server.base_url}/v1/", "--num-prompts", "2"]
         assert main(["bench", "serve", *words]) == 0
     out = capsys.readouterr().out
-    for text in ("served by openai-chat", "completed", "TTFT", "p99", "E2EL"):
+    for text in ("served by openai-chat", "completed", "p99 ttft ms", "mean e2el ms"):
         assert text in out
 
 
@@ -203,11 +203,10 @@ def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be from 0.001"),
         (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
         (("--goodput", "ttft"), "--goodput: 'ttft' is wrong; it must be NAME:MS"),
-        (("--goodput", "itl:5"), "--goodput: 'itl' is wrong; it must be of ttft, tpot, e2el"),
-        (("--goodput", "ttft:-1"), "--goodput: -1.0 is wrong"),
+        (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
+        (("--goodput", "ttft:-1"), "--goodput: 'ttft:-1' is wrong"),
         (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
         (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
-        (("--base-url", "127.0.0.1:1"), "--base-url: '127.0.0.1:1' is wrong"),
         (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
         (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
     ],
