@@ -128,6 +128,8 @@ def read_password(path: Path, key: str) -> str:
 
 def _split(url: str) -> tuple[str, str, str]:
     """The URL without user and password, and these. Raises `SettingError`."""
+    if not url:
+        return "", "", ""
     try:
         parts = urlsplit(url)
     except ValueError:
