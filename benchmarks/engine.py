@@ -289,9 +289,7 @@ def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) ->
     return {"verify_step_ms": verify, "transformers_forward_ms": forward}
 
 
-def verdict_times(
-    engine: Engine, prompt: tuple[int, ...], repetitions: int = VERDICT_REPETITIONS
-) -> dict[str, Any]:
+def verdict_times(engine: Engine, prompt: tuple[int, ...]) -> dict[str, Any]:
     """What verdicts and draft draws cost on one thread, on logits of the model reading `prompt`: K
     = 4, top-p 0.95, temperature 1 (0 under greedy). A verdict is all that a target does between its
     logits and its answer; a draft draw all that a draft does between logits and q."""
@@ -309,7 +307,7 @@ def verdict_times(
 
     with torch.inference_mode(), on_threads(1):
         works = [partial(judge, make_cases(rows, rule)) for rule in Rule]
-        *judged, drawn = medians_ms([*works, draw], repetitions, warm_up=10)
+        *judged, drawn = medians_ms([*works, draw], VERDICT_REPETITIONS, warm_up=10)
     return {
         "vocab_size": rows.shape[1],
         "verdict_ms": {rule.value: ms for rule, ms in zip(Rule, judged, strict=True)},

@@ -25,22 +25,17 @@ from benchmarks.engine import (
     decode_with_engine,
     gaps,
     make_cases,
-    verdict_times,
 )
 from deploy.cli.main import main
 from outrider.client import Client
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.interface import SequenceStep
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import Question, verdicts_from_logits
-
-SALT = 1
-
-TOY_VOCAB = 8
+from outrider.speculation.verification import verdicts_from_logits
 
 
 def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
-    engine = ToyEngine(TOY_VOCAB, SALT)
+    engine = ToyEngine(8)
     assert decode_with_engine(engine, [(1, 2), (3,)], 5) > 0
     assert not engine.held
     assert len(engine.batches) == 1 + 5
@@ -71,11 +66,11 @@ def test_one_run_prints_every_figure(
 
     monkeypatch.setattr("benchmarks.engine.running_pair", running_pair)
     monkeypatch.setattr("benchmarks.engine.SESSIONS", (1, 2))
+    monkeypatch.setattr("benchmarks.engine.VERDICT_REPETITIONS", 3)
     directory = save_tiny_model(
         tmp_path / "model", vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
     )
-    words = ["--repetitions", "1", "--json", "--parts", "sessions,waits,steps"]
-    words += ["--target-num-threads", "1"]
+    words = ["--repetitions", "1", "--json", "--target-num-threads", "1"]
     assert main(["bench", "engine", "--model", str(directory), *words]) == 0
     found = json.loads(capsys.readouterr().out)
     for sessions in (found["sessions"], found["engine_sessions"]):
@@ -83,70 +78,23 @@ def test_one_run_prints_every_figure(
         assert all(rate > 0 for rate in sessions.values())
     assert found["verify_step_ms"] > 0
     assert found["transformers_forward_ms"] > 0
-    assert not {"prefix_ratio", "gap_ratio", "verdict_ms"} & set(found), "too short, or left out"
-
-
-VOCAB_SIZE = 512
-
-
-class RowsEngine:
-    """Logits of the token before: of an even token nearly flat (over 4 nats), of an odd one
-    nearly certain."""
-
-    info = ModelInfo("rows", VOCAB_SIZE, 64, "float32", (), "w", "t")
-
-    def __init__(self) -> None:
-        self.released = 0
-
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        found = []
-        for step in steps:
-            rows = []
-            for token_id in step.token_ids[-step.num_logits :]:
-                row = np.random.default_rng(token_id).normal(
-                    0, 0.5 + 5 * (token_id % 2), VOCAB_SIZE
-                )
-                rows.append(torch.from_numpy(row).float())
-            found.append(torch.stack(rows))
-        return found
-
-    def length(self, sequence_id: str) -> int:
-        return 0
-
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        raise NotImplementedError
-
-    def release(self, sequence_id: str) -> None:
-        self.released += 1
-
-    def take_step_seconds(self) -> float:
-        return 0.0
-
-
-def cases(rule: Rule) -> list[Question]:
-    step = SequenceStep("rows", tuple(range(21)), 21)
-    return make_cases(RowsEngine().forward([step])[0], rule)
+    assert set(found["verdict_ms"]) == {"token", "block", "coupled", "greedy"}
+    assert found["draft_sampling_ms"] > 0
+    assert not {"prefix_ratio", "gap_ratio"} & set(found), "the model is too short"
 
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_what_is_timed_is_the_verdict(rule: Rule) -> None:
-    found = cases(rule)
+    engine = ToyEngine(512, max_model_len=64)
+    [rows] = engine.forward([SequenceStep("rows", tuple(range(21)), 21)])
+    found = make_cases(rows, rule)
     assert len(found) == 4  # one row of 21 is left over
     for case in found:
-        assert case.logits.shape == (NUM_DRAFT_TOKENS + 1, VOCAB_SIZE)
         assert len(case.proposal.q) == (NUM_DRAFT_TOKENS if rule.needs_q else 0)
         expected = score(target_probabilities(case.logits, case.params), case.proposal, case.noise)
         (verdict,) = verdicts_from_logits([case])
         assert verdict.correction == expected.correction
         assert verdict.accept_probability == pytest.approx(expected.accept_probability, abs=1e-6)
-
-
-def test_every_rule_is_timed_and_so_is_a_draw() -> None:
-    found = verdict_times(RowsEngine(), tuple(range(64)), repetitions=3)
-    assert set(found["verdict_ms"]) == {"token", "block", "coupled", "greedy"}
-    assert all(ms > 0 for ms in found["verdict_ms"].values())
-    assert found["draft_sampling_ms"] > 0
-    assert found["vocab_size"] == VOCAB_SIZE
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
