@@ -1,6 +1,7 @@
 """The order in which sides take turns, and what is kept of it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from bench_sides import ScriptedSide
@@ -16,20 +17,11 @@ PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
 WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
 
 
-def decoding(num_draft_tokens: int, seed: int = 0, max_tokens: int = 64) -> Decoding:
-    return Decoding(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        rule=Rule.GREEDY,
-        seed=seed,
-        num_draft_tokens=num_draft_tokens,
-    )
-
-
-def pair(side: ScriptedSide, concurrency: int = 1, **changes: int) -> list[Contestant]:
+def pair(side: ScriptedSide, concurrency: int = 1, seed: int = 0) -> list[Contestant]:
+    plain = Decoding(64, 0.0, Rule.GREEDY, seed, num_draft_tokens=0)
     return [
-        Contestant("plain", side, decoding(0, **changes), concurrency),
-        Contestant("speculative", side, decoding(8, **changes), concurrency),
+        Contestant("plain", side, plain, concurrency),
+        Contestant("speculative", side, replace(plain, num_draft_tokens=8), concurrency),
     ]
 
 
@@ -38,31 +30,22 @@ def silent(_line: str) -> None:
 
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
-    """Both sides of a prompt have its seed; wall time is the sum of the requests."""
+    """After two prompts of warm-up, which are not measured. Both sides of a prompt have its seed;
+    wall time is the sum of the requests."""
     side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
-    assert [found.seed for _, found in side.calls[4:]] == [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
-    assert [results[name].seconds for name in ("plain", "speculative")] == [6.0, 3.0]
-    assert results["speculative"].tokens_per_second == 10.0
-    assert side.log[4:] == [
-        ("p0", "plain"), ("p0", "drafted"),
-        ("p1", "drafted"), ("p1", "plain"),
+    seeds = [found.seed for _, found in side.calls]
+    assert seeds == [SEED_MAX - 1, SEED_MAX - 2] * 2 + [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
+    assert [found.max_tokens for _, found in side.calls] == [32] * 4 + [64] * 6
+    assert side.log == [
+        *((text, kind) for kind in ("plain", "drafted") for text in WARM_UPS),
+        ("p0", "plain"), ("p0", "drafted"), ("p1", "drafted"), ("p1", "plain"),
         ("p2", "plain"), ("p2", "drafted"),
     ]  # fmt: skip
+    assert [results[name].seconds for name in ("plain", "speculative")] == [6.0, 3.0]
+    assert results["speculative"].tokens_per_second == 10.0
+    assert {len(result.completions) for result in results.values()} == {3}
     assert side.most_running == 1
-
-
-async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
-    results = await measure(PROMPTS[:1], pair(side), silent)
-    assert [entry[0] for entry in side.log[:4]] == [*WARM_UPS, *WARM_UPS]
-    assert [entry[1] for entry in side.log[:4]] == ["plain", "plain", "drafted", "drafted"]
-    assert all(found.max_tokens <= 32 for _, found in side.calls[:4])
-    assert all(found.max_tokens == 64 for _, found in side.calls[4:])
-    warm_up_seeds = [found.seed for _, found in side.calls[:4]]
-    assert warm_up_seeds == [SEED_MAX, SEED_MAX - 1] * 2  # those before the first prompt's 0
-    assert not set(WARM_UPS) & {prompt.text for prompt in PROMPTS}
-    assert {len(result.completions) for result in results.values()} == {1}
 
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
@@ -113,7 +96,7 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
         return True
 
     results = await measure(PROMPTS, pair(ScriptedSide(script)), silent, drops)
-    assert dropped == [f"{'speculative'}: the library broke"]
+    assert dropped == ["speculative: the library broke"]
     assert list(results) == ["plain"]
     assert len(results["plain"].completions) == len(PROMPTS)
 

@@ -25,38 +25,25 @@ from benchmarks.overhead import (
 from benchmarks.prompts import BenchPrompt
 from deploy.cli.main import main
 from outrider.errors import Unavailable
-from outrider.messages import DraftItem, ProposalReply, VerdictReply, VerifyItem
+from outrider.messages import DraftItem, VerifyItem
 from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule
 
 
-def draft_item(session: int) -> DraftItem:
-    return DraftItem(make_head((1, 2, 3), session=session, round_index=1, rule=Rule.TOKEN), 8)
-
-
-async def test_a_step_takes_its_time() -> None:
+async def test_canned_replicas_answer_within_the_call_or_after_a_time() -> None:
+    """With well-formed proposals and verdicts, always the same."""
+    item = DraftItem(make_head((1, 2, 3), session=1, round_index=1, rule=Rule.TOKEN), 8)
     heard: list[Any] = []
-    CannedReplica(propose, step_s=0.01).connect(heard.extend).receive([draft_item(1)])
-    await asyncio.sleep(0)
+    CannedReplica(propose, step_s=0.01).connect(heard.extend).receive([item])
     assert not heard
     await asyncio.sleep(0.05)
-    assert len(heard) == 1
-
-
-def test_canned_replicas_answer_within_the_call() -> None:
-    """With well-formed proposals and verdicts, always the same."""
-    item, heard = draft_item(1), list[ProposalReply | VerdictReply]()
-    CannedReplica(propose).connect(heard.extend).receive([item])
     proposed = heard.pop()
-    assert isinstance(proposed, ProposalReply)
     assert (proposed.base_length, proposed.cached_length) == (3, 11)
     q = proposed.proposal.open().q
     assert [len(entry.token_ids) for entry in q if entry] == [Q_ENTRIES] * 8
     assert max(max(entry.token_ids) for entry in q if entry) < CANNED.vocab_size
-    question = VerifyItem(item.head, proposed.proposal)
-    CannedReplica(verify).connect(heard.extend).receive([question])
+    CannedReplica(verify).connect(heard.extend).receive([VerifyItem(item.head, proposed.proposal)])
     verdict = heard.pop()
-    assert isinstance(verdict, VerdictReply)
     assert (verdict.key, verdict.cached_length) == (item.head.key, 11)
     assert len(verdict.verdict.accept_probability) == 8
     assert len(verdict.verdict.correction) == 9
