@@ -49,7 +49,7 @@ class FeatureWindow:
     The store has none of it: after a take-over, as after a gap, it begins with what comes."""
 
     def __init__(self) -> None:
-        self._kept: Features | None = None
+        self._kept = Features(0, 1, b"")
         self.told = 0
         """The place before which the draft was told of all."""
 
@@ -59,16 +59,15 @@ class FeatureWindow:
         if features.first != committed_length - 1:
             _log.warning("features from %d on, behind %d tokens", features.first, committed_length)
             return
-        kept = features if self._kept is None else self._kept.joined(features)
-        self._kept = kept.since(kept.end - FEATURES_MAX)
+        kept = self._kept.joined(features)
+        self._kept = kept.since(kept.end - FEATURES_MAX) or kept
 
     @property
     def news(self) -> Features | None:
-        return None if self._kept is None else self._kept.since(self.told)
+        return self._kept.since(self.told)
 
     def tell(self) -> None:
-        if self._kept is not None:
-            self.told = self._kept.end
+        self.told = self._kept.end
 
 
 class PushedProposals:
