@@ -34,32 +34,27 @@ def prefix(num_tokens: int, num_last: int = 1, context: int = 0) -> TokenDemand:
     return TokenDemand(num_tokens, num_last, context)
 
 
-def test_rounds_go_first_and_prefixes_share_the_rest_in_order() -> None:
-    budget = TokenBudget(100, 8)
-    assert budget.share([prefix(60), prefix(200), ROUND, ROUND]) == [60, 22, 9, 9]
-
-
-def test_alone_a_prefix_has_the_whole_step() -> None:
-    assert TokenBudget(512, 8).share([prefix(4000)]) == [512]
-    assert TokenBudget(512, 8).share([prefix(512)]) == [512]
-
-
-def test_a_part_leaves_what_cannot_be_parted() -> None:
-    """600 tokens of which the last 9 run together: not 595 of them, but 591."""
-    assert TokenBudget(595, 8).share([prefix(600, num_last=9)]) == [591]
-
-
-def test_many_rounds_leave_the_oldest_prefix_its_share() -> None:
-    """64 rounds of 9 tokens fill a step of 512: 55 of them run, beside 16 tokens of a prefix."""
-    grants = TokenBudget(512, 65).share([prefix(900), prefix(900), *[ROUND] * 64])
-    assert grants[0] == 512 - 55 * 9 >= PREFIX_TOKENS_MIN
-    assert grants[1:] == [0, *[9] * 55, *[0] * 9]
-
-
-def test_seats_are_counted() -> None:
-    """Of three seats one is a prefix's; a fourth session waits."""
-    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND, prefix(60)]) == [9, 9, 0, 60]
-    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND]) == [9, 9, 9]
+@pytest.mark.parametrize(
+    ("max_tokens", "max_steps", "demands", "grants"),
+    [
+        # Rounds go first, and prefixes share the rest in order.
+        (100, 8, [prefix(60), prefix(200), ROUND, ROUND], [60, 22, 9, 9]),
+        # Alone a prefix has the whole step.
+        (512, 8, [prefix(4000)], [512]),
+        (512, 8, [prefix(512)], [512]),
+        # The last 9 tokens run together: not 595 of them, but 591.
+        (595, 8, [prefix(600, num_last=9)], [591]),
+        # Rounds that fill a step leave the oldest prefix PREFIX_TOKENS_MIN tokens.
+        (512, 65, [prefix(900), prefix(900), *[ROUND] * 64], [17, 0, *[9] * 55, *[0] * 9]),
+        # Of three seats one is a prefix's.
+        (512, 3, [ROUND, ROUND, ROUND, prefix(60)], [9, 9, 0, 60]),
+        (512, 3, [ROUND, ROUND, ROUND], [9, 9, 9]),
+    ],
+)
+def test_a_step_is_shared_out(
+    max_tokens: int, max_steps: int, demands: list[TokenDemand], grants: list[int]
+) -> None:
+    assert TokenBudget(max_tokens, max_steps).share(demands) == grants
 
 
 @pytest.mark.parametrize("num_rounds", [2, 3, 8])

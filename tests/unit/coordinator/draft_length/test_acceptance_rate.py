@@ -50,16 +50,6 @@ def test_long_proposals_may_be_the_good_ones() -> None:
     assert found.proposed == pytest.approx([1.0, 0.5, 0.5, 0.5], abs=0.03)
 
 
-def test_a_new_session_begins_with_what_all_have_shown() -> None:
-    chances = [0.6, 0.3, 0.9]
-    shared = averages()
-    for _ in range(2000):
-        shared.note(3, survival_of(chances))
-    known, expected = shared.prospects(3), averages(shared).prospects(3)
-    assert expected.committed == pytest.approx(known.committed)
-    assert expected.proposed == pytest.approx(known.proposed)
-
-
 def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     """All accept 0.8 and then half of that; a session whose first token does better is expected to
     do better behind it in proportion, too."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
@@ -198,14 +198,6 @@ def test_long_prompts_and_short_ones_are_told_apart() -> None:
     assert sum(shares[50][-20:]) / 20 > 0.8
 
 
-def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
-    control = World().open()
-    assert not control.begins_plain
-    first, second = control.choose(0, ENDLESS), control.choose(1, ENDLESS)
-    assert first == RoundLength(0, 0, next_max=second.num_draft_tokens)
-    assert 0 < second.num_draft_tokens <= BOUND
-
-
 def test_a_trial_behind_a_prompt_that_the_draft_has_not_read_is_dearer() -> None:
     """It has to read that first."""
     drafted = []
@@ -226,20 +218,6 @@ def teach(one: LengthControls, rule: Rule, seed: int) -> LengthControl:
         num = control.choose(index, ENDLESS).num_draft_tokens
         control.note(PlayedRound(num, (0.0,) * num, 1, 10, 0.001 * num, 0.01, 0.02 * (index + 1)))
     return control
-
-
-@pytest.mark.parametrize("rule", Rule)
-def test_acceptance_is_shared_but_not_with_a_second_session_of_a_seed(rule: Rule) -> None:
-    """What a session was told of its noise is no news of another's, unless they have one seed and
-    noise is keyed by the round. Where places are absolute, no length has a say in what is
-    committed."""
-    one = controls()
-    fresh = one.open(rule, 6, BOUND, 10)._averages.prospects(1).committed[0]
-    teach(one, rule, seed=7)
-    other = one.open(rule, 8, BOUND, 10)._averages.prospects(1).committed[0]
-    same = one.open(rule, 7, BOUND, 10)._averages.prospects(1).committed[0]
-    assert other < 0.2 < fresh
-    assert same == pytest.approx(other if rule.absolute_noise else fresh)
 
 
 def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(

@@ -102,17 +102,3 @@ def test_many_sessions_at_the_target_make_proposals_chains() -> None:
     sessions = [busy.open(Rule.TOKEN, seed, BOUND, 100, siblings_max=4) for seed in range(16)]
     chosen = [play(session, row_s, others=15)[-10:] for session in sessions]
     assert not any(length.siblings for lengths in chosen[8:] for length in lengths)
-
-
-def test_a_session_goes_by_its_own_siblings_first() -> None:
-    """One whose siblings are never taken, beside one whose are mostly."""
-    row_s = 0.001
-    shared = controls(row_s)
-    bad, good = (shared.open(Rule.TOKEN, seed, BOUND, 100, siblings_max=4) for seed in (1, 2))
-    asked = {"bad": 0, "good": 0}
-    for turn in range(6):
-        for name, control, taken in (("bad", bad, (0.0,) * 4), ("good", good, (0.8,) * 4)):
-            chosen = play(control, row_s, taken, 40)
-            if turn > 1:
-                asked[name] += sum(sum(length.siblings) for length in chosen)
-    assert asked["good"] > 2 * asked["bad"]

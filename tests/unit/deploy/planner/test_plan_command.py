@@ -28,6 +28,9 @@ from outrider.replica.scheduler import InlineExecutor
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
+FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
+NUMBERS = ("--simulate", "--from-numbers")
+
 
 @pytest.mark.parametrize(
     ("flags", "named"),
@@ -47,6 +50,16 @@ from target_service.service import TargetService
         ),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--draft-model", "hybrid:ngram"), "--draft-model"),
+        (("--sessions", "3"), "error: --sessions: is for --simulate"),
+        (("--simulate", "--tpot-ms", "9"), "error: --sessions or --rate is needed"),
+        ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms is needed"),
+        ((*NUMBERS, "", *FLEET, "--from-report", "x"), "error: --from-numbers: cannot go with"),
+        ((*NUMBERS, "", *FLEET, "--sessions", "100001"), "error: --sessions: 100001"),
+        ((*NUMBERS, "", *FLEET, "--round-trip-ms", "nan"), "error: --round-trip-ms: nan"),
+        ((*NUMBERS, "", *FLEET, "--drafts", "few"), "--drafts"),
+        ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
+        ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
+        (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
     ],
 )
 def test_wrong_flags_end_the_command(

@@ -55,34 +55,6 @@ def test_wrong_numbers_are_named(text: str, named: str) -> None:
     assert named in caught.value.reason
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("plan", "--sessions", "3"), "error: --sessions: is for --simulate"),
-        (("plan", "--simulate", "--tpot-ms", "9"), "error: --sessions or --rate is needed"),
-        ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms is needed"),
-        ((*NUMBERS, "", *FLEET, "--from-report", "x"), "error: --from-numbers: cannot go with"),
-        ((*NUMBERS, "", *FLEET, "--sessions", "100001"), "error: --sessions: 100001"),
-        ((*NUMBERS, "", *FLEET, "--round-trip-ms", "nan"), "error: --round-trip-ms: nan"),
-        ((*NUMBERS, "", *FLEET, "--drafts", "few"), "--drafts"),
-        ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
-        ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
-        (("plan", "--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
-    ],
-)
-def test_wrong_flags_are_named(
-    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(flags)
-    except SystemExit as error:
-        code = int(str(error.code))
-    assert code == 2
-    shown = capsys.readouterr()
-    assert named in shown.err
-    assert shown.out == ""
-
-
 @pytest.mark.parametrize("text", ["{", "{}"])
 def test_a_file_that_is_no_report_is_named(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

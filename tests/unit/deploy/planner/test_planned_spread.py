@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-import pytest
 
 from deploy.planner.choosing import LEVEL, Chooser, Spread, best, spread
 from deploy.planner.round_times import Option, ServiceTimes
@@ -42,15 +41,6 @@ def planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]:
     return options, spread(options, parts, TIMES, 1, prompt_tokens)
 
 
-def test_texts_that_are_alike_leave_no_doubt() -> None:
-    options, found = planned([0.7] * 6)
-    chosen = best(options)
-    assert found is not None
-    assert found.num_texts == 6
-    assert found.speedup == pytest.approx((chosen.speedup,) * 2)
-    assert found.same_share == 1.0
-
-
 def test_texts_that_differ_leave_some_and_more_of_them_less() -> None:
     """The speed-up lies within its interval, and not every sample leads to the same K."""
     few, many = [0.2, 0.95] * 3, [0.2, 0.95] * 48
@@ -82,10 +72,3 @@ def test_an_interval_holds_the_speed_up_about_as_often_as_it_says() -> None:
 
 def test_one_text_says_nothing_of_others() -> None:
     assert planned([0.7])[1] is None
-
-
-def test_where_no_draft_pays_that_is_sure() -> None:
-    options, found = planned([0.01] * 5)
-    assert best(options).num_draft_tokens == 0
-    assert found is not None
-    assert (found.speedup, found.same_share) == ((1.0, 1.0), 1.0)
