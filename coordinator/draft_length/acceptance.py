@@ -6,7 +6,7 @@ beside it is refused; the token behind it is the target's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -178,39 +178,37 @@ def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
     return tuple(kept) if any(kept) else ()
 
 
-class Shaper:
-    """Adds siblings to proposals of K tokens while they make rounds bring more a second."""
-
-    def __init__(
-        self, prospects: Prospects, rates: Array, forecast: Forecast, siblings_max: int
-    ) -> None:
-        """`rates` are as of `SiblingAverages.rates`, `siblings_max` bounds those beside one
-        token."""
-        self._forecast = forecast
-        offered, taken = rates[:, :siblings_max]
-        left = np.concatenate(([1.0], np.cumprod(1.0 - offered * taken)))[:-1]
-        gains = np.outer(prospects.refused, np.minimum.accumulate(left * offered * taken))
-        likely = np.outer(prospects.proposed, offered)
-        order = np.argsort(-gains, axis=None, kind="stable")
-        depths = order // max(1, siblings_max)
-        self._gains = [*zip(gains.flat[order], likely.flat[order], depths.tolist(), strict=True)]
-        """Tokens that a sibling adds, the chance that it has to be verified, and its place."""
-
-    def shape(
-        self, num_draft_tokens: int, num_tokens: float, seconds: float
-    ) -> tuple[tuple[int, ...], float, float]:
-        """Siblings for a proposal that brings so many tokens in such a time, place by place; and
-        tokens and time with them."""
-        siblings, row = [0] * num_draft_tokens, num_draft_tokens
-        row_s, row_lost = self._forecast.row_s, self._forecast.row_lost
-        for gain, likely, depth in self._gains:
-            if depth >= num_draft_tokens:
+def shaped(
+    promised: Sequence[tuple[float, float]],
+    prospects: Prospects,
+    averages: SiblingAverages,
+    forecast: Forecast,
+    siblings_max: int,
+) -> Iterator[tuple[tuple[int, ...], float, float]]:
+    """Siblings, place by place, for proposals of 1, 2, ... tokens that bring the `promised` tokens
+    in a time, as long as they make rounds bring more a second; and tokens and time with them.
+    `siblings_max` bounds those beside one token."""
+    if siblings_max == 0:
+        yield from (((), *one) for one in promised)
+        return
+    offered, taken = averages.rates()[:, :siblings_max]
+    left = np.concatenate(([1.0], np.cumprod(1.0 - offered * taken)))[:-1]
+    gains = np.outer(prospects.refused, np.minimum.accumulate(left * offered * taken))
+    likely = np.outer(prospects.proposed, offered)
+    order = np.argsort(-gains, axis=None, kind="stable")
+    depths = order // siblings_max
+    best = [*zip(gains.flat[order], likely.flat[order], depths.tolist(), strict=True)]
+    row_s, row_lost = forecast.row_s, forecast.row_lost
+    for k, (num_tokens, seconds) in enumerate(promised, start=1):
+        siblings, row = [0] * k, k
+        for gain, chance, depth in best:
+            if depth >= k:
                 continue
-            if row >= min(len(row_s), num_draft_tokens + SIBLINGS_OF_A_ROUND_MAX):
+            if row >= min(len(row_s), k + SIBLINGS_OF_A_ROUND_MAX):
                 break
-            more, cost = float(gain - likely * row_lost[row]), float(likely * row_s[row])
+            more, cost = float(gain - chance * row_lost[row]), float(chance * row_s[row])
             if more * seconds <= num_tokens * cost:
                 break
             num_tokens, seconds, row = num_tokens + more, seconds + cost, row + 1
             siblings[depth] += 1
-        return tuple(siblings) if any(siblings) else (), num_tokens, seconds
+        yield tuple(siblings) if any(siblings) else (), num_tokens, seconds

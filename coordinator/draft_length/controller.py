@@ -32,8 +32,8 @@ from typing import Final
 from coordinator.draft_length.acceptance import (
     SIBLINGS_OF_A_ROUND_MAX,
     DepthAverages,
-    Shaper,
     SiblingAverages,
+    shaped,
 )
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
@@ -515,26 +515,22 @@ class LengthControl(LengthPolicy):
         A proposal is drawn until as much time has been lost, beyond what it takes as a rule, as its
         tokens would take without it. So a draft that has become slow costs no more than twice what
         it brings, whenever that is."""
-        costs, siblings_max = self._costs, self._siblings_max
-        num_siblings = SIBLINGS_OF_A_ROUND_MAX if siblings_max else 0
+        costs = self._costs
+        num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
         forecast = costs.forecast(self._bound, self._context, num_siblings)
         prospects = self._averages.prospects(self._bound)
         gained = (prospects.committed - prospects.proposed * forecast.token_lost).cumsum()
         taken_s = (prospects.proposed * forecast.token_s).cumsum()
-        promised = zip(gained.tolist(), taken_s.tolist(), forecast.draft_s.tolist(), strict=True)
-        shaper = None
-        if siblings_max:
-            shaper = Shaper(prospects, self._siblings.rates(), forecast, siblings_max)
-        options = []
-        for k, (tokens, seconds, draft_s) in enumerate(promised, start=1):
-            tokens, seconds = tokens + 1.0 - forecast.round_lost, seconds + forecast.round_s
-            siblings, budget_s = tuple[int, ...](), math.inf
-            if shaper is not None:
-                siblings, tokens, seconds = shaper.shape(k, tokens, seconds)
+        tokens = (gained + 1.0 - forecast.round_lost).tolist()
+        promised = list(zip(tokens, (taken_s + forecast.round_s).tolist(), strict=True))
+        found = shaped(promised, prospects, self._siblings, forecast, self._siblings_max)
+        options = list[_Option]()
+        for (siblings, num, seconds), draft_s in zip(found, forecast.draft_s.tolist(), strict=True):
+            budget_s = math.inf
             if costs.are_known:
-                worth_s = max(0.0, tokens - 1.0) * forecast.plain_s
+                worth_s = max(0.0, num - 1.0) * forecast.plain_s
                 budget_s = max(DRAFT_BUDGET_MIN_S, draft_s + worth_s)
-            options.append(_Option(k, tokens, seconds, siblings, budget_s))
+            options.append(_Option(len(options) + 1, num, seconds, siblings, budget_s))
         return options, replace(_PLAIN, seconds=forecast.plain_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -28,9 +29,8 @@ from .round_times import Option, ServiceTimes, fitted
 from .rounds import Rounds, Script, total
 
 REHEARSED_K: Final = (0, 1, 8, 2, 4, 16)
-"""The first prompt begins with the first of them, the second with the second, ..."""
+"""Every second prompt begins with the last of them."""
 TEXTS_MAX: Final = 4
-"""Of as many categories."""
 TOKENS_MAX: Final = 48
 """Of an answer."""
 OUTLIER: Final = 3.0
@@ -162,20 +162,18 @@ async def _play_all(
 ) -> list[PlayedSession]:
     """`is_first`: the replicas have not read the prompts of the sample yet."""
     sampling = sample.temperature, rehearsed_rule(sample.temperature)
-    # The first of each category, as far as there is time; then further ones.
-    firsts = list({text.category: text for text in reversed(sample.texts)}.values())[::-1]
-    texts = [*firsts, *(text for text in sample.texts if text not in firsts)][:TEXTS_MAX]
+    # Of categories that follow each other in the sample.
+    texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     seed = (texts[0].seed - 1) & SEED_MAX
     for warm_up in (0, REHEARSED_K[-1]):
         await play(client, texts[-1], sampling, warm_up, TOKENS_MAX, seed)
-    played = []
+    played = list[PlayedSession]()
     for index, text in enumerate(texts):
         number = f"prompt {index + 1} of {len(texts)}"
         progress(f"rehearsing temperature {sample.temperature:g}, {number}: {text.category}")
-        first = index % len(REHEARSED_K)
-        for place, k in enumerate((*REHEARSED_K[first:], *REHEARSED_K[:first])):
+        for k in REHEARSED_K if index % 2 == 0 else reversed(REHEARSED_K):
             session = await play(client, text, sampling, k, TOKENS_MAX)
-            is_fresh = is_first and place == 0 and text is not texts[-1]
+            is_fresh = is_first and text not in (texts[-1], *(one.text for one in played))
             played.append(replace(session, is_cached=not is_fresh))
     return played
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,10 +13,10 @@ from coordinator.draft_length.acceptance import (
     NO_SIBLINGS,
     SIBLINGS_OF_A_ROUND_MAX,
     Prospects,
-    Shaper,
     SiblingAverages,
     SiblingChances,
     fitting,
+    shaped,
     sibling_chances,
 )
 from coordinator.draft_length.policy import FixedLength, RoundLength
@@ -57,7 +60,7 @@ def prospects(*chances: tuple[float, ...]) -> Prospects:
 
 
 PROSPECTS = prospects((0.4, 0.16), (1.0, 1.0), (0.6, 0.24))
-RATES = np.array([[1.0, 1.0, 1.0], [0.3, 0.2, 0.1]])
+RATES: Any = SimpleNamespace(rates=lambda: np.array([[1.0, 1.0, 1.0], [0.3, 0.2, 0.1]]))
 
 
 def forecast(row_s: float, lost: float = 0.0, num_rows: int = 30) -> Forecast:
@@ -69,8 +72,9 @@ def shape(
     row_s: float, lost: float = 0.0, num_rows: int = 30, siblings_max: int = 3
 ) -> tuple[tuple[int, ...], float, float]:
     """Siblings, and the tokens and seconds that they add."""
-    shaper = Shaper(PROSPECTS, RATES, forecast(row_s, lost, num_rows), siblings_max)
-    siblings, num_tokens, seconds = shaper.shape(2, 1.56, 1.56)
+    costs = forecast(row_s, lost, num_rows)
+    _, found = shaped([(1.0, 1.0), (1.56, 1.56)], PROSPECTS, RATES, costs, siblings_max)
+    siblings, num_tokens, seconds = found
     return siblings, num_tokens - 1.56, seconds - 1.56
 
 
@@ -93,8 +97,9 @@ def test_a_tree_is_bounded() -> None:
     """By what is known of rows, by the room for siblings, and by what is left of the context."""
     assert sum(shape(0.0, num_rows=5)[0]) == 3
     halves = prospects((0.5,) * 8, (1.0,) * 8, (0.5,) * 8)
-    many = Shaper(halves, np.array([[1.0] * 8, [0.5] * 8]), forecast(0.0, 0.0, 99), 8)
-    assert sum(many.shape(8, 2.0, 1.0)[0]) == SIBLINGS_OF_A_ROUND_MAX
+    rates: Any = SimpleNamespace(rates=lambda: np.array([[1.0] * 8, [0.5] * 8]))
+    *_, many = shaped([(2.0, 1.0)] * 8, halves, rates, forecast(0.0, 0.0, 99), 8)
+    assert sum(many[0]) == SIBLINGS_OF_A_ROUND_MAX
     assert fitting((3, 2, 1), 4) == (3, 1, 0)
     assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()
     assert fitting((), 9) == ()
