@@ -38,16 +38,16 @@ _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separato
 """Made once: `json.dumps` would make another one for each chunk."""
 _VALUE_CHARS_MAX: Final = 64
 """Of a wrong value that is told back."""
-_KINDS: Final[Sequence[tuple[type[OutriderError], str, str]]] = (
-    (BadRequest, "invalid_request_error", "invalid_value"),
-    (Unauthenticated, "authentication_error", "invalid_api_key"),
-    (PermissionDenied, "permission_error", "permission_denied"),
-    (NotFound, "invalid_request_error", "model_not_found"),
-    (Overloaded, "rate_limit_error", "rate_limit_exceeded"),
-    (Unavailable, "service_unavailable_error", "unavailable"),
-    (DeadlineExceeded, "timeout_error", "deadline_exceeded"),
+_KINDS: Final[Sequence[tuple[type[OutriderError], str, str, str | None]]] = (
+    (BadRequest, "invalid_request_error", "invalid_value", None),
+    (Unauthenticated, "authentication_error", "invalid_api_key", None),
+    (PermissionDenied, "permission_error", "permission_denied", None),
+    (NotFound, "invalid_request_error", "model_not_found", "model"),
+    (Overloaded, "rate_limit_error", "rate_limit_exceeded", None),
+    (Unavailable, "service_unavailable_error", "unavailable", None),
+    (DeadlineExceeded, "timeout_error", "deadline_exceeded", "deadline_ms"),
 )
-"""`type` and `code` by error; others are the server's."""
+"""`type`, `code` and `param` by error; others are the server's."""
 _CODES: Final = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
@@ -89,17 +89,12 @@ def error_body(error: Exception) -> dict[str, Any]:
         _log.error("a request failed", exc_info=error)
     if not isinstance(error, OutriderError):
         error = OutriderError("internal error; the server's log has its traceback")
-    name, code = next(
-        ((name, code) for kind, name, code in _KINDS if isinstance(error, kind)),
-        ("server_error", "internal_error" if error.http_status == 500 else "conflict"),
+    name, code, param = next(
+        ((name, code, param) for kind, name, code, param in _KINDS if isinstance(error, kind)),
+        ("server_error", "internal_error" if error.http_status == 500 else "conflict", None),
     )
-    param = None
     if isinstance(error, BadRequest):
         param = error.field or None
-    elif isinstance(error, NotFound):
-        param = "model"
-    elif isinstance(error, DeadlineExceeded):
-        param = "deadline_ms"
     return _body(error.message, name, param, code)
 
 

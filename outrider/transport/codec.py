@@ -1,13 +1,12 @@
 """Protobuf messages <-> the values of `outrider.messages`.
 
 Fields of one name are the same. A few messages have functions of their own, and `_LIMITS` bounds
-what a peer may send: decoding trusts nothing, and raises `BadRequest` with the field's path.
-Encoding trusts our own values.
+what a peer may send: decoding raises `BadRequest` with the path of a field that does not fit, and
+trusts nothing that coordinators and callers send.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -79,8 +78,6 @@ _LIMITS: Final[Mapping[str, int]] = {
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
 """The largest number, or the most characters or entries, of a field."""
-_AMOUNTS: Final = ("Verdict", "ProposalAnswer", "AuditSums")
-"""Messages whose numbers with a fraction are finite, and 0 or more."""
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
@@ -173,7 +170,6 @@ def _reader(field: Any) -> Callable[..., Any] | None:
 
 
 def _one_reader(field: Any) -> Callable[..., Any] | None:
-    is_real = field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE)
     if field.enum_type is not None:
         members = _members(field)
         return lambda number, path: members.get(number)
@@ -184,8 +180,6 @@ def _one_reader(field: Any) -> Callable[..., Any] | None:
         return lambda message, path: from_proto(message, VALUES[name], path)
     if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT32:
         return token_ids_from_wire
-    if is_real and field.containing_type.name in _AMOUNTS:
-        return _amount
     return (lambda value, path: value) if field.is_repeated else None
 
 
@@ -220,12 +214,6 @@ def token_ids_from_wire(
     if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
         raise BadRequest(path, f"a token id is not in 0..{TOKEN_ID_MAX}")
     return token_ids
-
-
-def _amount(value: float, path: str) -> float:
-    if not 0.0 <= value < math.inf:
-        raise BadRequest(path, f"{value!r} is not finite, or less than 0")
-    return value
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -283,13 +271,9 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 
 
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
-    """One position. Minus infinity is the log-probability of an impossible token."""
     token_ids = token_ids_from_wire((one.token_id for one in message.top), path, LOGPROBS_MAX)
-    values = [message.logprob, *(one.logprob for one in message.top)]
-    for value in values:
-        if not value < math.inf:
-            raise BadRequest(path, f"{value!r} is no log-probability")
-    return PositionLogprobs(values[0], tuple(zip(token_ids, values[1:], strict=True)))
+    values = [one.logprob for one in message.top]
+    return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
 
 
 OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any], Callable[[Any, str], Any]]]] = {
@@ -395,16 +379,9 @@ def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
         )
-    for probability in accept:
-        if not 0.0 <= probability <= 1.0:
-            raise BadRequest("verdict.accept_probability", f"{probability!r} is not in [0, 1]")
     if message.logprobs and len(message.logprobs) != 2 * len(accept) + 1:
         reason = f"{len(message.logprobs)} entries, not {2 * len(accept) + 1}"
         raise BadRequest("verdict.logprobs", reason)
-    sums = message.audit
-    parts = sums.num_impossible + sums.num_unlikely + sums.num_near_ties
-    if message.HasField("audit") and (sums.num_tokens != len(accept) or parts > len(accept)):
-        raise BadRequest("verdict.audit", "does not count the tokens of its verdict")
     return Verdict(accept, token_ids_from_wire(correction, "verdict.correction"))
 
 
