@@ -15,9 +15,7 @@ from outrider.config import (
     deployment_settings,
     load_config,
 )
-from outrider.drafters.lookup import NgramConfig
 from outrider.errors import ConfigError, SettingError
-from outrider.settings import settings_of
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 (a setting, not bound)
 
@@ -77,12 +75,6 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
         load_config({}, {}, _file(tmp_path, text))
     assert says in caught.value.message
     assert "\n" not in caught.value.message
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """`--config` must name a file that can be read."""
-    with pytest.raises(ConfigError, match=r"--config: cannot read .*nowhere"):
-        load_config({}, {}, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -150,25 +142,7 @@ def test_other_checks_across_settings() -> None:
         DraftConfig(ngram_min=5, ngram_max=4)
 
 
-def test_prompt_lookup_has_one_default() -> None:
-    """The settings and the drafter agree."""
-    config, drafter = DraftConfig(), NgramConfig()
-    assert (config.ngram_min, config.ngram_max) == (drafter.ngram_min, drafter.ngram_max)
-
-
 def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:
     """An actor raises it, and whoever started the actor says what set it."""
     error = copy.copy(SettingError("device", "is wrong"))
     assert (error.key, error.reason, str(error)) == ("device", "is wrong", "device: is wrong")
-
-
-def test_secrets_are_not_shown() -> None:
-    """What may hold a password does not get into logs through `repr`."""
-    config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
-    assert "swordfish" not in repr(config)
-
-
-def test_settings_are_documented_once_a_configuration_was_made() -> None:
-    """pydantic finds docstrings only while the class is defined."""
-    CoordinatorConfig()
-    assert settings_of(CoordinatorConfig)["grpc_port"].doc

@@ -145,22 +145,6 @@ def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> None:
     play(scene)
 
 
-def test_what_changes_while_it_is_said_is_said_after_it() -> None:
-    leaving = replace(TARGET, leaving=True)
-
-    async def scene(replica: Replica) -> None:
-        await replica.announcer.start()
-        replica.registry.takes_s = 0.5
-        await asyncio.sleep(RENEWAL_S + 0.2)
-        replica.record = leaving
-        replica.announcer.say_again()
-        await asyncio.sleep(0.9)
-        assert replica.registry.told[1:] == [(1.0, TARGET), (1.5, leaving)]
-        assert await replica.heard() == [leaving]
-
-    play(scene)
-
-
 def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
-    """The newest lines are kept."""
+    """The newest lines are kept, for their user alone."""
     log_to(str(tmp_path), "target-0")
     for index in range(400):
         logging.getLogger("outrider").warning("line %d", index)
@@ -45,6 +45,7 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
     names = ["target-0.log", *(f"target-0.log.{number + 1}" for number in range(LOG_FILES_KEPT))]
     assert files == names
     assert all(path.stat().st_size <= SMALL for path in tmp_path.iterdir())
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     assert "line 399" in (tmp_path / "target-0.log").read_text().splitlines()[-1]
 
 
@@ -88,20 +89,6 @@ def test_the_log_of_a_running_replica_stays(tmp_path: Path, small: None) -> None
         running.communicate()
     log_files.make_room(tmp_path, bytes_max=1)
     assert not list(tmp_path.iterdir())
-
-
-def test_logs_are_for_their_user_alone(tmp_path: Path, small: None) -> None:
-    """After rotations, too."""
-    before = os.umask(0)
-    try:
-        log_to(str(tmp_path), "target-0")
-        for index in range(400):
-            logging.getLogger("outrider").warning("line %d", index)
-    finally:
-        os.umask(before)
-    modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert len(list(tmp_path.iterdir())) == 1 + LOG_FILES_KEPT
-    assert modes == {0o600}
 
 
 def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cli import masking
 from deploy.cli.command import Arguments
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
@@ -105,13 +104,6 @@ def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=words) as caught:
             check_before_start(load_config(EMULATED | settings, {}))
         assert caught.value.key == key
-
-
-def test_secrets_are_told_apart_from_other_words() -> None:
-    """Other users see a process's words."""
-    flags = ["--api-key", KEY, "--api-key=another-key-123456", "--redis-url", "redis://:secret@h:1"]
-    others = ["chat", "--max-num-seqs", "3"]
-    assert masking.split([*flags, *others]) == (others, flags)
 
 
 SHOWS = """

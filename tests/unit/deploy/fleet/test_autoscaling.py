@@ -67,18 +67,12 @@ def test_targets_follow_how_long_items_wait() -> None:
     assert fleet.look(31) == {}
 
 
-def test_drafts_follow_the_rounds_that_wait_for_them() -> None:
-    fleet = Fleet()
+def test_drafts_and_coordinators_follow_waits_and_sessions() -> None:
+    fleet = Fleet(coordinator=2)
     fleet.says["coordinator"]["draft_waits"] = 0.19
     assert fleet.look(0) == {}
-    fleet.says["coordinator"]["draft_waits"] = 0.5
-    assert fleet.look(1) == {"draft": 2}
-
-
-def test_coordinators_follow_their_sessions() -> None:
-    fleet = Fleet(coordinator=2)
-    fleet.says["coordinator"]["load"] = 140
-    assert fleet.look(0) == {"coordinator": 3}
+    fleet.says["coordinator"] |= {"draft_waits": 0.5, "load": 140}
+    assert fleet.look(1) == {"draft": 2, "coordinator": 3}
 
 
 def test_one_goes_after_it_would_long_not_have_been_missed() -> None:

@@ -87,13 +87,6 @@ def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> N
     assert lock_holder(directory) is None
 
 
-def test_a_holder_that_has_not_said_its_number_is_no_process(directory: Path) -> None:
-    with exclusive(directory):
-        (directory / LOCK_NAME).write_text("")
-        with pytest.raises(ConfigError, match="does not say which process"):
-            lock_holder(directory)
-
-
 def test_a_holder_that_lets_go_meanwhile_is_none(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

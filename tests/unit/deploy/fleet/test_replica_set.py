@@ -13,7 +13,7 @@ from fleet_world import World, play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.fleet.replica import SILENCE_S, ReplicaView, role_and_age
+from deploy.fleet.replica import ReplicaView, role_and_age
 from deploy.fleet.replica_set import HOPELESS_AFTER, next_steps
 from outrider.clock import run_virtually
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
@@ -253,48 +253,6 @@ async def one_that_loads(world: World) -> str:
     return loading
 
 
-def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
-    """As where their machines pause; what does not serve is ended meanwhile."""
-
-    async def scene(world: World) -> None:
-        loading = await one_that_loads(world)
-        before = world.names("target")
-        await world.die()
-        world.machines.loading.set()
-        for name in before:
-            world.actor(name).awake.clear()
-        coming = asyncio.create_task(world.come_back())
-        await asyncio.sleep(SILENCE_S - 2)
-        assert world.machines.removed == [loading], "it does not serve, and is started anew"
-        for name in before:
-            world.actor(name).awake.set()
-        await coming
-        assert world.names("target") == before
-        await world.die()
-        for name in before:
-            world.actor(name).awake.clear()
-        async with asyncio.timeout(SILENCE_S + 2):
-            await world.come_back()
-        assert not {*world.names("target")} & {*before}
-
-    play(scene, num_targets=3)
-
-
-def test_one_that_was_leaving_leaves_when_a_fleet_returns() -> None:
-    async def scene(world: World) -> None:
-        stays, leaves = world.names("target")
-        await world.registry.want({"target": 1})
-        await asyncio.sleep(0.7)
-        assert world.actor(leaves).calls[-1] != "kill"
-        await world.die()
-        await world.come_back()
-        await asyncio.sleep(5)
-        assert world.names("target") == [stays]
-        assert world.machines.removed == [leaves]
-
-    play(scene, num_targets=2)
-
-
 def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
     """It knows neither how many are wanted nor which names were given. A registry that has lost
     everything is told of what is there."""
@@ -493,13 +451,6 @@ def test_those_that_serve_stay_before_others_and_then_the_oldest(serving: list[b
         )
 
 
-def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() -> None:
-    fleet = [view("draft", 0), view("draft", 1, serves=False), view("draft", 2)]
-    assert next_steps({"draft": 1, "target": 2, "coordinator": 1}, fleet) == (
-        ["coordinator", "target", "target"], ["draft-1", "draft-2"]
-    )  # fmt: skip
-
-
 class Rolling:
     """A fleet of which the plan has changed."""
 
@@ -542,13 +493,3 @@ def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> 
     roles: tuple[Role, ...] = ("target",)
     assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])
     assert next_steps({"target": 1}, [last], (), roles, roles) == ([], ["target-0"])
-
-
-def test_of_too_many_stale_ones_leave_first() -> None:
-    fleet = [
-        view("target", 0),
-        view("target", 1, stale=True),
-        view("target", 2),
-    ]
-    assert next_steps({"target": 2}, fleet) == ([], ["target-1"])
-    assert next_steps({"target": 1}, fleet) == ([], ["target-1", "target-2"])

@@ -51,24 +51,17 @@ def test_a_port_beyond_the_last_one_is_refused_by_its_setting() -> None:
         assert caught.value.key == key
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_replica_is_told_where_it_is_announced_and_as_what(role: Role) -> None:
-    plan = spec(redis_url="redis://elsewhere", redis_username="me", redis_key_prefix="ours:")
-    member = plan.replica_config(role, "x-7", 2).membership
-    assert member is not None
-    assert (member.deployment, member.name, member.slot) == ("d", "x-7", 2)
-    assert member.redis == plan.config.coordinator.redis
-    assert (member.redis.url, member.redis.key_prefix) == ("redis://elsewhere", "ours:")
-
-
-def test_nothing_else_of_a_replicas_configuration_differs() -> None:
-    plan = spec(**PORTS, max_num_seqs=7)
+def test_a_replica_is_told_where_it_is_announced_and_its_ports_and_nothing_else() -> None:
+    plan = spec(**PORTS, redis_url="redis://elsewhere", redis_key_prefix="ours:")
     config = plan.config
     for role, whole in (
         ("coordinator", config.coordinator), ("target", config.target), ("draft", config.draft)
     ):  # fmt: skip
-        told = plan.replica_config(cast(Role, role), "x", 1)
-        assert type(told) is type(whole)
+        told = plan.replica_config(cast(Role, role), "x-7", 1)
+        member = told.membership
+        assert member is not None
+        assert (member.deployment, member.name, member.slot) == ("d", "x-7", 1)
+        assert member.redis == plan.config.coordinator.redis
         differ = {
             name
             for name in type(whole).__dataclass_fields__
@@ -97,25 +90,18 @@ def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace() 
             assert told.takes_over_ports is found.local
 
 
-def test_at_first_there_are_as_many_as_the_configuration_says() -> None:
-    plan = spec(num_coordinators=2, num_targets=3, num_drafts=4)
-    assert plan.counts == {"coordinator": 2, "target": 3, "draft": 4}
-    assert spec(num_drafts=0).counts["draft"] == 0
-
-
 def test_counts_are_held_within_what_is_possible() -> None:
-    """Nothing can be done without a target and a coordinator; without a draft it can."""
-    plan, most = spec(), dict.fromkeys(ROLES, REPLICAS_MAX)
-    assert plan.bounded(most) == most
+    """At first there are as many as the configuration says. Nothing can be done without a target
+    and a coordinator; without a draft it can, and where there is no model for one it is."""
+    plan = spec(num_coordinators=2, num_targets=3, num_drafts=4)
+    most = dict.fromkeys(ROLES, REPLICAS_MAX)
+    assert plan.counts == {"coordinator": 2, "target": 3, "draft": 4}
     assert plan.bounded(dict.fromkeys(ROLES, -1)) == {"coordinator": 1, "target": 1, "draft": 0}
-    assert plan.bounded(dict.fromkeys(ROLES, REPLICAS_MAX + 1)) == most
-
-
-@pytest.mark.parametrize("drafter", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram"])
-def test_without_a_draft_of_its_own_there_are_no_replicas_of_one(drafter: str) -> None:
-    plan = spec(engine="transformers", model="m", draft_model=drafter, num_drafts=2)
-    assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
-    assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
+    assert plan.bounded(dict.fromkeys(ROLES, REPLICAS_MAX + 1)) == plan.bounded(most) == most
+    for drafter in ("medusa:heads", "hybrid:suffix,early-exit:exit", "ngram"):
+        plan = spec(engine="transformers", model="m", draft_model=drafter, num_drafts=2)
+        assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
+        assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
 
 
 def test_a_number_that_cannot_be_is_refused_by_its_role() -> None:
