@@ -20,7 +20,6 @@ from outrider.engine.cuda.backend import (
     Recording,
     StepRequest,
 )
-from outrider.engine.cuda.cuda_runner import recorded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
@@ -262,11 +261,3 @@ def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
     engine = make_engine(module, backend=DeviceBackend(attend, 8, CountingRecorder))
     assert "its steps are not accelerated" in caplog.text
     assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
-
-
-def test_rows_are_padded_to_few_counts() -> None:
-    """Never less, at most twice as many, and not many different ones."""
-    counts = [recorded_rows(num) for num in range(1, cuda_runner.RECORDED_ROWS_MAX + 1)]
-    assert all(num <= count < 2 * num for num, count in enumerate(counts, start=1))
-    assert len(set(counts)) == 12
-    assert counts == sorted(counts)

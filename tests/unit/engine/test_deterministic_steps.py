@@ -15,13 +15,11 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
-from outrider.engine import batch
-from outrider.engine.batch import padded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.models.compatibility import dependent_at
-from outrider.models.linear_layers import AlignedActivation, block_rows
+from outrider.models.linear_layers import AlignedActivation
 from outrider.models.module_replacement import speed_up
 
 LENGTH = 150
@@ -137,17 +135,6 @@ def test_a_prefix_that_another_ran(subject: Subject) -> None:
         engine.release(released)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_it_logits_depend_on_the_step(
-    dtype: torch.dtype, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the tests here look for is found in an engine that is not deterministic, and gathers
-    just the slots that there are."""
-    monkeypatch.setattr(batch, "_SLOTS_UNIT", 1)
-    engine = make_engine(tiny("llama", dtype), max_model_len=MAX_MODEL_LEN)
-    assert dependent_at(engine, 16) is not None
-
-
 class _MeanOfTheStep(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -188,19 +175,6 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
         assert dependent_at(engine, 16) is None
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_rows_in_blocks_know_no_others(bits: int | None) -> None:
-    """Rounded weights have another kernel for many rows on any machine."""
-    layers = nn.Sequential(nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)).eval()
-    speed_up(layers, bits=bits)
-    block_rows(layers)
-    rows = torch.randn(160, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    whole = layers(rows[None])[0]
-    for size in (8, 16, 32, 64):
-        parts = [layers(part[None])[0] for part in torch.split(rows, size)]
-        assert torch.equal(torch.cat(parts), whole), size
-
-
 @pytest.mark.parametrize("max_model_len", [1, 7, 40])
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
@@ -212,12 +186,6 @@ def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> N
         )  # fmt: skip
         assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
         assert engine.page_counts().num_evictable == 0
-
-
-def test_sizes_are_few_and_large_enough() -> None:
-    sizes = [padded_rows(num) for num in range(1025)]
-    assert all(size >= num for num, size in enumerate(sizes))
-    assert sorted(set(sizes)) == [0, 8, 16, 32, *range(64, 1025, 64)]
 
 
 FUNCTIONS = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid())

@@ -17,7 +17,7 @@ from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import WIDE_STEP_ROWS
 from outrider.engine.threads import SLOW_STEPS, TRIAL_STEPS, ContendedThreads
-from outrider.errors import BadRequest, InvariantError, OutOfPages
+from outrider.errors import BadRequest, InvariantError
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
@@ -64,41 +64,6 @@ def test_equals_the_modules_own_forward(
     actual, expected = torch.cat(rows), dense(twin(module), ids(40))
     assert actual.dtype == dtype
     assert gap(actual, expected) <= (exact(family) if dtype == torch.float64 else 1e-3)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_a_long_prompt_in_chunks_beside_others(family: str, make_engine: EngineMaker) -> None:
-    """500 tokens, in one step and in two, each beside a sequence that decodes: the same rows."""
-    module = tiny_module(tiny_config(family, VOCAB, 600), dtype=torch.float64)
-    engine = make_engine(module, max_model_len=600)
-    long, short = ids(500), ids(30, 2)
-    expected, beside = dense(twin(module), long), dense(twin(module), short)
-    run(engine, "short", short[:27], 0)
-    decoding = []
-    for name, chunks in (("whole", [(0, 500)]), ("parts", [(0, 290), (290, 500)])):
-        rows = []
-        for start, end in chunks:
-            token = short[engine.length("short") :][:1]
-            steps = [SequenceStep(name, long[start:end], end - start)]
-            both = engine.forward([*steps, SequenceStep("short", token, 1)])
-            rows.append(both[0])
-            decoding.append(both[1])
-        assert gap(torch.cat(rows), expected) <= EXACT
-    assert gap(torch.cat(decoding), beside[-3:]) <= EXACT
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rollback_leaves_no_trace(family: str, make_engine: EngineMaker) -> None:
-    """float64: after tokens are run and taken back, across a page's end, the next rows are
-    bit-equal to those of a sequence that never ran them."""
-    engine = make_engine(tiny_module(tiny_config(family, VOCAB), dtype=torch.float64))
-    prefix, refused, after = ids(28), ids(9, 2), ids(5, 3)
-    run(engine, "a", prefix, 1)
-    run(engine, "b", prefix, 1)
-    run(engine, "a", refused, 9)
-    engine.keep("a", 28)
-    assert engine.length("a") == 28
-    assert torch.equal(run(engine, "a", after, 5), run(engine, "b", after, 5))
 
 
 TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
@@ -165,27 +130,6 @@ def test_rows_are_those_of_the_tokens_held(page_size: int, make_engine: EngineMa
         assert engine.length(name) == 0
 
 
-def test_idle_sequences_make_room(make_engine: EngineMaker) -> None:
-    """Four pages: the one that is idle is gone when two others need them, and runs again as it
-    did; busy ones stay, and a step that finds no room changes nothing."""
-    module = llama()
-    engine, library = make_engine(module, num_bytes=4 * PAGE_BYTES), twin(module)
-    run(engine, "a", ids(30, 1), 1)
-    engine.mark_idle("a")
-    steps = [SequenceStep("b", ids(20, 2), 1), SequenceStep("c", ids(20, 3), 1)]
-    assert engine.can_hold(steps)
-    engine.forward(steps)
-    assert [engine.length(name) for name in "abc"] == [0, 20, 20]
-    again = SequenceStep("a", ids(30, 1), 1)
-    assert not engine.can_hold([again])
-    with pytest.raises(OutOfPages):
-        engine.forward([SequenceStep("b", (1,), 1), again])
-    assert [engine.length(name) for name in "abc"] == [0, 20, 20]
-    assert gap(run(engine, "c", (7,), 1), dense(library, (*ids(20, 3), 7))[-1:]) <= EXACT
-    engine.release("b")
-    assert gap(engine.forward([again])[0], dense(library, ids(30, 1))[-1:]) <= EXACT
-
-
 def test_what_can_never_fit_is_refused(make_engine: EngineMaker) -> None:
     """The longest sequence is the one that fills all pages."""
     engine = make_engine(llama(), num_bytes=3 * PAGE_BYTES + 1)
@@ -210,15 +154,6 @@ def test_what_stood_in_a_page_before_does_not_matter(make_engine: EngineMaker) -
     steps = [SequenceStep(str(i), (3,), 1) for i in range(8)]
     for i, rows in enumerate(engine.forward(steps)):
         assert gap(rows, dense(library, (*ids(10 + i, i), 3))[-1:]) <= EXACT
-
-
-def test_no_logits_where_none_are_wanted(make_engine: EngineMaker) -> None:
-    engine = make_engine(llama())
-    steps = [SequenceStep("s", ids(5), 0), SequenceStep("t", ids(3), 2)]
-    assert [rows.shape for rows in engine.forward(steps)] == [(0, VOCAB), (2, VOCAB)]
-    assert run(engine, "s", ids(5), 0).shape == (0, VOCAB)
-    assert engine.length("s") == 10
-    assert engine.forward([]) == []
 
 
 def test_logits_may_be_changed_in_place(make_engine: EngineMaker) -> None:
@@ -372,11 +307,5 @@ def test_a_step_of_few_tokens_leaves_a_core_while_others_use_them(
         assert threads == begun + [2] * (16 - len(begun))
         engine.forward([SequenceStep("b", (1,) * WIDE_STEP_ROWS, num_logits=1)])
         assert threads[-1] == 3
-        steps = [SequenceStep(f"one of {i}", (1,), 1) for i in range(15)]
-        steps.append(SequenceStep("another", (1,) * (WIDE_STEP_ROWS - 15), 1))
-        engine.forward(steps)
-        assert threads[-1] == 3
-        engine.forward([SequenceStep("a", (1,), num_logits=1)])
-        assert threads[-1] == 2
     finally:
         torch.set_num_threads(before)

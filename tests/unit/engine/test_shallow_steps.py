@@ -128,6 +128,9 @@ def test_a_whole_step_behind_them_is_refused() -> None:
     engine.forward_shallow([SequenceStep("a", (2,), 1)])
     with pytest.raises(InvariantError, match="its last slots are shallow"):
         engine.forward([SequenceStep("a", (3,), 1)])
+    with pytest.raises(InvariantError, match="cannot be forked"):
+        engine.fork("a", "branch")
+    engine.check_integrity()
     engine.keep("a", len(TEXT) + 1)
     with pytest.raises(InvariantError, match="its last slots are shallow"):
         engine.forward([SequenceStep("a", (3,), 1)])
@@ -140,19 +143,6 @@ def test_a_whole_step_behind_them_is_refused() -> None:
     engine.forward_shallow([SequenceStep("b", (8,), 1)])
     engine.release("b")
     engine.forward([SequenceStep("b", (3, 4), 1)])
-
-
-def test_a_sequence_with_such_slots_cannot_be_forked() -> None:
-    """A branch would attend to them."""
-    _, engine = built()
-    engine.forward([SequenceStep("a", TEXT, 1)])
-    engine.forward_shallow([SequenceStep("a", (8,), 1)])
-    with pytest.raises(InvariantError, match="cannot be forked"):
-        engine.fork("a", "branch")
-    engine.check_integrity()
-    engine.keep("a", len(TEXT))
-    engine.fork("a", "branch")
-    engine.forward([SequenceStep("branch", (8,), 1)])
 
 
 def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> None:

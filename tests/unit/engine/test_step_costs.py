@@ -92,39 +92,6 @@ def test_a_disturbed_measurement_does_not_make_small_steps_slow() -> None:
     assert costs.seconds == pytest.approx([0.001, 0.002, 0.004, 0.016, 0.016, 0.032, 0.064])
 
 
-def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:
-    """Three pages of 16 slots."""
-    spec = EmulatedSpec(vocab_size=50, support=4, num_pages=3)
-    costs = measure_step_costs(EmulatedEngine(spec, "target"), 512, 64, lambda: 0.0)
-    assert costs.rows == (1, 2, 4, 8, 16, 32, 48)
-
-
-class Startled(Clocked):
-    """Takes 3 ms longer where any session holds something: on several threads, what is done for
-    contexts is begun and ended on all of them."""
-
-    def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
-        self.now += 3e-3 * any(self.length(step.sequence_id) for step in steps)
-        return super().forward(steps)
-
-
-@pytest.mark.parametrize("sessions", [8, 16, 32])
-@pytest.mark.parametrize("context", [500, 2000])
-def test_steps_of_many_sessions_with_long_contexts_are_foretold(
-    sessions: int, context: int
-) -> None:
-    """To a tenth, though what contexts cost beside their length is not measured on its own."""
-    engine = Startled(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=1e9)
-    names = [str(index) for index in range(sessions)]
-    for name in names:
-        engine.forward([SequenceStep(name, (1,) * context, 0)])
-    start = engine.now
-    engine.forward([SequenceStep(name, (1,), 1) for name in names])
-    foretold = costs.step_seconds(sessions, sessions, sessions * context)
-    assert foretold == pytest.approx(engine.now - start, rel=0.1)
-
-
 class _Behind(EmulatedEngine):
     """States no time; on its clock the first step of each shape takes 5 s more than the others. Its
     logits say that they are on a device."""

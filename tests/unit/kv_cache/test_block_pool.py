@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engine.interface import SequenceStep
-from outrider.errors import InvariantError
 from outrider.kv_cache.block_pool import BlockPool, Copy
 
 SIZE = 4
@@ -121,18 +120,3 @@ def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     pool.release("b")
     append(pool, [step("x", *range(3 * SIZE))])
     assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
-
-
-def test_misuse_is_our_bug(pool: BlockPool) -> None:
-    run(pool, "a", 1, 2)
-    with pytest.raises(InvariantError):
-        pool.attach("a", (1, 2, 3))
-    with pytest.raises(InvariantError):
-        pool.fork("a", "a")
-    with pytest.raises(InvariantError):
-        pool.fork("unknown", "b")
-    with pytest.raises(InvariantError):
-        pool.keep("a", 3)
-    pool.mark_idle("unknown")
-    pool.release("unknown")
-    assert pool.keep("unknown", 0) == []

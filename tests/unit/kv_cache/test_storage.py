@@ -7,7 +7,6 @@ import torch
 
 from outrider.errors import SettingError
 from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, pages_in
-from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8, 4, torch.bfloat16, CPU), LayerShape(1, 8, 8, torch.float32, CPU)]
@@ -36,13 +35,6 @@ def contents(cache: KVCache) -> list[int]:
     return first
 
 
-@pytest.mark.parametrize(("pages", "spare"), [(1, 0), (3, SLOT_BYTES * 4 - 1)])
-def test_as_many_pages_as_the_bytes_hold(pages: int, spare: int) -> None:
-    num_bytes = pages * 4 * SLOT_BYTES + spare
-    assert pages_in(num_bytes, SHAPES, 4) == pages
-    assert KVCache(SHAPES, pages, 4).num_bytes == pages * 4 * SLOT_BYTES
-
-
 def test_too_few_bytes_for_a_page_are_refused() -> None:
     with pytest.raises(SettingError, match="one takes 448") as caught:
         pages_in(4 * SLOT_BYTES - 1, SHAPES, 4)
@@ -62,10 +54,6 @@ def test_slots_are_moved_all_at_once() -> None:
     cache = numbered(3, 2)
     cache.move_slots([(3, 2), (5, 3), (0, 5)])
     assert contents(cache) == [0, 1, 3, 5, 4, 0]
-
-
-def test_the_budget_without_a_gpu_is_fixed() -> None:
-    assert memory_budget(CPU, 0.5, None) == KV_CACHE_BYTES_DEFAULT
 
 
 @pytest.mark.parametrize(

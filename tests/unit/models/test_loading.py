@@ -95,17 +95,6 @@ def test_load_model_tells_what_it_is(spoken: Path) -> None:
     assert info.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(spoken))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_dtypes(tiny: Path, dtype: str) -> None:
-    module, info = load_model(tiny, dtype=dtype, device="cpu", max_model_len=16)
-    assert info.dtype == dtype
-    assert info.max_model_len == 16
-    assert info.eos_token_ids == (3,)
-    assert info.tokenizer_fingerprint == ""
-    logits = WatchedEngine(module, info).forward([SequenceStep("s", (1, 2), 1)])[0]
-    assert logits.dtype == (torch.float64 if dtype == "float64" else torch.float32)
-
-
 @pytest.mark.parametrize(
     ("setting", "named"),
     [

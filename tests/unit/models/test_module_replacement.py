@@ -242,20 +242,6 @@ class OddAttention(LlamaAttention):  # type: ignore[misc]
         )
 
 
-@pytest.mark.parametrize(
-    "oddity",
-    ["", "sees no mask", "keeps an option to itself", "gives attention a tensor",
-     "attends twice"],
-)  # fmt: skip
-def test_look_alikes_of_attention_stay(oddity: str) -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    block = module.model.layers[1].self_attn
-    block.oddity, block.__class__ = oddity, OddAttention
-    speed_up(module)
-    assert type(module.model.layers[0].self_attn) is FusedAttention
-    assert (type(module.model.layers[1].self_attn) is FusedAttention) == (not oddity)
-
-
 class OddLayer(LlamaDecoderLayer):  # type: ignore[misc]
     oddity: str
 
@@ -279,19 +265,23 @@ class OddLayer(LlamaDecoderLayer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    "oddity",
-    ["", "keeps an option to itself", "gives more", "gives two things", "scales what it adds",
-     "adds before it norms"],
+    ("name", "oddity"),
+    [("self_attn", oddity) for oddity in ("", "sees no mask", "keeps an option to itself",
+                                          "gives attention a tensor", "attends twice")]
+    + [("", oddity) for oddity in ("", "keeps an option to itself", "gives more",
+                                   "gives two things", "scales what it adds",
+                                   "adds before it norms")],
 )  # fmt: skip
-def test_look_alikes_of_layers_stay(oddity: str) -> None:
+def test_look_alikes_of_attention_and_of_layers_stay(name: str, oddity: str) -> None:
     module = tiny_module(tiny_config("llama", VOCAB))
-    layer = module.model.layers[1]
-    layer.oddity, layer.__class__ = oddity, OddLayer
+    odd: Any = module.model.layers[1].get_submodule(name)
+    odd.oddity, odd.__class__ = oddity, OddAttention if name else OddLayer
     speed_up(module)
-    first, second = module.model.layers
-    assert type(first) is DirectLayer
-    assert (type(second) is DirectLayer) == (not oddity)
-    assert (type(second.self_attn), type(second.mlp)) == (FusedAttention, FusedMLP)
+    first, second = (layer.get_submodule(name) for layer in module.model.layers)
+    quick = FusedAttention if name else DirectLayer
+    assert type(first) is quick
+    assert (type(second) is quick) == (not oddity)
+    assert type(module.model.layers[1].mlp) is FusedMLP
 
 
 def test_modules_with_hooks_stay() -> None:

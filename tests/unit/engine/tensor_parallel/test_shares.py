@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from models import save_tiny_model, tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
@@ -91,53 +90,6 @@ def test_the_leader_has_the_logits_of_the_whole_model(
     assert all(logits.shape == (2, 13, 0) for logits in followers)
     bound = (1 / size + SPARE) * _numbers(whole)
     assert all(_numbers(module) <= bound for module, _ in shares)
-
-
-def test_a_rank_reads_only_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where the files are read: slices of what is shared out, and never all of it."""
-    path = _saved(tmp_path, "llama")
-    num_read = 0
-
-    class CountingSlice:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def get_shape(self) -> list[int]:
-            shape: list[int] = self._inner.get_shape()
-            return shape
-
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            nonlocal num_read
-            found: torch.Tensor = self._inner[index]
-            num_read += found.numel()
-            return found
-
-    class CountingFile:
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self._inner = original(*arguments, **options)
-
-        def __enter__(self) -> CountingFile:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def keys(self) -> list[str]:
-            return list(self._inner.keys())
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            nonlocal num_read
-            found: torch.Tensor = self._inner.get_tensor(name)
-            num_read += found.numel()
-            return found
-
-        def get_slice(self, name: str) -> CountingSlice:
-            return CountingSlice(self._inner.get_slice(name))
-
-    original = safetensors.safe_open
-    monkeypatch.setattr(safetensors, "safe_open", CountingFile)
-    module, _ = load_shard(path, thread_ranks(4)[1], key=KEY)
-    assert 0 < num_read <= _numbers(module)
 
 
 @pytest.mark.parametrize(
