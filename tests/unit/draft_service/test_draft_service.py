@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from rounds import GREEDY, Listener, Player, Replica, make_head, session_name
+from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
@@ -15,16 +14,11 @@ from outrider.messages import (
     DraftItem,
     ProposalReply,
     Refused,
-    VerifyAnswer,
-    VerifyItem,
 )
-from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
 
@@ -192,33 +186,3 @@ async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
     assert [(answer.code, answer.message) for answer in refused] == [(14, "rank 1 is gone")] * 2
     assert len(setting.engine.batches) == num_steps + 1
     assert not setting.service.healthy
-
-
-@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
-async def test_the_same_tokens_whatever_is_drafted(rule: Rule) -> None:
-    """Greedy and coupled: no draft, a different model, and the target itself, with K of 1, 3 and
-    varying, all give the same text; the target drafting for itself is accepted throughout, so the
-    noise is shared."""
-    sampling = GREEDY if rule is Rule.GREEDY else SamplingParams(temperature=0.9)
-    texts = []
-    drafts = [
-        None,
-        Setting(ToyEngine(salt=2)),
-        Setting(ToyEngine(salt=1)),
-    ]
-    for number, draft in enumerate(drafts):
-        engine = ToyEngine()
-        service = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=4)
-        link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
-        side = None if draft is None else (draft.link, draft.listener)
-        player = Player(PROMPT, rule, sampling, (link, Listener(link)), side)
-        counts = deque([1, 3, 0, 2])
-        while len(player.tokens) < 30:
-            counts.rotate()
-            await player.play(counts[0])
-        texts.append(player.tokens[:30])
-        if number == 2:
-            assert player.num_accepted == len(player.tokens) - len(PROMPT) - player.round_index
-            assert player.num_accepted > 0
-        await service.close()
-    assert all(text == texts[0] for text in texts)

@@ -245,24 +245,6 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
     assert ends == {True, False}
 
 
-async def test_replicas_that_have_forgotten_a_session_go_on_with_it() -> None:
-    """Both begin anew in the middle: with the same tokens the masks are the same, and so, under
-    coupled, is the rest."""
-    async with running(grammars(), grammars()) as pair:
-        expected = await ended(pair.player(CONSTRAINTS["schema"], Rule.COUPLED), 3)
-    async with running(grammars(), grammars()) as first:
-        player = first.player(CONSTRAINTS["schema"], Rule.COUPLED)
-        for _ in range(4):
-            await player.play(3)
-        assert eos() not in player.tokens
-        for service in (first.target, first.draft):
-            service.release(session_name(1), 1)
-    async with running(grammars(), grammars()) as second:
-        player.target, player.draft = second.links
-        player.held, player.epoch = {"target": 0, "draft": 0}, 2
-        assert await ended(player, 2) == expected
-
-
 def failing() -> Any:
     raise ConfigError("the model has no tokenizer")
 

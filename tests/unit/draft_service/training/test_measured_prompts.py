@@ -127,27 +127,3 @@ def test_prompts_that_do_not_fit_the_pages_are_refused_first(
         run(target, tmp_path, measure=((1,) * 60,))
     assert bad.value.key == "measure"
     assert not folders(tmp_path, "written")
-
-
-def test_measuring_counts_and_takes_nothing_from_the_time_to_train(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In what the run took and on the card; `minutes` are for the other stages."""
-    run(target, tmp_path, measure=(ASKED,))
-    for kind, seconds in (("measured", 600), ("written", 60)):
-        [folder] = folders(tmp_path, kind)
-        (folder / "spent.json").write_text(str(seconds))
-    budgets: list[float] = []
-    trainer = distilling.Trainer
-
-    def watched(*arguments: Any) -> Any:
-        budgets.append(arguments[-1])
-        return trainer(*arguments)
-
-    monkeypatch.setattr(distilling, "Trainer", watched)
-    found = run(target, tmp_path, measure=(ASKED,), minutes=10.0)
-    assert 660 <= found.seconds < 720
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "writing 1.0 min" in card
-    assert "measuring 10." in card
-    assert budgets == [pytest.approx(540, abs=30)]
