@@ -81,11 +81,3 @@ def test_a_repetition_joins_what_came_back_from_a_step() -> None:
     queue.add(again)
     assert len(queue) == 1
     assert first.senders[1:] == again.senders
-
-
-def test_what_is_late_or_unwanted_leaves_the_queue_and_takes_no_room() -> None:
-    late, unwanted = work(1, expires_at=1.0), work(2)
-    unwanted.cancelled = True
-    taken = filled(late, unwanted, work(3), work(4)).take(1.0)
-    assert (taken.late, taken.unwanted) == ([late], [unwanted])
-    assert names(taken.batch) == [(3, 0), (4, 0)]

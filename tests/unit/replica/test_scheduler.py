@@ -24,11 +24,6 @@ from outrider.replica.step_request import (
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 
-def request(item: DraftItem, outlet: AnswerSender) -> StepRequest:
-    now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
-    return StepRequest(item, [outlet], now, now + left_ms / 1e3 if left_ms else float("inf"))
-
-
 class GatedExecutor:
     """Each step waits until the test opens the gate."""
 
@@ -47,43 +42,62 @@ class GatedExecutor:
         self.closed, self.waited = True, wait
 
 
-class EchoWorker:
-    """Answers each item with its round, and notes what it was given."""
+class Worker:
+    """Answers each item after as many steps as its session has left, unless it waits for pages; and
+    notes what it was given."""
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, int]]] = []
-        self.released: list[tuple[str, int]] = []
-        self.recovered: list[str] = []
-        self.parked: list[str] = []
+        self.heard: list[tuple[str, str]] = []
         self.crash: Exception | None = None
-
-    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply]:
-        self.steps.append([(item.head.session_id, item.head.round) for item in items])
-        if self.crash is not None:
-            raise self.crash
-        return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
+        self.left: dict[str, int] = {}
+        self.starved: set[str] = set()
+        self.num_starved = 0
+        self.during_step: Any = lambda: None
 
     @property
     def figures(self) -> StepFigures:
-        return StepFigures()
+        return StepFigures(num_starved=self.num_starved)
+
+    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
+        self.steps.append([(item.head.session_id, item.head.round) for item in items])
+        self.during_step()
+        if self.crash is not None:
+            raise self.crash
+        return [self._answer(item) for item in items]
+
+    def _answer(self, item: DraftItem) -> ProposalReply | Unfinished:
+        name = item.head.session_id
+        if name in self.starved:
+            self.num_starved += 1
+            return Unfinished.WAITS
+        self.left[name] = self.left.get(name, 0) - 1
+        if self.left[name] > 0:
+            return Unfinished.CONTINUES
+        return ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0)  # type: ignore[arg-type]
 
     def park(self, session_ids: Sequence[str]) -> None:
-        self.parked.extend(session_ids)
+        self.heard += [("park", name) for name in session_ids]
+        self.starved.clear()
 
     def release(self, session_id: str) -> None:
-        self.released.append(session_id)
+        self.heard.append(("release", session_id))
 
     def recover(self, items: Sequence[DraftItem]) -> None:
-        self.recovered.extend(item.head.session_id for item in items)
+        self.heard += [("recover", item.head.session_id) for item in items]
 
 
 class Desk:
-    """A scheduler, and a connection that keeps what it hears."""
+    """A scheduler, and a connection that keeps what it hears. Steps wait for a gate, or take so
+    long."""
 
-    def __init__(self, max_batch: int = 8, queue_max: int = 100) -> None:
-        self.executor, self.worker = GatedExecutor(), EchoWorker()
+    def __init__(
+        self, max_batch: int = 8, queue_max: int = 100, step_s: float | None = None
+    ) -> None:
+        self.gated, self.worker = GatedExecutor(), Worker()
+        executor = self.gated if step_s is None else InlineExecutor(lambda: step_s)
         self.scheduler: StepScheduler = StepScheduler(
-            self.executor, self.worker, max_batch=max_batch, queue_max=queue_max
+            executor, self.worker, max_batch=max_batch, queue_max=queue_max
         )
         self.frames: list[list[Any]] = []
         self.outlet: AnswerSender = AnswerSender(lambda answers: self.frames.append(list(answers)))
@@ -91,15 +105,24 @@ class Desk:
     def submit(self, session: int, round_index: int = 0, **changes: Any) -> StepRequest:
         outlet = changes.pop("outlet", self.outlet)
         head = make_head((1, 2), session=session, round_index=round_index, **changes)
-        work = request(DraftItem(head, 2), outlet)
+        now, left_ms = asyncio.get_running_loop().time(), head.deadline_ms
+        expires_at = now + left_ms / 1e3 if left_ms else float("inf")
+        work = StepRequest(DraftItem(head, 2), [outlet], now, expires_at)
         self.scheduler.submit(work)
         return work
 
     async def finish(self) -> list[Any]:
         """Opens the gate until nothing is left; all answers."""
-        self.executor.gate.set()
-        await self.scheduler.drain()
+        self.gated.gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.scheduler.drain()
         return [answer for frame in self.frames for answer in frame]
+
+    async def answered(self) -> dict[int, Any]:
+        """Answers by session, once nothing waits; then it closes."""
+        answers = await self.finish()
+        await self.scheduler.close()
+        return {int(answer.key.session_id, 16): answer for answer in answers}
 
 
 async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
@@ -119,7 +142,7 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
 async def test_what_arrives_during_a_step_shares_the_next_one() -> None:
     desk = Desk()
     desk.submit(1)
-    await desk.executor.entered.wait()
+    await desk.gated.entered.wait()
     for session in (2, 3, 4):
         desk.submit(session)
     await desk.finish()
@@ -144,7 +167,7 @@ async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> No
 async def test_expired_work_is_refused_without_a_step() -> None:
     desk = Desk()
     desk.submit(1)
-    await desk.executor.entered.wait()
+    await desk.gated.entered.wait()
     desk.submit(2, deadline_ms=1)
     desk.submit(3, deadline_ms=60_000)
     await asyncio.sleep(0.01)
@@ -159,7 +182,7 @@ async def test_expired_work_is_refused_without_a_step() -> None:
 async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() -> None:
     desk, other = Desk(), Desk()
     desk.submit(1)
-    await desk.executor.entered.wait()
+    await desk.gated.entered.wait()
     told: list[Any] = []
     dropped = desk.submit(2)
     dropped.on_done = lambda work, answer: told.append(answer)
@@ -189,7 +212,7 @@ async def test_a_full_queue_refuses() -> None:
 async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step() -> None:
     desk = Desk()
     desk.submit(1)
-    await desk.executor.entered.wait()
+    await desk.gated.entered.wait()
     desk.submit(2)
     desk.submit(2, 1, epoch=2)
     desk.scheduler.release(session_name(2), 1)
@@ -197,7 +220,7 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     [[dropped]] = desk.frames
     assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
     await desk.finish()
-    assert desk.worker.released == [session_name(2)]
+    assert desk.worker.heard == [("release", session_name(2))]
     assert desk.worker.steps[1:] == [[(session_name(2), 1)]]
     await desk.scheduler.close()
 
@@ -210,7 +233,7 @@ async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
     desk.submit(2)
     answers = await desk.finish()
     assert [answer.code for answer in answers] == [13, 13]
-    assert desk.worker.recovered == [session_name(1), session_name(2)]
+    assert desk.worker.heard == [("recover", session_name(one)) for one in (1, 2)]
     desk.worker.crash = None
     desk.submit(1)
     assert isinstance((await desk.finish())[-1], ProposalReply)
@@ -239,7 +262,7 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
     async with asyncio.timeout(PATIENCE_S):
         await desk.scheduler.drain()
         await desk.scheduler.close()
-    assert desk.worker.parked == desk.worker.released == []
+    assert desk.worker.heard == [("recover", session_name(one)) for one in (1, 2)]
     assert reports == [False]
 
 
@@ -258,8 +281,8 @@ def test_a_step_that_never_ends_is_a_lost_engine() -> None:
         assert desk.scheduler.lost is not None
         assert not desk.scheduler.healthy
         await desk.scheduler.close()
-        assert desk.executor.closed
-        assert not desk.executor.waited
+        assert desk.gated.closed
+        assert not desk.gated.waited
 
     run_virtually(main())
 
@@ -267,88 +290,25 @@ def test_a_step_that_never_ends_is_a_lost_engine() -> None:
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:
     desk = Desk()
     desk.submit(1)
-    await desk.executor.entered.wait()
+    await desk.gated.entered.wait()
     closing = asyncio.create_task(desk.scheduler.close())
     await asyncio.sleep(0)
-    assert not desk.executor.closed
-    desk.executor.gate.set()
+    assert not desk.gated.closed
+    desk.gated.gate.set()
     await closing
-    assert desk.executor.closed
+    assert desk.gated.closed
     assert len(desk.frames) == 1
     assert not desk.scheduler.healthy
     with pytest.raises(Unavailable):
         desk.submit(2)
 
 
-class PatientWorker:
-    """Answers each item after as many steps as its session has left, unless it waits for pages."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[str]] = []
-        self.left: dict[str, int] = {}
-        self.starved: set[str] = set()
-        self.num_starved = 0
-        self.heard: list[tuple[str, str]] = []
-        self.during_step: Any = lambda: None
-
-    @property
-    def figures(self) -> StepFigures:
-        return StepFigures(num_starved=self.num_starved)
-
-    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
-        self.steps.append([item.head.session_id for item in items])
-        self.during_step()
-        return [self._answer(item) for item in items]
-
-    def _answer(self, item: DraftItem) -> ProposalReply | Unfinished:
-        name = item.head.session_id
-        if name in self.starved:
-            self.num_starved += 1
-            return Unfinished.WAITS
-        self.left[name] = self.left.get(name, 0) - 1
-        if self.left[name] > 0:
-            return Unfinished.CONTINUES
-        return ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0)  # type: ignore[arg-type]
-
-    def park(self, session_ids: Sequence[str]) -> None:
-        self.heard += [("park", name) for name in session_ids]
-        self.starved.clear()
-
-    def release(self, session_id: str) -> None:
-        self.heard.append(("release", session_id))
-
-    def recover(self, items: Sequence[DraftItem]) -> None: ...
-
-    def check_integrity(self) -> None: ...
-
-
-class PatientDesk:
-    def __init__(self, step_s: float = 0.001) -> None:
-        self.worker = PatientWorker()
-        self.scheduler: StepScheduler = StepScheduler(
-            InlineExecutor(lambda: step_s), self.worker, max_batch=2, queue_max=100
-        )
-        self.answers: list[Any] = []
-        self.outlet: AnswerSender = AnswerSender(self.answers.extend)
-
-    def submit(self, session: int, deadline_ms: int = 0) -> None:
-        head = make_head((1, 2), session=session, deadline_ms=deadline_ms)
-        self.scheduler.submit(request(DraftItem(head, 2), self.outlet))
-
-    async def finish(self) -> dict[int, Any]:
-        """Answers by session, once nothing waits."""
-        async with asyncio.timeout(PATIENCE_S):
-            await self.scheduler.drain()
-        await self.scheduler.close()
-        return {int(answer.key.session_id, 16): answer for answer in self.answers}
-
-
 async def test_times_count_from_the_first_step_that_did_something() -> None:
     """Three steps of 20 ms: all are computing, none is waiting."""
-    desk = PatientDesk(step_s=0.02)
+    desk = Desk(2, step_s=0.02)
     desk.worker.left[session_name(1)] = 3
     desk.submit(1)
-    answer = (await desk.finish())[1]
+    answer = (await desk.answered())[1]
     assert answer.queue_ms < 20
     assert answer.compute_ms >= 60
 
@@ -356,13 +316,13 @@ async def test_times_count_from_the_first_step_that_did_something() -> None:
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     """Not before something has changed, here that a session is parked; and the wait is no
     computing."""
-    desk = PatientDesk()
+    desk = Desk(2, step_s=0.001)
     desk.worker.starved.add(session_name(1))
     desk.submit(1)
     await asyncio.sleep(2.5 * STARVED_REST_S)
     assert 2 <= len(desk.worker.steps) <= 4
     desk.scheduler.park([session_name(9)])
-    answer = (await desk.finish())[1]
+    answer = (await desk.answered())[1]
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100
     assert desk.worker.heard == [("park", session_name(9))]
@@ -371,7 +331,7 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
 async def test_silent_sessions_are_looked_for_behind_steps_in_which_some_find_no_pages() -> None:
     """One session runs step after step, another finds no pages until others are parked; and no
     more once it has its pages."""
-    desk = PatientDesk()
+    desk = Desk(2, step_s=0.001)
     desk.worker.left[session_name(1)] = 20
     desk.worker.starved.add(session_name(2))
     asked: list[set[str]] = []
@@ -384,18 +344,18 @@ async def test_silent_sessions_are_looked_for_behind_steps_in_which_some_find_no
     desk.scheduler._starved = starved  # type: ignore[method-assign]
     desk.submit(1)
     desk.submit(2)
-    assert list(await desk.finish()) == [2, 1]
+    assert list(await desk.answered()) == [2, 1]
     assert len(desk.worker.steps) == 20
     assert asked == [{session_name(1), session_name(2)}] * 4
 
 
 async def test_an_unfinished_item_of_a_released_session_is_refused_and_forgotten() -> None:
     """The release comes while the step runs; no further step is spent on the item."""
-    desk = PatientDesk()
+    desk = Desk(2, step_s=0.001)
     desk.worker.left[session_name(1)] = 9
     desk.worker.during_step = lambda: desk.scheduler.release(session_name(1), 1)
     desk.submit(1)
-    answer = (await desk.finish())[1]
+    answer = (await desk.answered())[1]
     assert isinstance(answer, Refused)
     assert answer.code == CANCELLED_CODE
     assert len(desk.worker.steps) == 1
@@ -403,10 +363,10 @@ async def test_an_unfinished_item_of_a_released_session_is_refused_and_forgotten
 
 
 async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session_parked() -> None:
-    desk = PatientDesk(step_s=0.02)
+    desk = Desk(2, step_s=0.02)
     desk.worker.left[session_name(1)] = 1000
     desk.submit(1, deadline_ms=30)
-    answer = (await desk.finish())[1]
+    answer = (await desk.answered())[1]
     assert isinstance(answer, Refused)
     assert answer.code == 4
     assert len(desk.worker.steps) <= 3

@@ -7,21 +7,18 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
-from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
-from stack import draft_without_model
+from rounds import PATIENCE_S, Listener, Player, Replica, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
-from draft_service.service import DraftService
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
@@ -49,13 +46,16 @@ ROUNDS_MAX = 60
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
 
-@dataclass
 class Pair:
     """A target and a draft, links to them."""
 
-    target: TargetService
-    draft: DraftService
-    links: tuple[tuple[MemoryLink[Any, Any], Listener], ...]
+    def __init__(self, target_grammars: Grammars | None, draft_grammars: Grammars | None) -> None:
+        self.sides = (
+            Replica("target", engine(1), 0.0, max_num_seqs=8, grammars=target_grammars),
+            Replica("draft", engine(2), 0.0, max_num_seqs=8, grammars=draft_grammars),
+        )
+        self.links = tuple((side.link, side.listener) for side in self.sides)
+        self.target, self.draft = (side.service for side in self.sides)
 
     def player(self, constraint: Constraint | None, rule: Rule = Rule.TOKEN, **more: Any) -> Player:
         sampling = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
@@ -73,23 +73,13 @@ def engine(salt: int) -> ToyEngine:
 
 @asynccontextmanager
 async def running(
-    target_grammars: Grammars | None,
-    draft_grammars: Grammars | None,
-    lookup: NgramDrafter | None = None,
+    target_grammars: Grammars | None, draft_grammars: Grammars | None
 ) -> AsyncIterator[Pair]:
-    executor = InlineExecutor(lambda: 0.0)
-    target = TargetService(engine(1), executor, max_num_seqs=8, grammars=target_grammars)
-    if lookup is None:
-        draft = DraftService.with_model(
-            engine(2), executor, max_num_seqs=8, grammars=draft_grammars
-        )
-    else:
-        draft = draft_without_model(lookup, executor, max_num_seqs=8, grammars=draft_grammars)
-    links = tuple(MemoryLink[Any, Any](service) for service in (target, draft))
-    yield Pair(target, draft, tuple((link, Listener(link)) for link in links))
-    for service in (target, draft):
-        service.check_integrity()
-        await service.close()
+    pair = Pair(target_grammars, draft_grammars)
+    yield pair
+    for side in pair.sides:
+        side.service.check_integrity()
+        await side.service.close()
 
 
 async def ended(player: Player, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> list[int]:

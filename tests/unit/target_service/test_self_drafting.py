@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
-from rounds import GREEDY, RULES, Listener, ask, make_head
+from rounds import GREEDY, RULES, Replica, make_head
 from toy_engine import ToyEngine
 
 from outrider.drafters.drafter import DraftRequest
@@ -27,7 +26,6 @@ from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
 from target_service.actor import self_drafter_of
 from target_service.self_drafting import ExitDrafter, SelfDrafter
 from target_service.service import TargetService
@@ -42,15 +40,21 @@ FLATTER = 0.03
 """Scales logits, so that what random heads draw is accepted at times."""
 
 
-@dataclass
-class Target:
+class Target(Replica):
     """A target that drafts itself, its module once more, and a link to it."""
 
-    module: Any
-    engine: PagedEngine
-    service: TargetService
-    link: MemoryLink[Any, Any]
-    heard: Listener
+    def __init__(
+        self,
+        drafter: SelfDrafter | None = None,
+        kind: str = MEDUSA,
+        clock: Callable[[], float] = lambda: 0.0,
+        **options: Any,
+    ) -> None:
+        self.module, engine = tiny_engine(kind, **options)
+        super().__init__(
+            "target", engine, max_num_seqs=8, self_drafter=drafter or drafter_of(engine),
+            clock=clock,
+        )  # fmt: skip
 
     async def verify(
         self,
@@ -66,7 +70,7 @@ class Target:
             num_next_draft_tokens=num_next,
             next_siblings=next_siblings,
         )
-        reply = await ask(self.link, self.heard, item)
+        reply = await self.ask(item)
         assert isinstance(reply, VerdictReply), reply
         return reply
 
@@ -137,26 +141,10 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
 
 
 @asynccontextmanager
-async def running(
-    drafter: SelfDrafter | None = None,
-    kind: str = MEDUSA,
-    clock: Callable[[], float] = lambda: 0.0,
-    **options: Any,
-) -> AsyncIterator[Target]:
-    original, engine = tiny_engine(kind, **options)
-    service = TargetService(
-        engine,
-        InlineExecutor(engine.take_step_seconds),
-        max_num_seqs=8,
-        self_drafter=drafter or drafter_of(engine),
-        clock=clock,
-    )
-    link = MemoryLink(service)
-    yield Target(original, engine, service, link, Listener(link))
-    service.check_integrity()
-    engine.check_integrity()
-    await link.close()
-    await service.close()
+async def running(*arguments: Any, **options: Any) -> AsyncIterator[Target]:
+    target = Target(*arguments, **options)
+    yield target
+    await target.close()
 
 
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
@@ -221,7 +209,7 @@ async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) ->
         ]
         for item in items:
             target.link.send(item)
-        replies = {int(r.key.session_id, 16): r for r in await target.heard.wait(len(items))}
+        replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(len(items))}
         for number, (rule, num_next) in wants.items():
             tokens = [*PROMPT, number, *replies[number].verdict.correction]
             found = replies[number].next_proposal.open()
@@ -323,7 +311,7 @@ async def test_an_exit_proposes_no_more_than_there_are_pages_for() -> None:
                 text, session=number, seed=SEED, prompt_length=len(PROMPT), rule=Rule.TOKEN
             )
             target.link.send(VerifyItem(head, num_next_draft_tokens=4))
-        replies = {int(r.key.session_id, 16): r for r in await target.heard.wait(2)}
+        replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(2)}
         found = sorted(len(reply.next_proposal) for reply in replies.values())
         assert found == [2, 4]
         for number, reply in replies.items():
@@ -407,7 +395,7 @@ async def test_a_target_that_drafts_itself_answers_with_what_it_has(
         head = make_head(text, seed=SEED, prompt_length=len(text), rule=Rule.TOKEN)
         budget_us = round(budget_s * 1e6)
         asked = VerifyItem(head, num_next_draft_tokens=3, next_budget_us=budget_us)
-        reply = await ask(target.link, target.heard, asked)
+        reply = await target.ask(asked)
         text += reply.verdict.correction
         num = 2 if budget_s == 3.5 else 3
         expected = target.expected(text, Rule.TOKEN, SamplingParams(), num)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ import torch
 from models import save_tiny_model
 from safetensors.torch import load_file
 
-from draft_service.training import teacher, training
+from draft_service.training import distilling, teacher, training
 from draft_service.training.distilling import Distilled, distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
@@ -28,6 +28,7 @@ from draft_service.training.training import (
     likelihood_share,
 )
 from outrider.errors import ConfigError, SettingError
+from outrider.limits import PAGE_SIZE
 from outrider.models.student import load_drafter
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
@@ -256,3 +257,87 @@ def test_rate_and_loss_follow_the_budget() -> None:
     assert shares == sorted(shares)
     assert shares[10:] == [0.9] * 11
     assert likelihood_share(0.0, True) == 0.9
+
+
+SHORT: Final = {"tokens": 1500, "steps": 1}
+ASKED: Final = (0, 5, 9, 3, 6)
+OTHER: Final = (0, 5, 8, 3, 6)
+
+
+def folders(place: Path, kind: str) -> list[Path]:
+    return sorted(place.glob(f"cache/distillation/*/{kind}-*"))
+
+
+def corpus_of(place: Path, prompt: Sequence[int], number: int = 40) -> Path:
+    """Conversations, one of which begins with this prompt."""
+    (place / "corpus").mkdir()
+    prompts = [[1, 2, index % 24, index // 24] for index in range(number)] + [list(prompt)]
+    lines = [{"prompt": ids, "answer": [7] * 9, "temperature": 1} for ids in prompts]
+    (place / "corpus" / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return place / "corpus"
+
+
+def test_what_is_learned_from_is_not_measured_with(target: Target, tmp_path: Path) -> None:
+    """It is refused before anything is run."""
+    with pytest.raises(SettingError, match=r"number 2 is also number 1 of --prompts") as bad:
+        run(target, tmp_path, **SHORT, prompts=(ASKED,), measure=(OTHER, ASKED))
+    assert bad.value.key == "measure"
+    corpus = corpus_of(tmp_path, ASKED)
+    with pytest.raises(SettingError, match=r"number 2 is also the prompt of a conv.* --corpus"):
+        run(target, tmp_path, **SHORT, corpus=corpus, measure=(OTHER, ASKED))
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+    assert run(target, tmp_path, **SHORT, prompts=(ASKED,), measure=(OTHER,)).of_prompts is not None
+
+
+def test_what_the_target_asks_itself_is_held_out_where_it_is_measured_with(
+    target: Target, tmp_path: Path
+) -> None:
+    """By chance it begins conversations as a prompt does."""
+    card = tmp_path / "out" / "README.md"
+
+    def counts() -> tuple[int, int]:
+        [row] = [line for line in card.read_text().splitlines() if line.startswith("| the target,")]
+        cells = row.replace(",", "").split("|")
+        return int(cells[2]), int(cells[4])
+
+    run(target, tmp_path, **SHORT)
+    learned, held_out = counts()
+    [folder] = folders(tmp_path, "written")
+    lines = (folder / "conversations.jsonl").read_text().splitlines()
+    written = [tuple(record["prompt"]) for record in map(json.loads, lines)]
+    run(target, tmp_path, **SHORT, measure=tuple(sorted(set(written))[:20]))
+    assert counts() != (learned, held_out)
+    assert sum(counts()) == learned + held_out
+    assert folders(tmp_path, "written") == [folder]
+    assert len(folders(tmp_path, "student")) == 2  # One of the former is not gone on with.
+
+
+@pytest.mark.parametrize(("length", "allowed"), [(9, 8), (128, 127)])
+def test_long_prompts_are_refused_before_anything_is_run(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, allowed: int
+) -> None:
+    """By the limit of their own, or by the model's length."""
+    if length < 128:
+        monkeypatch.setattr(distilling, "MEASURED_PROMPT_TOKENS_MAX", allowed)
+    said = f"number 2 has {length} tokens; 1 to {allowed} are allowed"
+    with pytest.raises(SettingError, match=said) as bad:
+        run(target, tmp_path, **SHORT, measure=(ASKED, (1,) * length))
+    assert bad.value.key == "measure"
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+
+
+def pages(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """So many for the target that writes."""
+    page_bytes = 2 * 2 * 2 * 8 * 4 * PAGE_SIZE  # layers, keys and values, heads, width, float32
+    monkeypatch.setattr(distilling, "memory_budget", lambda *given: num * page_bytes)
+
+
+def test_prompts_that_do_not_fit_the_pages_are_refused_first(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages hold fewer tokens than the model takes: of a prompt of 60 tokens and its answer."""
+    pages(monkeypatch, 4)
+    with pytest.raises(SettingError, match=r"have up to 128 tokens; the memory .* takes 64") as bad:
+        run(target, tmp_path, **SHORT, measure=((1,) * 60,))
+    assert bad.value.key == "measure"
+    assert not folders(tmp_path, "written")
