@@ -117,7 +117,7 @@ class HttpClient(BenchClient):
                 raise Unavailable(f"{url}: {_refusal(response)}")
             self.model = str(response.json()["data"][0]["id"])
         except httpx2.HTTPError as error:
-            raise Unavailable(f"{url}: {_reason(error)}") from error
+            raise Unavailable(f"{url}: {error!r}") from error
         except (ValueError, LookupError, TypeError):
             raise Unavailable(f"{url} lists no models; name one (--model)") from None
 
@@ -128,9 +128,8 @@ class HttpClient(BenchClient):
         chunk_s: list[float] = []
         usage: dict[str, Any] = {}
         told: dict[str, Any] = {}
-        is_whole = False
-        started_s = clock()
         seconds = 0.0
+        started_s = clock()
         try:
             async with self._client.sse(
                 self._url, method="POST", json=self._body(prompt, decoding)
@@ -140,29 +139,25 @@ class HttpClient(BenchClient):
                     raise Unavailable(_refusal(events.response))
                 async for event in events:
                     if event.data == "[DONE]":
-                        is_whole = True
-                        continue
+                        break
                     chunk = json.loads(event.data)
                     if error := chunk.get("error"):
-                        message = error.get("message") if isinstance(error, dict) else error
-                        raise Unavailable(f"the stream ended with an error: {_one_line(message)}")
+                        raise Unavailable(f"the stream ended with an error: {_one_line(error)}")
                     for choice in chunk.get("choices") or ():
                         seconds = clock() - started_s
                         if _has_tokens(choice):
                             chunk_s.append(seconds)
                     usage = chunk.get("usage") or usage
                     told = (chunk.get("metrics") or {}).get("speculative_decoding") or told
-            if not is_whole:
-                raise Unavailable("the stream ended before [DONE]")
             if not usage.get("completion_tokens") or not seconds:
-                raise Unavailable("an answer without tokens, or without their number in its usage")
+                raise Unavailable("the stream ended without tokens, or before its usage")
             return Completion(
                 (), started_s, seconds, int(told.get("num_spec_steps", 0)),
                 int(told.get("num_draft_tokens", 0)), int(told.get("num_accepted_draft_tokens", 0)),
                 chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
             )  # fmt: skip
         except httpx2.HTTPError as error:
-            raise Unavailable(_reason(error)) from error
+            raise Unavailable(repr(error)) from error
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise Unavailable(f"the stream is not as OpenAI's: {error}") from error
 
@@ -200,7 +195,3 @@ def _one_line(text: object) -> str:
     """What another server says, as it may go to a terminal."""
     line = " ".join(str(text).split())[:ERROR_CHARS_MAX]
     return "".join(character if character.isprintable() else "?" for character in line)
-
-
-def _reason(error: httpx2.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")

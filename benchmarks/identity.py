@@ -20,6 +20,7 @@ from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import PromptOptions, option
 from .prompts import BenchPrompt
 from .report import Report, table_of
+from .speedup import Subject
 
 WAYS: Final = {"alone": 1, "beside": 8, "context": 1}
 """Requests at a time."""
@@ -40,7 +41,7 @@ class IdentityOptions(PromptOptions):
     )  # fmt: skip
 
 
-async def run(options: IdentityOptions, client: BenchClient, progress: Progress) -> Report:
+async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:
     """A row for each rule, way and K. Raises what the deployment refuses a request with."""
     rows: list[dict[str, Any]] = []
     for rule in (Rule.GREEDY, Rule.COUPLED):
@@ -50,11 +51,11 @@ async def run(options: IdentityOptions, client: BenchClient, progress: Progress)
             context = CONTEXT + "\n\n" if way == "context" else ""
             prompts = [BenchPrompt(context + one.text, way) for one in options.load_prompts()]
             if context not in expected:
-                expected[context] = await _answers(client, prompts, decoding, 1)
+                expected[context] = await _answers(subject.client, prompts, decoding, 1)
             for number in options.num_draft_tokens:
                 progress(f"{rule}, {way}, K = {number}")
                 drafted = replace(decoding, num_draft_tokens=number)
-                got = await _answers(client, prompts, drafted, at_once)
+                got = await _answers(subject.client, prompts, drafted, at_once)
                 pairs = enumerate(zip(expected[context], got, strict=True))
                 rows.append({
                     "rule": rule.value,

@@ -105,10 +105,11 @@ class TargetInputs:
 
     def setup(self) -> dict[str, Any]:
         """What a library loads."""
-        shared = "directory", "dtype", "device", "num_threads", "trust_remote_code"
+        shared = "dtype", "device", "num_threads", "trust_remote_code"
         own = "gguf", "context_tokens", "batch", "eos_token_ids"
-        return {name: getattr(self.target, name) for name in shared} | {
-            name: getattr(self, name) for name in own
+        return {name: getattr(self, name) for name in own} | {
+            "directory": self.target.directory,
+            "target": {name: getattr(self.target, name) for name in shared},
         }
 
 

@@ -93,7 +93,7 @@ class OpenVino(Decoder):
         properties = {
             "INFERENCE_PRECISION_HINT": "bf16",
             "KV_CACHE_PRECISION": "bf16",
-            "INFERENCE_NUM_THREADS": setup["num_threads"],
+            "INFERENCE_NUM_THREADS": setup["target"]["num_threads"],
         }
         if self._drafting:
             properties["prompt_lookup"] = True
@@ -142,7 +142,7 @@ class LlamaCpp(Decoder):
         params.n_ctx = setup["context_tokens"] * setup["batch"]
         params.verbosity = 0
         for threads in (params.cpuparams, params.cpuparams_batch):
-            threads.n_threads = setup["num_threads"]
+            threads.n_threads = setup["target"]["num_threads"]
             threads.poll = setup["options"]["poll"]
         if drafting := setup["options"].get("ngram_simple"):
             kinds = llama.common_speculative_type
@@ -198,7 +198,7 @@ class Pace(Decoder):
         from pace.llm import LLMModel
         from pace.llm.attention import KVCacheType
 
-        torch.set_num_threads(setup["num_threads"])
+        torch.set_num_threads(setup["target"]["num_threads"])
         self._model = LLMModel(
             setup["directory"],
             dtype=torch.bfloat16,
@@ -258,9 +258,7 @@ class Transformers(Decoder):
         super().__init__(setup)
         from outrider.models.loading import load_model
 
-        names = "dtype", "device", "num_threads", "trust_remote_code"
-        named = {name: setup[name] for name in names}
-        self._module: Any = load_model(Path(setup["directory"]), **named)[0]
+        self._module: Any = load_model(Path(setup["directory"]), **setup["target"])[0]
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         import torch
@@ -292,10 +290,9 @@ class Engine(Decoder):
         from outrider.config import TargetConfig
         from outrider.replica.process_setup import build_engine
 
-        names = "directory", "dtype", "device", "num_threads", "trust_remote_code"
-        named = {name: setup[name] for name in names}
-        config = TargetConfig(model=setup["directory"], **named)
-        self._engine = build_engine(config, "target", setup["num_threads"])
+        directory = setup["directory"]
+        config = TargetConfig(model=directory, directory=directory, **setup["target"])
+        self._engine = build_engine(config, "target", config.num_threads)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         from benchmarks.acceptance import Answer, decode

@@ -3,7 +3,6 @@ and threads: plain and speculative, at each temperature and number of requests a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
@@ -114,17 +113,7 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
                     contestants.insert(0, Contestant(side, client, decoding, concurrency))
                 results = await measure(prompts, contestants, progress, drop, REST_S)
                 levels.append(level_of(temperature, concurrency, results))
-    subject = speculative
-    setup = {
-        "model": subject.model,
-        "draft_model": subject.draft_model,
-        "dtype": subject.dtype,
-        "num_draft_tokens": drafted.num_draft_tokens,
-        "num_prompts": len(prompts),
-        "max_tokens": options.max_tokens,
-        "rule": options.rule,
-        "threads": subject.target and subject.target.num_threads,
-    }
+    setup = speculative.setup(drafted) | {"num_prompts": len(prompts), "rule": options.rule}
     return report(setup, levels, missing)
 
 
@@ -197,25 +186,19 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
         }
 
     sides = {name: figures(found) for name, found in results.items()}
-    theirs = [name for name in sides if name not in (OURS_PLAIN, OURS_SPECULATIVE)]
-    plain = [name for name in theirs if name.endswith(f" {PLAIN}")]
+    theirs = {name: one for name, one in sides.items() if not name.startswith("outrider ")}
+    plain = {name: one for name, one in theirs.items() if name.endswith(f" {PLAIN}")}
 
-    def ratio(key: str, ours: str, peer: str | None) -> float | None:
-        values = [sides[name][key] for name in (ours, peer) if name]
-        return values[0] / values[1] if len(values) == 2 and all(values) else None
+    def ratio(side: str, key: str, others: Mapping[str, Any], best: Any) -> float | None:
+        known = [one[key] for one in others.values() if one[key]]
+        return sides[side][key] / best(known) if known and sides[side][key] else None
 
-    rate, first = "tokens_per_second", "time_to_first_token_ms"
-    fastest = max(theirs, key=lambda name: sides[name][rate], default=None)
-    fastest_plain = max(plain, key=lambda name: sides[name][rate], default=None)
-    soonest = min(theirs, key=lambda name: sides[name][first] or math.inf, default=None)
     return {
         "temperature": temperature,
         "concurrency": concurrency,
-        "fastest_plain_peer": fastest_plain,
-        "plain_ratio": ratio(rate, OURS_PLAIN, fastest_plain),
-        "fastest_peer": fastest,
-        "speculative_ratio": ratio(rate, OURS_SPECULATIVE, fastest),
-        "first_token_ratio": ratio(first, OURS_PLAIN, soonest),
+        "plain_ratio": ratio(OURS_PLAIN, "tokens_per_second", plain, max),
+        "speculative_ratio": ratio(OURS_SPECULATIVE, "tokens_per_second", theirs, max),
+        "first_token_ratio": ratio(OURS_PLAIN, "time_to_first_token_ms", theirs, min),
         "sides": sides,
     }
 

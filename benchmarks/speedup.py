@@ -13,7 +13,7 @@ from outrider.errors import check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
-from .measurement import BenchClient, Contestant, Progress, SideResult, measure
+from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
 from .report import Report, table_of
@@ -72,6 +72,17 @@ class Subject:
     """Where it answers by HTTP; empty where it does not, or that is not known."""
     api_key: str = field(default="", repr=False)
 
+    def setup(self, drafted: Decoding) -> dict[str, Any]:
+        """By names in JSON, where it decodes so."""
+        return {
+            "model": self.model,
+            "draft_model": self.draft_model,
+            "dtype": self.dtype,
+            "threads": self.target and self.target.num_threads,
+            "num_draft_tokens": drafted.num_draft_tokens,
+            "max_tokens": drafted.max_tokens,
+        }
+
 
 Level = Mapping[str, Any]
 """The figures at one concurrency, by names in JSON."""
@@ -97,16 +108,9 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
                 client = await stack.enter_async_context(process)
                 contestants.append(Contestant(name, client, plain, 1))
         results = await measure(prompts, contestants, progress)
-    setup = {
-        "model": subject.model,
-        "draft_model": subject.draft_model,
-        "dtype": subject.dtype,
-        "num_draft_tokens": drafted.num_draft_tokens,
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "rule": drafted.rule,
-        "concurrency": concurrency,
-    }
+    setup = subject.setup(drafted) | {
+        "temperature": options.temperature, "rule": drafted.rule, "concurrency": concurrency,
+    }  # fmt: skip
     return setup | compared(prompts, results, concurrency > 1)
 
 

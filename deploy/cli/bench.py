@@ -45,6 +45,7 @@ from .output import progress, show
 if TYPE_CHECKING:
     from benchmarks.identity import IdentityOptions
     from benchmarks.measurement import BenchClient
+    from benchmarks.options import PromptOptions
     from benchmarks.peers import PeersOptions
     from benchmarks.serve import ServeOptions
     from benchmarks.speedup import SpeedupOptions, Subject
@@ -122,25 +123,26 @@ def _tell(report: Report, arguments: Arguments) -> int:
 def _speedup(options: SpeedupOptions, arguments: Arguments) -> int:
     from benchmarks import speedup
 
-    async def measure(level: SpeedupOptions) -> speedup.Level:
-        async with connected(arguments) as connection, connection.client() as client:
-            return await speedup.run(level, _subject(connection, client, options.raw), progress)
-
     # A deployment that the command starts is for one concurrency: the next one's prompts are the
     # same, and answered ones are not measured as new ones are.
-    levels = [asyncio.run(measure(level)) for level in options.levels()]
+    levels = [_measured(speedup.run, level, arguments) for level in options.levels()]
     return _tell(speedup.report(levels), arguments)
 
 
 def _identity(options: IdentityOptions, arguments: Arguments) -> int:
     from benchmarks import identity
-    from benchmarks.clients import GrpcClient
 
-    async def measure() -> Report:
+    return _tell(_measured(identity.run, options, arguments), arguments)
+
+
+def _measured(run: Callable[..., Any], options: PromptOptions, arguments: Arguments) -> Any:
+    """What comes of a measurement of one deployment."""
+
+    async def measure() -> Any:
         async with connected(arguments) as connection, connection.client() as client:
-            return await identity.run(options, GrpcClient(client, raw=options.raw), progress)
+            return await run(options, _subject(connection, client, options.raw), progress)
 
-    return _tell(asyncio.run(measure()), arguments)
+    return asyncio.run(measure())
 
 
 def _peers(options: PeersOptions, arguments: Arguments) -> int:

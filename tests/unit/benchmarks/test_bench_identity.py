@@ -10,6 +10,7 @@ import pytest
 from benchmarks.identity import IdentityOptions, run
 from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
+from benchmarks.speedup import Subject
 from outrider.speculation.sampling_params import Rule
 
 
@@ -31,7 +32,10 @@ async def report(side: Side, tmp_path: Path) -> dict[str, Any]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
     options = IdentityOptions(prompts=prompts, num_draft_tokens=(1, 8))
-    return {**(await run(options, side, lambda line: None)).values}
+    subject = Subject(
+        client=side, model="m", draft_model="d", dtype="auto", num_draft_tokens=4, target=None
+    )
+    return {**(await run(options, subject, lambda line: None)).values}
 
 
 async def test_all_ways_are_held_against_plain_decoding(tmp_path: Path) -> None:

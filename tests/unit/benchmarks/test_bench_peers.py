@@ -65,7 +65,6 @@ def result(*pairs: tuple[int, float]) -> SideResult:
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
     """Plain to plain, and speculative to whatever is fastest."""
     first, second = json.loads(to_json(measured().values))["levels"]
-    assert (first["fastest_plain_peer"], first["fastest_peer"]) == ("vllm plain", "vllm n-gram")
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
     assert first["first_token_ratio"] == pytest.approx(100 / 62.5)
@@ -74,7 +73,7 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
         "same_tokens": 2,
     }  # fmt: skip
     assert first["sides"]["vllm n-gram"]["same_tokens"] == 3
-    assert (second["fastest_peer"], second["plain_ratio"]) == (None, None)
+    assert (second["speculative_ratio"], second["plain_ratio"]) == (None, None)
     figures = second["sides"]["outrider plain"]
     assert (figures["time_to_first_token_ms"], figures["same_tokens"]) == (None, None)
 
@@ -146,9 +145,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
-    alone = [replace(one, bindings=one.bindings[:1], drafting=one.drafting[2:]) for one in PEERS]
+    alone = [replace(one, bindings=one.bindings[:1], drafting=one.drafting[-1:]) for one in PEERS]
     monkeypatch.setattr(peers, "REST_S", 0.0)
-    monkeypatch.setattr(peers, "PEERS", alone)  # One setting of each mode needs no sweep.
+    monkeypatch.setattr(peers, "PEERS", alone)  # A sweep of one setting is short.
     return resolve_model(str(tiny))
 
 
@@ -175,7 +174,7 @@ async def test_every_side_decodes_every_prompt(
     one, two = (set(level["sides"]) for level in found["levels"])
     ours = {"outrider plain", "outrider speculative"}
     theirs = {"vllm plain", "vllm n-gram", "llama-cpp plain", "llama-cpp n-gram"}
-    library = {"transformers plain"}
+    library = {"transformers plain", "transformers prompt lookup"}
     assert one == ours | theirs | library
     assert two == ours | theirs
     sides = [entry for level in found["levels"] for entry in level["sides"].values()]

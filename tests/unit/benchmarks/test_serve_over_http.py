@@ -106,8 +106,8 @@ def test_requests_that_fail_are_counted_told_and_in_no_figure(
             texts.append(err)
     for text, said in zip(texts, (
         '1 of 1 requests failed: 1x HTTP 429: {"error": {"message": "try', "RemoteProtocolError",
-        "the stream ended before [DONE]", "the stream ended with an error: out of? memory", "",
-        "without their number in its usage",
+        "or before its usage", "the stream ended with an error: {'message': 'out of", "",
+        "or before its usage",
     ), strict=True):  # fmt: skip
         assert said in text
 
@@ -123,7 +123,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a model's name nothing can begin; with one, every request fails."""
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
     assert main(["bench", "serve", *url]) == 1
-    assert "error: http://127.0.0.1:9/v1/models: ConnectError" in capsys.readouterr().err
+    assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err
     assert main(["bench", "serve", "--json", "--model", "m", *url]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["failed"] == 2
