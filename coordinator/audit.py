@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import SessionContext, TargetPool
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
@@ -46,7 +46,7 @@ class Auditor:
         self,
         config: CoordinatorConfig,
         owner: str,
-        targets: TargetPool,
+        targets: ReplicaPool,
         observation: Observation,
         random_bits: Callable[[int], int],
         in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],

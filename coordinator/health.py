@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from coordinator.decoding.committer import Committer
-from coordinator.routing.replica_pool import DraftPool, TargetPool
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import NotFound, OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES
@@ -36,8 +36,8 @@ class HealthMonitor:
         self,
         committer: Committer,
         store: SessionStore,
-        targets: TargetPool,
-        drafts: DraftPool,
+        targets: ReplicaPool,
+        drafts: ReplicaPool,
         registry: RedisRegistry | None = None,
     ) -> None:
         self._committer = committer

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -29,7 +29,7 @@ from coordinator.requests.validation import (
 )
 from coordinator.routing.discovery import Discovery, FleetView, replicas_at_first
 from coordinator.routing.draft_client import open_drafts
-from coordinator.routing.replica_pool import DraftPool, SessionContext, TargetPool
+from coordinator.routing.replica_pool import AnyLink, ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
@@ -42,7 +42,6 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
-from outrider.transport.link import Link
 
 from .audit import Auditor
 from .health import HealthMonitor
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 _log = logging.getLogger(__name__)
-
-AnyLink = Link[Any, Any]
 
 
 class CoordinatorService:
@@ -91,8 +88,8 @@ class CoordinatorService:
         self._links = {"target": targets or {}, "draft": drafts or {}}
         self._registry = registry
         self._link = link
-        self.targets: TargetPool = TargetPool("target")
-        self.drafts: DraftPool = DraftPool("draft", self.targets)
+        self.targets = ReplicaPool("target")
+        self.drafts = ReplicaPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
         self.fleet = FleetView(name, self.targets, self.drafts)
         self._fallback = fallback

@@ -124,9 +124,9 @@ def context_of(of: Session, observer: RequestObserver = SILENT, **fields: Any) -
 _watching: set[Any] = set()
 
 
-def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool[Any, Any]:
+def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool:
     """Replicas named r0, r1 ..., that are looked for while they are away."""
-    pool: ReplicaPool[Any, Any] = ReplicaPool(role)
+    pool = ReplicaPool(role)
     for index, link in enumerate(links):
         pool.admit(f"r{index}", link, link.description)
     _watching.clear()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import TargetPool
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.limits import REPLAY_TOKENS_INLINE
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
@@ -44,7 +44,7 @@ class Replayed:
     """Why the completion ends with them, if it does: its end may not be stored."""
 
 
-def check_weights(session_id: str, weights: str, targets: TargetPool) -> None:
+def check_weights(session_id: str, weights: str, targets: ReplicaPool) -> None:
     """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
     if targets.newest(weights) is None:
         if not targets.names:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from coordinator.decoding.loop import Decoding, Entry
 from coordinator.decoding.recovery import Replayed, Replays, check_known, check_weights
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import TargetPool
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.backoff import backoff
 from outrider.errors import (
     NotFound,
@@ -209,7 +209,7 @@ class OwnedSessions:
         self,
         store: SessionStore,
         owner: str,
-        targets: TargetPool,
+        targets: ReplicaPool,
         random_bits: Callable[[int], int],
         resume_grace_s: float,
     ) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, DraftPool, ReplicaPool, TargetPool
+from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, ReplicaPool
 from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, ReplicaRecord, Role
@@ -75,9 +75,9 @@ class FleetView:
     """Puts together what the registry had when it was last read, and what this coordinator has
     found out by itself. Nothing is asked of anybody, however many look."""
 
-    def __init__(self, own_name: str, targets: TargetPool, drafts: DraftPool) -> None:
+    def __init__(self, own_name: str, targets: ReplicaPool, drafts: ReplicaPool) -> None:
         """`own_name` is what the coordinator is called in the registry."""
-        self.pools: dict[Role, ReplicaPool[Any, Any]] = {"target": targets, "draft": drafts}
+        self.pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._own_name = own_name
         self._records: dict[Role, dict[str, ReplicaRecord]] = {}
         self._heard_at: float | None = None
@@ -205,7 +205,7 @@ class Discovery:
             for name in notes.keys() - known:
                 del notes[name]
 
-    def _hear(self, pool: ReplicaPool[Any, Any], record: ReplicaRecord, now: float) -> None:
+    def _hear(self, pool: ReplicaPool, record: ReplicaRecord, now: float) -> None:
         name = record.name
         self._heard[name] = now, record.address
         is_known = name in pool.names
@@ -218,7 +218,7 @@ class Discovery:
         self._tasks[name] = asyncio.create_task(work)
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
-    async def _doubt(self, pool: ReplicaPool[Any, Any], name: str, is_replaced: bool) -> None:
+    async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
         """Takes out a replica that is announced no more, unless it answers: it may be the one that
         does not reach the registry. Who answers at the address of another one is that one."""
         replica = pool.replicas.get(name)
@@ -230,7 +230,7 @@ class Discovery:
             _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
             await pool.leave(name)
 
-    async def _join(self, pool: ReplicaPool[Any, Any], record: ReplicaRecord) -> None:
+    async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
         try:
             await pool.join(record.name, self._link(record.address))
             if record.leaving:  # Its sessions may have nowhere else to go.

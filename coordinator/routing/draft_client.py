@@ -14,7 +14,7 @@ from dataclasses import replace
 from coordinator.draft_length.acceptance import fitting
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, SessionLookup
-from coordinator.routing.replica_pool import DraftPool, DraftRoute, SessionContext
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
@@ -35,7 +35,7 @@ from outrider.limits import (
     SILENT_DRAFT_S,
     UNTIMED_DRAFT_S,
 )
-from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply
+from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, VerdictReply
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
@@ -148,13 +148,13 @@ class DraftClient(_ModelDrafts):
 
     def __init__(
         self,
-        pool: DraftPool,
+        pool: ReplicaPool,
         context: SessionContext,
         lookup: SessionLookup,
         config: CoordinatorConfig,
     ) -> None:
         super().__init__(context, lookup, config)
-        self._route: DraftRoute = DraftRoute(pool, context)
+        self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
         self._route.on_pushed = self._take_pushed
         self._observer = context.observer
         self._retry_s = config.draft_retry_ms / 1e3
@@ -509,7 +509,7 @@ def check_wanted(
 
 
 def open_drafts(
-    pool: DraftPool,
+    pool: ReplicaPool,
     context: SessionContext,
     lookup: LookupDrafter,
     config: CoordinatorConfig,

@@ -20,22 +20,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from coordinator.requests.validation import GenerationParameters
 from outrider.errors import Incompatible, LinkLost, OutriderError, Unavailable, check
 from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import (
-    DraftAnswer,
-    DraftItem,
     ProposalReply,
     Refused,
     ReplicaDescription,
     Resync,
     RoundHead,
     VerdictReply,
-    VerifyAnswer,
-    VerifyItem,
 )
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
@@ -57,17 +53,18 @@ these cannot be shared out evenly; but not for it more than share a step."""
 _KEY_PAGES: Final = 2
 """Pages that sessions on one replica share at least, where their prompts are as long as that."""
 
+AnyLink = Link[Any, Any]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
 
 
-class ReplicaConnection(Generic[Item, Answer]):
+class ReplicaConnection:
     """One replica's link, shared by all sessions that use it."""
 
     def __init__(
         self,
-        pool: ReplicaPool[Item, Answer],
-        link: Link[Item, Answer],
+        pool: ReplicaPool,
+        link: AnyLink,
         name: str,
         description: ReplicaDescription,
     ) -> None:
@@ -81,7 +78,7 @@ class ReplicaConnection(Generic[Item, Answer]):
         self.away = False
         """Whether it could not be reached when it was last tried, and has not said since what it
         runs."""
-        self.routes: dict[str, SessionRoute[Item, Answer]] = {}
+        self.routes: dict[str, SessionRoute[Any, Any]] = {}
         """Of its sessions."""
         link.listen(self._deliver, self.lose)
 
@@ -108,7 +105,7 @@ class ReplicaConnection(Generic[Item, Answer]):
         for route in self.routes.values():
             route.lose(error)
 
-    def _deliver(self, answer: Answer) -> None:
+    def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
         # What was pushed for an outcome mostly does not come true, and an empty proposal answers a
@@ -118,17 +115,17 @@ class ReplicaConnection(Generic[Item, Answer]):
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
-class ReplicaPool(Generic[Item, Answer]):
+class ReplicaPool:
     """The replicas of one role. Those of other weights may be among them, as while new ones come
     in: a session may have to stay with the weights that it began with."""
 
-    def __init__(self, role: Side, targets: TargetPool | None = None) -> None:
+    def __init__(self, role: Side, targets: ReplicaPool | None = None) -> None:
         """Drafts must fit the first of the `targets`."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """What the replica ran that joined first of all: the others must go with it."""
         self._targets = targets
-        self._replicas: dict[str, ReplicaConnection[Item, Answer]] = {}
+        self._replicas: dict[str, ReplicaConnection] = {}
         self._left = LinkBytes()
         """Of replicas that are known no more."""
         self.num_stale = 0
@@ -145,7 +142,7 @@ class ReplicaPool(Generic[Item, Answer]):
         return list(self._replicas)
 
     @property
-    def replicas(self) -> Mapping[str, ReplicaConnection[Item, Answer]]:
+    def replicas(self) -> Mapping[str, ReplicaConnection]:
         """The replicas that are known, by name, as they are now; to be looked at."""
         return dict(self._replicas)
 
@@ -180,7 +177,7 @@ class ReplicaPool(Generic[Item, Answer]):
         found = [replica for replica in replicas if replica.is_open] or replicas
         return found[-1].description if found else None
 
-    async def join(self, name: str, link: Link[Item, Answer]) -> None:
+    async def join(self, name: str, link: AnyLink) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
         does not say what it runs, `Incompatible` where that does not fit; then it is not taken
         in."""
@@ -193,7 +190,7 @@ class ReplicaPool(Generic[Item, Answer]):
             raise
         self.admit(name, link, description)
 
-    async def join_all(self, links: Mapping[str, Link[Item, Answer]]) -> None:
+    async def join_all(self, links: Mapping[str, AnyLink]) -> None:
         """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
         none of them can be taken in."""
         found = await asyncio.gather(
@@ -205,7 +202,7 @@ class ReplicaPool(Generic[Item, Answer]):
         if errors and not self._replicas:
             raise next(iter(errors.values()))
 
-    def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
+    def admit(self, name: str, link: AnyLink, description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
         self.first = self.first or description
         self._replicas[name] = ReplicaConnection(self, link, name, description)
@@ -230,10 +227,10 @@ class ReplicaPool(Generic[Item, Answer]):
         self,
         affinity: bytes,
         weights: str,
-        without: Collection[ReplicaConnection[Item, Answer]] = (),
+        without: Collection[ReplicaConnection] = (),
         preferred: str = "",
         numerics: str = "",
-    ) -> ReplicaConnection[Item, Answer] | None:
+    ) -> ReplicaConnection | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
         `affinity.choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
@@ -312,7 +309,7 @@ class ReplicaPool(Generic[Item, Answer]):
         self._found.set()
         self._found = asyncio.Event()
 
-    async def _probe(self, replica: ReplicaConnection[Item, Answer]) -> None:
+    async def _probe(self, replica: ReplicaConnection) -> None:
         """One that answers is there again, perhaps as another: it was started anew."""
         try:
             description = await replica.link.describe(PROBE_TIMEOUT_S)
@@ -374,10 +371,6 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     bound = max(math.ceil(mean), slack)
     roomy = [name for name, load in loads.items() if load < bound]
     return ranked(key, roomy)[0]
-
-
-TargetPool = ReplicaPool[VerifyItem, VerifyAnswer]
-DraftPool = ReplicaPool[DraftItem, DraftAnswer]
 
 
 def _kind(target: ReplicaDescription) -> tuple[object, ...]:
@@ -452,7 +445,7 @@ class SessionRoute(Generic[Item, Answer]):
     session may come back to a replica that it left, so no replica is told that it has left: what a
     release has ended does not begin again."""
 
-    def __init__(self, pool: ReplicaPool[Item, Answer], context: SessionContext) -> None:
+    def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """Begins with the replica that holds the most of the session where that is there. Only
         targets with the weights of the session will do."""
         session = context.session
@@ -473,10 +466,10 @@ class SessionRoute(Generic[Item, Answer]):
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
         """Those of the replica that it began with."""
-        self._replica: ReplicaConnection[Item, Answer] | None = None
-        self._left: dict[str, ReplicaConnection[Item, Answer]] = {}
+        self._replica: ReplicaConnection | None = None
+        self._left: dict[str, ReplicaConnection] = {}
         """Where it was before, by name."""
-        self._rejected: list[ReplicaConnection[Item, Answer]] = []
+        self._rejected: list[ReplicaConnection] = []
         """Where it does not go again."""
         self._num_moves = 0
         self._round = 0
@@ -486,7 +479,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
         self._enter(pool.find(self._affinity, self._weights, preferred=held.replica))
-        self.cached_length = held.held_by(self.replica)
+        self.cached_length = held.cached_length if held.replica == self.replica else 0
         """Committed tokens that the replica is thought to hold."""
 
     @property
@@ -632,7 +625,7 @@ class SessionRoute(Generic[Item, Answer]):
             replica.link.release(session.session_id, session.epoch)
         self._replica, self._left = None, {}
 
-    def _enter(self, replica: ReplicaConnection[Item, Answer] | None) -> None:
+    def _enter(self, replica: ReplicaConnection | None) -> None:
         if replica is not None:
             session_id = self.context.session.session_id
             check(session_id not in replica.routes, f"session {session_id} has a route already")
@@ -644,6 +637,3 @@ class SessionRoute(Generic[Item, Answer]):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-DraftRoute = SessionRoute[DraftItem, DraftAnswer]

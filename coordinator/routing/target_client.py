@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
-from coordinator.routing.replica_pool import SessionContext, SessionRoute, TargetPool
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.backoff import backoff
 from outrider.config import CoordinatorConfig
 from outrider.errors import (
@@ -47,7 +47,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     def __init__(
         self,
-        pool: TargetPool,
+        pool: ReplicaPool,
         context: SessionContext,
         config: CoordinatorConfig,
         audits: bool = False,

@@ -240,24 +240,24 @@ def _why_unfit(error: Exception) -> str:
 
 def check_info(name: str, info: dict[str, Any]) -> None:
     """Raises `ConfigError` unless the answer to INFO is of a server that can keep sessions."""
-    if info.get("redis_mode") == "sentinel":
-        raise ConfigError(
-            f"{name} is a Sentinel; give redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
-        )
-    version = str(info.get("redis_version", "0"))
+    version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < MINIMUM_VERSION:
-        raise ConfigError(f"{name} has version {version}; 6.2 or newer is needed")
-    policy = info.get("maxmemory_policy", "unknown")
-    if policy != "noeviction":
-        raise ConfigError(
-            f"{name} has maxmemory-policy {policy}, so it may drop sessions; "
-            f"set maxmemory-policy noeviction"
+    reason = ""
+    if info.get("redis_mode") == "sentinel":
+        reason = "is a Sentinel; give redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
+    elif numbers < MINIMUM_VERSION:
+        reason = f"has version {version}; 6.2 or newer is needed"
+    elif policy != "noeviction":
+        reason = (
+            f"has maxmemory-policy {policy}, so it may drop sessions; "
+            "set maxmemory-policy noeviction"
         )
-    if info.get("role") == "slave":
-        raise ConfigError(f"{name} is a read-only replica; give the URL of its primary")
-    if info.get("cluster_enabled"):
-        raise ConfigError(f"{name} runs in cluster mode, which is not supported; use one server")
+    elif info.get("role") == "slave":
+        reason = "is a read-only replica; give the URL of its primary"
+    elif info.get("cluster_enabled"):
+        reason = "runs in cluster mode, which is not supported; use one server"
+    if reason:
+        raise ConfigError(f"{name} {reason}")
 
 
 class Pool(redis.asyncio.BlockingConnectionPool):

@@ -30,11 +30,6 @@ from outrider.tokens import TokenSequence
 class Session:
     """The tokens of one session and how far they are stored. Not safe for several threads."""
 
-    __slots__ = (
-        "acknowledged_length", "counters", "draft", "error", "finish_reason", "logprobs", "record",
-        "showable_length", "target", "tokens",
-    )  # fmt: skip
-
     def __init__(self, record: SessionRecord) -> None:
         """The running session that `SessionStore.open` has just stored, or `SessionStore.take_over`
         given to `record.owner`."""

@@ -39,10 +39,6 @@ class CacheState:
     replica: str = ""
     cached_length: int = 0
 
-    def held_by(self, replica: str) -> int:
-        """Tokens that this replica is thought to hold."""
-        return self.cached_length if replica == self.replica else 0
-
 
 @dataclass(frozen=True, slots=True)
 class Counters:

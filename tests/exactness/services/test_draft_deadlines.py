@@ -156,7 +156,7 @@ def first_tokens(
         service = DraftService(
             proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
         )
-        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool = ReplicaPool("draft")
         pool.admit("r0", link(service), DESCRIPTION)
         config = CoordinatorConfig(draft_timeout_ms=10_000, draft_retry_ms=2_000)
         for seed in range(1, num_rounds + 1):
@@ -284,7 +284,7 @@ def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | N
         service = DraftService(
             proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
         )
-        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool = ReplicaPool("draft")
         pool.admit("r0", MemoryLink(service), DESCRIPTION)
 
         async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:

@@ -22,7 +22,7 @@ from coordinator.routing.discovery import (
     FleetView,
     replicas_at_first,
 )
-from coordinator.routing.replica_pool import DraftPool, TargetPool
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.clock import run_virtually
 from outrider.errors import StoreUnavailable
 from outrider.messages import ReplicaDescription
@@ -53,9 +53,9 @@ class World:
 
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
-        self.pool: TargetPool = TargetPool("target")
+        self.pool = ReplicaPool("target")
         self.pool.first = TOY
-        self.fleet = FleetView("a", self.pool, DraftPool("draft"))
+        self.fleet = FleetView("a", self.pool, ReplicaPool("draft"))
         self.follow({})
         self.prepared: dict[str, ScriptedLink] = {}
         """By address: links other than such as answer at once."""

@@ -38,8 +38,8 @@ def record(role: Role, name: str, **fields: Any) -> ReplicaRecord:
 
 
 @pytest.fixture
-def pools() -> tuple[ReplicaPool[Any, Any], ReplicaPool[Any, Any]]:
-    targets: ReplicaPool[Any, Any] = ReplicaPool("target")
+def pools() -> tuple[ReplicaPool, ReplicaPool]:
+    targets = ReplicaPool("target")
     targets.admit("t1", SilentLink(), description("big"))  # type: ignore[arg-type]
     targets.admit("t2", SilentLink(), description("big"))  # type: ignore[arg-type]
     return targets, ReplicaPool("draft")

@@ -62,7 +62,7 @@ class Side:
         self.engine = ToyEngine(vocab_size=16, salt=2)
         executor = InlineExecutor(self.engine.take_step_seconds)
         self.service = DraftService.with_model(self.engine, executor, max_num_seqs=8)
-        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool = ReplicaPool("draft")
         self.link = Link(self.service)
         pool.admit("r0", self.link, self.service.describe())
         self.session = session(prompt, Rule.TOKEN, seed=seed)

@@ -186,7 +186,7 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
 
 @virtually
 async def test_a_replica_that_is_taken_out_while_it_is_looked_for_ends_nothing() -> None:
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    pool = ReplicaPool("target")
     link, other = described(), described()
     await pool.join("a", link)
     await pool.join("b", other)
@@ -303,7 +303,7 @@ async def test_only_replicas_that_fit_join(
     """One that is gone or does not fit keeps nobody else out, as long as there is one. Drafts must
     fit the targets."""
     big = replace(TOY, model="big", tokenizer_fingerprint="a")
-    pool: ReplicaPool[Any, Any] = ReplicaPool(role, pool_of(described(big)))
+    pool = ReplicaPool(role, pool_of(described(big)))
     await pool.join_all({})
     away = {"a": described(away_until=1.0)}
     with pytest.raises(Unavailable, match="away"):
@@ -324,7 +324,7 @@ async def test_only_replicas_that_fit_join(
 @virtually
 async def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
     """Nobody sends to one that is away, so it would not be heard of."""
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    pool = ReplicaPool("target")
     link = described()
     await pool.join("a", link)
     await pool.join("b", described())
@@ -383,7 +383,7 @@ async def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
             raise Unavailable("no answer")
 
     loop = asyncio.get_running_loop()
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    pool = ReplicaPool("target")
     links = [Silent() for _ in range(12)]
     for number, link in enumerate(links):
         pool.admit(f"{number}", link, TOY)

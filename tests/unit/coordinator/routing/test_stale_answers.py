@@ -28,7 +28,7 @@ def proposal(
 
 async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
     link = ScriptedLink()
-    pool: ReplicaPool[Any, Any] = ReplicaPool("draft")
+    pool = ReplicaPool("draft")
     pool.admit("d", link, TOY)
     route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(session(name=SESSION)))
     route.begin(2)
@@ -53,7 +53,7 @@ async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
 
 
 async def test_sums_never_fall_when_a_replica_leaves() -> None:
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    pool = ReplicaPool("target")
     links = {"a": ScriptedLink(), "b": ScriptedLink()}
     for number, (name, link) in enumerate(links.items(), start=1):
         link.num_bytes = LinkBytes(sent=10 * number, received=100 * number)
@@ -66,7 +66,7 @@ async def test_sums_never_fall_when_a_replica_leaves() -> None:
 
 
 async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
-    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    pool = ReplicaPool("target")
     assert pool.is_full  # There is no seat at all.
     pool.admit("a", ScriptedLink(), TOY)
     pool.admit("b", ScriptedLink(), TOY)
