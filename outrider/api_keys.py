@@ -123,15 +123,13 @@ class Keyring:
         self.entries = tuple(entries)
         if len(self.entries) > API_KEYS_MAX:
             raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
-        names: set[str] = set()
-        hashes: set[KeyHash] = set()
+        seen: set[str | KeyHash] = set()
         for entry in self.entries:
-            if entry.caller.name in names:
-                raise ConfigError(f"the key {entry.caller.name!r} is there twice")
-            if entry.hash in hashes:
-                raise ConfigError(f"the key {entry.caller.name!r} has another name, too")
-            names.add(entry.caller.name)
-            hashes.add(entry.hash)
+            name = entry.caller.name
+            if name in seen or entry.hash in seen:
+                what = "is there twice" if name in seen else "has another name, too"
+                raise ConfigError(f"the key {name!r} {what}")
+            seen |= {name, entry.hash}
         self._salted = {one.hash.salt: one for one in self.entries if one.hash.salt}
         self._plain = tuple(one for one in self.entries if not one.hash.salt)
 

@@ -128,7 +128,7 @@ class Answer:
     def take(self, index: int, event: Event) -> Sequence[Json]:
         """What is told once an event of a choice has come, of an answer that is told in chunks;
         often nothing."""
-        self._count(index, event)
+        self.add(index, event)
         if not isinstance(event, Tokens | Finished):
             return ()
         chunks, choice = [], self._choices[index]
@@ -136,18 +136,15 @@ class Answer:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
         if isinstance(event, Tokens):
-            choice.token_ids = [*event.token_ids]
-            if self._asked.has_logprobs:
-                choice.scored = choice.score(event)
-            part = self._choice(index, self.delta(event.text_delta), None, choice)
+            part = self._choice(index, self.delta(choice.told), None, choice)
+            choice.told, choice.token_ids, choice.scored = "", [], []
             return [*chunks, self._chunk(part)]
-        last = self._chunk(self._choice(index, self.closing, event.finish_reason))
-        if self._num_left:
-            return [*chunks, last]
-        if self._options.include_usage:
-            usage = self._told(self.chunk_kind, [], usage=self._usage(), metrics=self._metrics())
-            return [*chunks, last, usage]
-        return [*chunks, last | {"metrics": self._metrics()}]
+        chunks.append(self._chunk(self._choice(index, self.closing, event.finish_reason)))
+        if self._num_left == 0 and self._options.include_usage:
+            chunks.append(self._told(self.chunk_kind, [], usage=self._usage()))
+        if self._num_left == 0:
+            chunks[-1]["metrics"] = self._metrics()
+        return chunks
 
     def _count(self, index: int, event: Event) -> None:
         if isinstance(event, Started):
