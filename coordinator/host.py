@@ -31,7 +31,6 @@ from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 from outrider.transport.server import RpcServer, ServerOptions, Service
-from outrider.transport.tls import internal_trust, server_credentials
 from outrider.v1 import coordinator_pb2
 
 from .grpc_api import CoordinatorServicer
@@ -94,6 +93,8 @@ class CoordinatorHost:
             tls = _tls_files(config)
             credentials = None
             if tls is not None:
+                from outrider.transport.tls import server_credentials
+
                 credentials = server_credentials(tls.certificate, tls.key, tls.authority)
         self.server = RpcServer(
             [Service(_SERVICE, CoordinatorServicer(service, access))],
@@ -235,6 +236,8 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link[Any, Any]
     """What leads to a target or a draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
+        from outrider.transport.tls import internal_trust
+
         directory = Path(config.internal_tls_dir)
         with blaming("internal_tls_dir"):
             links = {

@@ -18,7 +18,7 @@ from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, re
 from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
 from outrider.settings import check_range
-from outrider.transport.certificates import (
+from outrider.transport.tls import (
     AUTHORITY,
     INTERNAL_ROLES,
     ROLE_DAYS,

@@ -324,7 +324,7 @@ def _with_whole_paths(config: Server) -> Server:
 def check_security_files(config: CoordinatorConfig) -> None:
     """Reads the files of keys and certificates, as the replicas of this machine will. Raises
     `SettingError`."""
-    from outrider.transport.certificates import INTERNAL_ROLES, RoleFiles, check_pair
+    from outrider.transport.tls import INTERNAL_ROLES, RoleFiles, check_pair
 
     if config.ssl_certfile:
         with blaming("ssl_certfile"):

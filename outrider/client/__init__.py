@@ -23,6 +23,8 @@ its session.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from outrider.client.client import Client, SyncClient
 from outrider.client.in_process import InProcessTransport
 from outrider.client.transport import (
@@ -47,7 +49,9 @@ from outrider.request import (
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import Trust
-from outrider.transport.tls import caller_trust
+
+if TYPE_CHECKING:
+    from outrider.transport.tls import caller_trust
 
 __all__ = [
     "ChatMessage",
@@ -74,3 +78,12 @@ __all__ = [
     "Usage",
     "caller_trust",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what reads certificates where it is asked for: that takes long."""
+    if name != "caller_trust":
+        raise AttributeError(name)
+    from outrider.transport.tls import caller_trust
+
+    return caller_trust

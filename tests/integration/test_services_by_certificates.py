@@ -21,18 +21,20 @@ from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.replica.scheduler import ThreadExecutor
-from outrider.transport.certificates import (
+from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.codec import DRAFT, VERIFY
+from outrider.transport.grpc_link import target_link
+from outrider.transport.tls import (
     INTERNAL_ROLES,
     InternalRole,
     RoleFiles,
+    caller_trust,
+    internal_server_credentials,
+    internal_trust,
     make_authority,
     make_role,
     name_of,
 )
-from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import DRAFT, VERIFY
-from outrider.transport.grpc_link import target_link
-from outrider.transport.tls import caller_trust, internal_server_credentials, internal_trust
 from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)

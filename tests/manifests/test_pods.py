@@ -13,7 +13,7 @@ import yaml
 
 from outrider.config import load_config
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
-from outrider.transport.certificates import RoleFiles
+from outrider.transport.tls import RoleFiles
 from tests.manifests.rendering import (
     EVERY_OPTION,
     OWN_REDIS,

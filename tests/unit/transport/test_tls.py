@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from deploy.cli.main import main
 from outrider.errors import ConfigError
-from outrider.transport.certificates import (
+from outrider.transport.tls import (
     INTERNAL_ROLES,
     RoleFiles,
     certificate_names,
