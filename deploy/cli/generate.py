@@ -160,18 +160,15 @@ def _text(prompt: str) -> str:
 
 
 def _report(completion: Completion, seconds: float) -> dict[str, Any]:
-    metrics, usage = completion.metrics, completion.usage
+    usage = completion.usage
     report: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
         "usage": asdict(usage),
         "metrics": {
+            **asdict(completion.metrics),
             "tokens_per_second": usage.completion_tokens / seconds,
-            "num_rounds": metrics.num_rounds,
-            "num_draft_tokens": metrics.num_draft_tokens,
-            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-            "mean_acceptance_length": metrics.mean_acceptance_length,
         },
         "model": completion.model,
         "session_id": completion.session_id,

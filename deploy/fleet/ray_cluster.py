@@ -167,32 +167,24 @@ class Cluster:
     async def replicas(self) -> dict[str, list[Actor]]:
         """The actors that are there of each replica, by rank."""
         import ray
-
-        found: dict[str, list[Actor]] = {}
-        for name in await self._names():
-            replica, _, rank = name.partition(_RANK)
-            with suppress(ValueError):  # It has just ended.
-                handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
-                found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
-        return {name: sorted(one, key=lambda actor: actor.rank) for name, one in found.items()}
-
-    async def clear(self) -> None:
-        import ray
-
-        with asking_head():
-            for name in await self._names():
-                with suppress(ValueError):
-                    ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
-            await self.free_groups()
-
-    async def _names(self) -> set[str]:
         from ray.util import list_named_actors
 
-        listed = await asyncio.to_thread(list_named_actors, all_namespaces=True)
-        return {
-            one["name"] for one in listed
-            if one["namespace"] == self.namespace and one["name"] != RECONCILER
-        }  # fmt: skip
+        found: dict[str, list[Actor]] = {}
+        for one in await asyncio.to_thread(list_named_actors, all_namespaces=True):
+            replica, _, rank = one["name"].partition(_RANK)
+            if one["namespace"] != self.namespace or replica == RECONCILER:
+                continue
+            with suppress(ValueError):  # It has just ended.
+                handle = await asyncio.to_thread(ray.get_actor, one["name"], self.namespace)
+                found.setdefault(replica, []).append(Actor(replica, handle, int(rank or 0)))
+        return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
+
+    async def clear(self) -> None:
+        """Ends all replicas at once, and gives back their places."""
+        with asking_head():
+            there = await self.replicas()
+            await self.remove([actor for ranks in there.values() for actor in ranks])
+            await self.free_groups()
 
     def _begin(self, demand: Demand) -> list[Actor]:
         """Its actors: where few others are for one that is alone, and for ranks that ask for
