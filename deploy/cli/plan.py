@@ -224,8 +224,8 @@ def plan(arguments: Arguments) -> int:
         values, shown = found.values() | values, [*found.tables(), *shown]
     if arguments.simulate:
         simulated = simulation.simulate(config, pair)
-        values["fleets"] = [one.values() for one in simulated]
-        shown += fleets.tables(simulated, arguments.tpot_ms)
+        values["fleets"] = [asdict(one) for one in simulated]
+        shown += fleets.tables(simulated, pair, arguments.tpot_ms)
     if arguments.json:
         print(report.as_json(values))
     else:

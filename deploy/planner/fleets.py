@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from rich.console import RenderableType
@@ -111,21 +111,12 @@ def of_numbers(text: str, target_seats: int, draft_seats: int) -> Pair:
 class SimulatedFleet:
     """One workload on one fleet."""
 
-    scenario: Scenario
+    load: Workload
+    fleet: Fleet | None
+    """None where no fleet keeps the time per token."""
     was_found: bool
-    """Whether a number of its replicas is the smallest that keeps the time per token."""
+    """Whether a number of its replicas is the smallest that keeps it."""
     figures: FleetFigures | None
-    """None where no fleet keeps it."""
-
-    def values(self) -> dict[str, Any]:
-        """For JSON."""
-        figures = None if self.figures is None else asdict(self.figures)
-        return {
-            "fleet": figures and asdict(self.scenario.fleet),
-            "load": asdict(self.scenario.workload),
-            "was_found": self.was_found,
-            "figures": figures,
-        }
 
 
 def simulated(
@@ -135,13 +126,14 @@ def simulated(
     progress: Callable[[str], None],
 ) -> SimulatedFleet:
     """A scenario, whose numbers of the `free` roles are the smallest that keep a time per token."""
+    fleet: Fleet | None = scenario.fleet
     if free and tpot_ms is not None:
         fleet = smallest(scenario, tpot_ms, free, progress)
-        if fleet is None:
-            return SimulatedFleet(scenario, True, None)
-        scenario = replace(scenario, fleet=fleet)
-    progress(f"simulating {in_words(scenario.fleet)}")
-    return SimulatedFleet(scenario, bool(free), simulate(scenario))
+    figures = None
+    if fleet is not None:
+        progress(f"simulating {in_words(fleet)}")
+        figures = simulate(replace(scenario, fleet=fleet))
+    return SimulatedFleet(scenario.workload, fleet, bool(free), figures)
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
@@ -228,23 +220,23 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def tables(fleets: Sequence[SimulatedFleet], tpot_ms: float | None) -> Iterator[RenderableType]:
+def tables(
+    fleets: Sequence[SimulatedFleet], pair: Pair, tpot_ms: float | None
+) -> Iterator[RenderableType]:
     """For people. Replicas and their busy shares are targets, drafts, coordinators; times are p50,
     p99."""
-    scenario = fleets[0].scenario
     rows = []
     for one in fleets:
-        load, size = _load(one.scenario.workload), in_words(one.scenario.fleet)
-        if one.figures is None:
+        load = _load(one.load)
+        if one.fleet is None or one.figures is None:
             yield f"No number of replicas keeps {tpot_ms:g} ms a token for {load}."
             continue
         if one.was_found:
-            yield f"For {load}: {size} keep {tpot_ms:g} ms a token."
-        named = {"load": load, "replicas": tuple(asdict(one.scenario.fleet).values())}
+            yield f"For {load}: {in_words(one.fleet)} keep {tpot_ms:g} ms a token."
+        named = {"load": load, "replicas": tuple(asdict(one.fleet).values())}
         rows.append(named | asdict(one.figures))
     if rows:
-        k, seconds = len(scenario.pair.survival), scenario.seconds
-        yield figures_table(f"Simulated: {scenario.pair.name}; K = {k}, {seconds:g} s", rows)
+        yield figures_table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows)
 
 
 def _load(workload: Workload) -> str:

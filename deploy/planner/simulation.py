@@ -27,7 +27,7 @@ from outrider.config import DeploymentConfig, DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError
@@ -45,7 +45,6 @@ from .round_times import Line, Option, ServiceTimes
 ANSWER_TOKENS_MAX: Final = 2**17
 """Of an answer that does not end."""
 VOCABULARY: Final = 64
-PAGES_MIN: Final = 2**14
 _GUESSED_MASS: Final = 2.0**-10
 _DECOY_MASS: Final = 2.0**-15
 """What the draft's law gives a correction that is to be guessed, and each one that is not."""
@@ -203,14 +202,11 @@ class _Engine(EmulatedEngine):
     """States what the plan says that steps take, and counts them."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
-        workload, seats = scenario.workload, scenario.pair.seats(role)
-        length = workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
-        held = 8 * seats * (workload.prompt_tokens + min(workload.answer_tokens, 2**14))
-        pages = min(2**16, max(PAGES_MIN, math.ceil(max(held, length) / PAGE_SIZE)))
+        length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
         spec = EmulatedSpec(
-            vocab_size=VOCABULARY, support=1, order=1, max_model_len=length, num_pages=pages
+            vocab_size=VOCABULARY, support=1, order=1, max_model_len=length, num_pages=PAGES_MAX
         )
-        super().__init__(spec, role, seats)
+        super().__init__(spec, role, scenario.pair.seats(role))
         self.costs = scenario.pair.costs(role)
         self.work = np.zeros(3)
         """Seconds in steps, steps, and sessions in them."""

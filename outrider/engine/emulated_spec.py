@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 SCHEME: Final = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
 VOCAB_SIZE_MAX: Final = 2**20
+PAGES_MAX: Final = 2**16
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
@@ -38,7 +39,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     max_model_len: int = Field(default=8192, ge=1, le=2**20)
     eos: int = Field(default=-1, ge=-1)
     """The id that ends a text; -1 = none."""
-    num_pages: int = Field(default=4096, ge=1, le=2**16)
+    num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
     """Of the engine, with `PAGE_SIZE` slots each."""
 
     @model_validator(mode="after")
