@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from coordinator.decoding.committer import Committer
@@ -13,8 +13,6 @@ from outrider.errors import NotFound, OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES
 from outrider.sessions.store import SessionStore
-
-_log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S: Final = 1.0
 """Between two looks at whether target and store answer, and at the fleet."""
@@ -102,13 +100,10 @@ class HealthMonitor:
         registry = self._registry
         if registry is None:
             return
-        try:
+        with suppress(OutriderError):
             wanted = await registry.wanted()
             present = {
                 role: sum(not record.leaving for record in await registry.records(role))
                 for role in ROLES
             }
-        except OutriderError as error:
-            _log.debug("how large the fleet is, is not known: %s", error)
-        else:
             self._counts = {"replicas_wanted": wanted, "replicas_present": present}

@@ -80,7 +80,6 @@ class Committer:
         if self.closing:
             raise Unavailable("this coordinator is shutting down")
         check(session.session_id not in self._entries, f"{session.session_id} was added twice")
-        check(session.record.owner == self._owner, f"{session.session_id} has another owner")
         self._entries[session.session_id] = _Entry(session)
         self.notify(session)
 

@@ -55,6 +55,9 @@ COMMIT_GRACE_S: Final = 2.0
 """How long tokens that were decided before the deadline may take to be committed after it."""
 
 T = TypeVar("T")
+Told = asyncio.Task[OutriderError | None]
+"""Ends once the store has answered: with its refusal, or why it was given up; with None where the
+call has succeeded."""
 
 
 class SessionRun:
@@ -226,7 +229,7 @@ class OwnedSessions:
         self._running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[bool]] = {}
         """What closes runs that are not among them any more."""
-        self._telling: dict[str, asyncio.Task[OutriderError | None]] = {}
+        self._telling: dict[str, Told] = {}
         """By session the newest call that tells the store of its release or end."""
         self._taking: list[str] = []
         """Sessions that are being taken over; one may be twice, for two clients."""
@@ -404,8 +407,7 @@ class OwnedSessions:
             return
         try:
             record = await self._store.load(session_id)
-        except OutriderError as error:
-            _log.debug("wanted session %s was not read: %r", session_id, error)
+        except OutriderError:
             return
         is_ours = record.owner == self._owner and record.finish_reason is None
         if is_ours and not self._is_here(session_id):
@@ -466,15 +468,14 @@ class OwnedSessions:
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
-    def _release(self, record: SessionRecord) -> asyncio.Task[OutriderError | None]:
-        """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
+    def _release(self, record: SessionRecord) -> Told:
+        """Lets any coordinator take a session over that runs nowhere now."""
         session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
 
-    def give_up(self, record: SessionRecord, owner: str = "") -> asyncio.Task[OutriderError | None]:
+    def give_up(self, record: SessionRecord, owner: str = "") -> Told:
         """Records a session that runs nowhere as cancelled, unless another stream goes on with
-        it. `owner` is whom the store has it under, by default this coordinator. Returns as
-        `_tell`."""
+        it. `owner` is whom the store has it under, by default this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self._owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -486,17 +487,14 @@ class OwnedSessions:
         await asyncio.wait([opening])
         await self.give_up(new)
 
-    def _tell(
-        self, session_id: str, call: Callable[[], Awaitable[object]]
-    ) -> asyncio.Task[OutriderError | None]:
-        """Calls the store behind what it is being told of the session already. The task's result is
-        what the store refused with, or why it was given up; None where the call has succeeded."""
+    def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
+        """Calls the store behind what it is being told of the session already."""
         before = self._telling.get(session_id)
         task = self._telling[session_id] = self.in_background(
             self._insist(session_id, call, before)
         )
 
-        def told(task: asyncio.Task[OutriderError | None]) -> None:
+        def told(task: Told) -> None:
             if self._telling.get(session_id) is task:
                 del self._telling[session_id]
 
@@ -523,9 +521,7 @@ class OwnedSessions:
                 if self._lease_ends or (is_full and attempt + 1 >= ABANDON_TRIES_MAX):
                     _log.warning("the store was not told of session %s: %r", session_id, error)
                     return error
-                _log.debug("the store is told later of session %s: %r", session_id, error)
             except OutriderError as error:
-                _log.debug("session %s is not there, or another's: %r", session_id, error)
                 return error
             else:
                 return None

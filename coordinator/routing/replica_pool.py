@@ -311,12 +311,9 @@ class ReplicaPool:
 
     async def _probe(self, replica: ReplicaConnection) -> None:
         """One that answers is there again, perhaps as another: it was started anew."""
-        try:
+        with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
-        except OutriderError as error:
-            _log.debug("the %s %s is still away: %s", self.role, replica.name, error)
-        else:
             _log.info("the %s %s is there again", self.role, replica.name)
             replica.description, replica.away = description, False
             self._tell_found()

@@ -104,7 +104,6 @@ class Session:
             in (0, self.length + len(token_ids) - self.prompt_length),
             "log-probabilities for some tokens but not for all",
         )
-        check(not any("\n" in line for line in logprobs), "log-probabilities of several lines")
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.counters = counters
