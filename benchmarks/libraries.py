@@ -308,13 +308,14 @@ async def fastest_settings(
                 rates.append(await _rate(library, setting, inputs))
             except (ConfigError, Unavailable) as error:
                 rates.append(0.0)
-                progress(f"{library.name} {mode} does not work: {error.message}")
+                failure = f"{mode} does not work: {error.message}"
+                progress(f"{library.name} {failure}")
             else:
                 progress(f"{library.name} {mode}: {rates[-1]:.1f} tokens/s with {setting}")
         if any(rates):
             found[mode] = tried[rates.index(max(rates))]
         elif mode == PLAIN:
-            raise Unavailable("none of its settings works; see above")
+            raise Unavailable(failure)
     settings_of = {name: asdict(setting) for name, setting in found.items()}
     path.write_text(json.dumps({"of": key, "settings": settings_of}), encoding="utf-8")
     return found

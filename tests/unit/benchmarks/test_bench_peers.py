@@ -17,7 +17,7 @@ from peer_stand_ins import make_environment
 from rich.console import Console
 from tiny_gguf import save_tiny_gguf
 
-from benchmarks import peers
+from benchmarks import libraries, peers
 from benchmarks.clients import HttpClient
 from benchmarks.libraries import PEERS, Library, Setting, TargetInputs, library_server
 from benchmarks.measurement import Completion, Decoding, SideResult
@@ -147,6 +147,7 @@ def target(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     alone = [replace(one, bindings=one.bindings[:1], drafting=one.drafting[-1:]) for one in PEERS]
     monkeypatch.setattr(peers, "REST_S", 0.0)
+    monkeypatch.setattr(libraries, "SWEEP_TOKENS", 2)
     monkeypatch.setattr(peers, "PEERS", alone)  # A sweep of one setting is short.
     return resolve_model(str(tiny))
 
