@@ -107,15 +107,12 @@ class PagedEngine:
         num_threads = torch.get_num_threads()
         self._contended: ContendedThreads | None = None  # Not in the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
-        self._deterministic = deterministic
         self._backend = None if deterministic else backend
-        self._all_agree = all_agree
-        self._kernels = kernels
+        self._deterministic, self._all_agree, self._kernels = deterministic, all_agree, kernels
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
-        self._thread_counts = {num_threads, contended_threads or num_threads}
-        self.draft_heads = draft_heads
-        self.exit_head = exit_head
+        self._thread_counts = sorted({num_threads, contended_threads or num_threads})
+        self.draft_heads, self.exit_head = draft_heads, exit_head
         self.shows_features = shows_features or draft_heads is not None
         self._head = watch_head(module) if self.shows_features else None
         check(
@@ -189,9 +186,7 @@ class PagedEngine:
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
-        found = find_span_tokens(
-            decoder, self._page_size, info.max_model_len, sorted(self._thread_counts)
-        )
+        found = find_span_tokens(decoder, self._page_size, info.max_model_len, self._thread_counts)
         self.rows_are_equal = found is not None
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
@@ -221,7 +216,7 @@ class PagedEngine:
     def _numerics(self) -> str:
         return numerics_fingerprint(
             self._device, self._dtype, self.kernels_name, self._span_tokens,
-            sorted(self._thread_counts), self._layers[0].query_heads, self._page_size,
+            self._thread_counts, self._layers[0].query_heads, self._page_size,
         )  # fmt: skip
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
