@@ -322,12 +322,14 @@ class PagedEngine:
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
+        """See `ShallowEngine.forward_shallow`; for an engine with an exit head."""
         if self._shallow_steps is None:
             raise InvariantError("an engine without an exit head runs no shallow steps")
         check(not any(step.parents for step in steps), "shallow steps have no trees")
         return list(torch.split(*self._run(self._shallow_steps, steps))) if steps else []
 
     def features(self) -> list[Tensor]:
+        """See `FeatureEngine.features`."""
         check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
 
@@ -362,6 +364,7 @@ class PagedEngine:
         return array
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
         copies = self._pool.fork(sequence_id, branch_id)
         with self._forgetting(branch_id):
             self._cache.copy_pages(copies)
