@@ -63,28 +63,19 @@ Attend = Callable[[Tensor, LayerPages], Tensor]
 step reads what is in its pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    layers: dict[nn.Module, LayerPages]
-    slots: Tensor
-    attend: Attend
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    layers: list[AttentionLayer]
-    max_model_len: int
-
-
-_RUNNING: ContextVar[_Running | None] = ContextVar("outrider_step", default=None)
-_FOUND: ContextVar[_Found | None] = ContextVar("outrider_layers", default=None)
+_RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] = ContextVar(
+    "outrider_step", default=None
+)
+"""The layers of the step that runs, the slots of its tokens, and how it attends."""
+_FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_layers")
+"""The layers that were found so far, and how long sequences get."""
 
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
     """While it lasts, modules whose blocks are these write the keys and values of the first tokens
     to `slots` [n] of these pages, and attend to them."""
-    token = _RUNNING.set(_Running(layers, slots, attend))
+    token = _RUNNING.set((layers, slots, attend))
     try:
         yield
     finally:
@@ -98,7 +89,7 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     here: sinks, masks other than causal ones and sliding windows, layers that run twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
-    token = _FOUND.set(_Found(found, max_model_len))
+    token = _FOUND.set((found, max_model_len))
     try:
         with torch.inference_mode():
             ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
@@ -135,12 +126,10 @@ def _paged_attention(
     step = _RUNNING.get()
     if step is None:
         raise InvariantError("a module that belongs to an engine was called outside of it")
-    layer, num_slots = step.layers[block], len(step.slots)
-    keys, values = key[0], value[0]
-    if num_slots < keys.shape[1]:
-        keys, values = keys[:, :num_slots], values[:, :num_slots]
-    layer.cache.write(step.slots, keys, values)
-    return step.attend(query, layer), None
+    layers, slots, attend = step
+    layer, num_slots = layers[block], len(slots)
+    layer.cache.write(slots, key[0, :, :num_slots], value[0, :, :num_slots])
+    return attend(query, layer), None
 
 
 def _noted_attention(
@@ -154,10 +143,8 @@ def _noted_attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Notes the block; what it returns has the shape of attention's output and no meaning."""
-    found = _FOUND.get()
-    if found is None:
-        raise InvariantError("layers are noted only while they are looked for")
-    if any(layer.block is block for layer in found.layers):
+    layers, max_model_len = _FOUND.get()
+    if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
     for name in _UNKNOWN_ARGUMENTS:
         if arguments.get(name) is not None:
@@ -167,10 +154,9 @@ def _noted_attention(
         raise ConfigError("its masks are not made by the library's interface")
     check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-    window = _window(allows, found.max_model_len)
+    window = _window(allows, max_model_len)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = AttentionLayer(block, shape, query.shape[1], window, scaling, softcap)
-    found.layers.append(layer)
+    layers.append(AttentionLayer(block, shape, query.shape[1], window, scaling, softcap))
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
 

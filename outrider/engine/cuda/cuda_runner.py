@@ -28,7 +28,6 @@ from outrider.engine.cuda.page_tables import (
     at_depth,
     exact_size,
     multi_step_words,
-    page_words,
     sizes_of_one_row,
     table_words,
 )
@@ -83,9 +82,7 @@ class CudaRunner(Steps):
         if recorded is not None:
             return recorded
         size = self._size(sequences)
-        pages, places = page_words(sequences)
-        tables = table_words(sequences, places, size, self._page_size)
-        words = torch.from_numpy(np.concatenate([tables, pages])).to(self._device)
+        words = torch.from_numpy(np.concatenate(self._words_of(sequences, size))).to(self._device)
         return self._logits(*self._steps(words, [size], ancestors_of(sequences, self._device)))
 
     def try_kernel(self) -> None:
@@ -161,14 +158,21 @@ class CudaRunner(Steps):
         rows = recorded_rows(num_rows)
         # Resting rows are not counted where the kernel's splits are chosen: they are soon done.
         size = replace(self._size(sequences), num_rows=rows, num_logits=rows, num_blocks=rows)
-        [tables], pages = multi_step_words(
-            sequences, [1] * len(sequences), [size], self._page_size, self._spare_page
-        )
-        if not self._fill([tables, pages]):
+        if not self._fill(self._words_of(sequences, size)):
             return None
         return self._recordings.replay(
             size, lambda: self._logits(*self._steps(self._words, [size]))
         )
+
+    def _words_of(
+        self, sequences: Sequence[HeldSequence], size: TableSize
+    ) -> list[npt.NDArray[np.int64]]:
+        """The tables of a step, with resting rows up to its size, and its pages."""
+        counts = [1] * len(sequences)
+        tables, pages = multi_step_words(
+            sequences, counts, [size], self._page_size, self._spare_page
+        )
+        return [*tables, pages]
 
     def _size(self, sequences: Sequence[HeldSequence]) -> TableSize:
         return exact_size(sequences, self._shared_heads, self._key_heads, self._num_programs)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.tensor_parallel.parallel_engine import (
     ParallelEngine,
     follow,
@@ -38,15 +38,31 @@ INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")
 class RecordingEngine:
     """Holds lengths alone, and remembers the calls that change something."""
 
+    info = INFO
+    failure: Exception | None = None
+    room = True
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.lengths: dict[str, int] = {}
-        self.room = True
-        self.failure: Exception | None = None
+        self.length = lambda sequence_id: self.lengths.get(sequence_id, 0)
+        self.can_hold = lambda steps: self.room
+        self.find = self.page_counts = self.take_step_seconds = None
 
-    @property
-    def info(self) -> ModelInfo:
-        return INFO
+    def __getattr__(self, name: str) -> Any:
+        """A call that is noted as it is made."""
+        if name not in ("attach", "fork", "keep", "mark_idle", "release"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            if name == "fork" and not self.room:
+                raise OutOfPages("no page for the branch")
+            self.calls.append((name, *arguments))
+            if name == "keep":
+                self.lengths[arguments[0]] = arguments[1] + len(arguments[2])
+            return 0
+
+        return call
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         if self.failure is not None:
@@ -55,41 +71,6 @@ class RecordingEngine:
         for step in steps:
             self.lengths[step.sequence_id] = self.length(step.sequence_id) + len(step.token_ids)
         return [torch.zeros(step.num_logits, INFO.vocab_size) for step in steps]
-
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
-        return self.room
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        return FoundPrefix(0, ())
-
-    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        self.calls.append(("attach", sequence_id, tuple(token_ids), salt))
-        return 0
-
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        self.calls.append(("keep", sequence_id, length, tuple(path)))
-        self.lengths[sequence_id] = length + len(path)
-
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        if not self.room:
-            raise OutOfPages("no page for the branch")
-        self.calls.append(("fork", sequence_id, branch_id))
-
-    def mark_idle(self, sequence_id: str) -> None:
-        self.calls.append(("mark_idle", sequence_id))
-
-    def release(self, sequence_id: str) -> None:
-        self.calls.append(("release", sequence_id))
-        self.lengths.pop(sequence_id, None)
-
-    def page_counts(self) -> PageCounts:
-        return PageCounts(1, 1, 0, 0, 0)
-
-    def length(self, sequence_id: str) -> int:
-        return self.lengths.get(sequence_id, 0)
-
-    def take_step_seconds(self) -> float:
-        return 0.0
 
 
 def _step(sequence_id: str, *token_ids: int, num_logits: int = 1) -> SequenceStep:
