@@ -43,7 +43,7 @@ class _Drafting(Work):
     """Whether a proposal follows; else a part of the prefix is run."""
 
 
-class Proposer(StepWorker[_Drafting]):
+class Proposer(StepWorker):
     """The draft's worker.
 
     A session that finds no pages is answered an empty proposal: its round goes on without a draft,

@@ -90,7 +90,7 @@ class TargetService(SteppedService):
             ahead.sender.flush(session_id)
             return
         work = self._work(item, ahead.sender)
-        work.may_wait = ahead.is_ahead
+        work.may_wait = bool(ahead.replies)
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
         super()._accept(work)
@@ -134,8 +134,8 @@ class RunAhead:
         self.running: StepRequest | None = None
         """The round that is queued or being computed."""
         self._item = item
-        self._last_round = item.head.round + item.run_ahead
-        self._replies: list[VerdictReply] = []
+        self.replies: list[VerdictReply] = []
+        """From its round on."""
         self._tokens: list[int] = list(item.head.append)
         """Committed tokens after `item.head.base_length`, own ones included ..."""
         self._digests: list[int] = [item.head.prefix_digest]
@@ -144,8 +144,8 @@ class RunAhead:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
     @property
-    def is_ahead(self) -> bool:
-        return bool(self._replies)
+    def _last_round(self) -> int:
+        return self._item.head.round + self._item.run_ahead
 
     def continues(self, item: VerifyItem) -> bool:
         """Whether `item` states a prefix that these rounds have reached and still remember, and
@@ -156,7 +156,7 @@ class RunAhead:
         rounds = asked.round - mine.round
         return (
             not item.proposal
-            and 0 <= rounds <= len(self._replies)
+            and 0 <= rounds <= len(self.replies)
             and asked.round + item.run_ahead >= self._last_round
             and asked.committed_length - mine.committed_length == rounds
             and 0 <= offset < len(self._digests)
@@ -175,20 +175,19 @@ class RunAhead:
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
-        del self._replies[:rounds]
+        del self.replies[:rounds]
         del self._tokens[:offset]
         del self._digests[:offset]
-        self._last_round = item.head.round + item.run_ahead
         self._item = item
         self.sender = sender
         if self.running is not None:
             self.running.senders = [sender]
-        return list(self._replies) if may_be_lost else []
+        return list(self.replies) if may_be_lost else []
 
     def add(self, reply: VerdictReply) -> None:
         check(len(reply.verdict.correction) == 1, "a round without a proposal has one correction")
         token_id = reply.verdict.correction[0]
-        self._replies.append(reply)
+        self.replies.append(reply)
         self._tokens.append(token_id)
         self._digests.append(extend_digest(self._digests[-1], token_id))
 
@@ -197,7 +196,7 @@ class RunAhead:
         was asked for in any case. It states as held what the round before has left in the cache,
         and appends that round's own token."""
         head = self._item.head
-        rounds = len(self._replies)
+        rounds = len(self.replies)
         if rounds == 0:
             return self._item
         if head.round + rounds > self._last_round or head.committed_length + rounds > length_max:

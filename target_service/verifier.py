@@ -110,7 +110,7 @@ class _Round(Work):
         return ending_at(verdict, last, self.proposal.token_ids, self.proposal.parents)
 
 
-class Verifier(StepWorker[_Round]):
+class Verifier(StepWorker):
     """The target's worker."""
 
     _engine: Engine

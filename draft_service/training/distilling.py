@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -178,15 +178,10 @@ class _Run:
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
-        corpus = WrittenCorpus(
-            self._folder("measured", options.seed, prompts, tokens_max),
-            self._target.template,
-            prompts,
-            options.seed,
-            tokens_max,
-            temperatures=MEASURED_TEMPERATURES,
-            answer_tokens_max=MEASURED_TOKENS_MAX,
-        )
+        corpus = self._corpus(
+            "measured", prompts, tokens_max,
+            temperatures=MEASURED_TEMPERATURES, answer_tokens_max=MEASURED_TOKENS_MAX,
+        )  # fmt: skip
         if corpus.part < 1.0:
             engine = self._engine()
             if engine.info.max_model_len < tokens_max:
@@ -204,25 +199,25 @@ class _Run:
         return [(cache, corpus.spent.seconds + cache.spent.seconds)]
 
     def _write(self, seconds: float) -> WrittenCorpus:
-        options, template = self._options, self._target.template
-        corpus = WrittenCorpus(
-            self._folder("written", options.seed, options.prompts, template, self._tokens_max,
-                         options.tokens is None),
-            template,
-            options.prompts,
-            options.seed,
-            self._tokens_max,
-            tokens=options.tokens,
-            seconds=None if options.tokens is not None else seconds,
+        tokens = self._options.tokens
+        corpus = self._corpus(
+            "written", self._options.prompts, self._tokens_max, tokens=tokens,
+            seconds=None if tokens is not None else seconds,
         )  # fmt: skip
         if corpus.part < 1.0:
             self._let_write(corpus, self._engine(), "writing")
         return corpus
 
-    def _folder(self, kind: str, *key: object) -> Path:
-        """Of what the target writes."""
-        ends = sorted(self._info.eos_token_ids)
-        return self._place / folder_name(kind, str(self._module.dtype), ends, *key)
+    def _corpus(
+        self, kind: str, prompts: Sequence[Sequence[int]], tokens_max: int, **options: Any
+    ) -> WrittenCorpus:
+        """What the target writes, in a folder of its own."""
+        seed, template = self._options.seed, self._target.template
+        folder = folder_name(
+            kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
+            prompts, tokens_max, options.get("seconds") is None,
+        )  # fmt: skip
+        return WrittenCorpus(self._place / folder, template, prompts, seed, tokens_max, **options)
 
     def _let_write(self, corpus: WrittenCorpus, engine: PagedEngine, stage: str) -> None:
         together = _TOGETHER[self._module.device.type]

@@ -40,7 +40,8 @@ off behind them is held out where the whole one is."""
 DOCUMENT_TOKENS_MAX: Final = 1024
 """Longer texts are cut into pieces; of a longer conversation the end is left out."""
 CORPUS_FILES_MAX: Final = 100_000
-_SUFFIXES: Final = (".txt", ".md", ".jsonl", ".jsonl.gz")
+_TEXTS: Final = (".txt", ".md")
+_SUFFIXES: Final = (*_TEXTS, ".jsonl", ".jsonl.gz")
 Encode = Callable[[str], Sequence[int]]
 """A text's token ids."""
 
@@ -154,14 +155,13 @@ def read_corpus(
     file and line."""
     found: list[list[Document]] = []
     for path in paths:
-        is_text = path.name.endswith((".txt", ".md"))
-        records = [_Text(text=_text(path))] if is_text else [*_records(path, vocab_size)]
+        records = [*_records(path, vocab_size)]
         prompts = [record.prompt for record in records if isinstance(record, _Conversation)]
         # What all prompts begin with is a template's.
         first = len(os.path.commonprefix(prompts)) if prompts else 1  # noqa: RUF071 (lists of ids)
         for number, record in enumerate(records, start=1):
             if isinstance(record, _Text):
-                place = path.name if is_text else f"{path.name}:{number}"
+                place = path.name + ("" if path.name.endswith(_TEXTS) else f":{number}")
                 found.append(_pieces(record.text, place, encode, tokens_max))
             else:
                 found.append(
@@ -199,15 +199,6 @@ class _Conversation(BaseModel):
 _RECORD: Final[TypeAdapter[_Text | _Conversation]] = TypeAdapter(_Text | _Conversation)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
-    except OSError as error:
-        raise SettingError("corpus", f"{path} cannot be read: {error}") from error
-
-
 def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> list[Document]:
     if encode is None:
         raise SettingError("corpus", f"{place}: the target has no tokenizer, and takes no text")
@@ -221,6 +212,9 @@ def _records(path: Path, vocab_size: int) -> Iterator[_Text | _Conversation]:
     opened: Any = gzip.open if path.name.endswith(".gz") else open
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
+            if path.name.endswith(_TEXTS):
+                yield _Text(text=lines.read())
+                return
             for number, line in enumerate(lines, start=1):
                 try:
                     yield _RECORD.validate_json(line, context=vocab_size)
@@ -230,5 +224,7 @@ def _records(path: Path, vocab_size: int) -> Iterator[_Text | _Conversation]:
                         f"{path}:{number}: a line has `text`, or `prompt` and `answer` as ids "
                         f"below {vocab_size} and `temperature`",
                     ) from error
+    except UnicodeDecodeError as error:
+        raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SettingError("corpus", f"{path} cannot be read: {error}") from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -27,6 +27,7 @@ from torch import nn
 
 from outrider.errors import SettingError
 from outrider.models.drafter_checkpoint import (
+    LoadedHead,
     TrainedDescription,
     TrainedKind,
     head_of,
@@ -85,9 +86,6 @@ class Learner:
     """What of the target it learns from beside its answers: see `TeacherCache`."""
     began: str
     """What it begins as; for people."""
-    num_depths: int | None = None
-    """Tokens of a chain that a step drafts; None = one, and further ones come from further
-    steps."""
     key: str
     """What tells it from every other of the same target and texts."""
     module: Any
@@ -105,6 +103,12 @@ class Learner:
         self.is_trained = False
 
     @property
+    def num_depths(self) -> int | None:
+        """Tokens of a chain that a step drafts; None = one, and further ones come from further
+        steps."""
+        return None
+
+    @property
     def head(self) -> torch.Tensor:
         """[N, D], the target's rows for its tokens, which stay as they are."""
         weight: torch.Tensor = self.module.head.weight
@@ -117,10 +121,10 @@ class Learner:
             names = {
                 "name": name, "target_directory": target.directory, "target_name": target.name,
             }  # fmt: skip
-            module, token_ids = self._load(start, target, names)
+            loaded = self._load(start, target, names)
             self.key = tensors_fingerprint(start)
         self.is_trained, self.began = True, f"the drafter `{name}`"
-        self._train(module, np.array(token_ids, dtype=np.int64))
+        self._train(loaded.module, np.array(loaded.token_ids, dtype=np.int64))
 
     def make(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Makes a new one for a head of these tokens [N], ascending. New weights depend on the seed
@@ -137,7 +141,7 @@ class Learner:
         """Writes its files, but for the card."""
         save_head(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         raise NotImplementedError
 
     def _make(self, token_ids: torch.Tensor) -> Any:
@@ -176,6 +180,10 @@ class Medusa(Learner):
 
     kind = TrainedKind.MEDUSA
 
+    @property
+    def num_depths(self) -> int:
+        return len(self.module.heads)
+
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains that the documents are long enough for; those of row r begin with its hidden
         states and are scored against row r + 1, r + 2, .."""
@@ -193,9 +201,8 @@ class Medusa(Learner):
             found.append(Depth(features, rows))
         return found
 
-    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
-        loaded = load_heads(start, self._target, **names)
-        return loaded.module, loaded.token_ids
+    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
+        return load_heads(start, self._target, **names)
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         inner, num_heads = _CHAIN_INNER_WIDTHS * self._width, self._options.heads or HEADS
@@ -204,17 +211,16 @@ class Medusa(Learner):
         self._fill(module.heads, ("down",))
         return module
 
-    def _train(self, module: Any, token_ids: npt.NDArray[np.int64]) -> None:
-        super()._train(module, token_ids)
-        self.num_depths = len(module.heads)
-
 
 class Eagle(Learner):
     """A head apart from the target: a step drafts `NUM_DEPTHS` tokens."""
 
     kind = TrainedKind.EAGLE
     began = "a layer that passes on what the target's own head read"
-    num_depths = NUM_DEPTHS
+
+    @property
+    def num_depths(self) -> int:
+        return NUM_DEPTHS
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains that the documents are long enough for; those of row r begin with its pair and are
@@ -237,10 +243,9 @@ class Eagle(Learner):
             found.append(Depth(guessed[is_pair][rows], rows + depth + 1))
         return found
 
-    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         rows = self._target.get_output_embeddings().weight
-        loaded = load_eagle_on(start, self._embeddings, rows, **names)
-        return loaded.module, loaded.token_ids
+        return load_eagle_on(start, self._embeddings, rows, **names)
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         inner = _CHAIN_INNER_WIDTHS * self._width
@@ -270,10 +275,10 @@ class EarlyExit(Learner):
         token_ids = torch.from_numpy(self.token_ids)
         save_head(directory, self.module, token_ids, description, self.layer)
 
-    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         loaded = load_exit(start, self._target, **names)
         self.layer = loaded.num_layers
-        return loaded.module, loaded.token_ids
+        return loaded
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         """It does what the target's own norm and head would there, but less surely."""
@@ -313,12 +318,12 @@ class Student(Learner):
     def save(self, directory: Path, description: TrainedDescription) -> None:
         save_drafter(directory, self.module, torch.from_numpy(self.token_ids), description)
 
-    def _load(self, start: Path, target: Target, names: Any) -> tuple[Any, Sequence[int]]:
+    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         module, info = load_drafter(
             start, target.directory, name=names["name"], target=target.name, dtype=target.dtype,
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
-        return module, info.logit_token_ids or ()
+        return LoadedHead(module, info.logit_token_ids)
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         target = self._target

@@ -25,6 +25,13 @@ but for a student two for each number of the target's width, too."""
 STEPS_MAX: Final = 10**7
 
 
+_BOUNDS: Final = {
+    "minutes": (0.01, MINUTES_MAX), "layers": (1, LAYERS_MAX), "heads": (1, HEADS_MAX),
+    "draft_vocab": (2, DRAFT_VOCAB_MAX), "seed": (0, SEED_MAX), "tokens": (0, TOKENS_MAX),
+    "steps": (1, STEPS_MAX),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillOptions:
     """Wrong values raise `SettingError`."""
@@ -66,16 +73,8 @@ class DistillOptions:
     """Of training; None = what the minutes allow."""
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("minutes", self.minutes, 0.01, MINUTES_MAX),
-            ("layers", self.layers, 1, LAYERS_MAX),
-            ("heads", self.heads, 1, HEADS_MAX),
-            ("draft_vocab", self.draft_vocab, 2, DRAFT_VOCAB_MAX),
-            ("seed", self.seed, 0, SEED_MAX),
-            ("tokens", self.tokens, 0, TOKENS_MAX),
-            ("steps", self.steps, 1, STEPS_MAX),
-        ):
-            check_range(name, value, low, high)
+        for name, (low, high) in _BOUNDS.items():
+            check_range(name, getattr(self, name), low, high)
         if self.kind not in KINDS:
             raise SettingError(
                 "kind", f"{self.kind!r} is wrong; it must be one of {', '.join(KINDS)}"

@@ -41,18 +41,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def alone_in(directory: Path) -> Iterator[None]:
     """Within, no other run writes there. Raises `ConfigError` where one does."""
     directory.mkdir(parents=True, exist_ok=True)
-    lock = locked(directory / "lock", wait=False)
     try:
-        lock.__enter__()
+        with locked(directory / "lock", wait=False):
+            yield
     except BlockingIOError as error:
         raise ConfigError(
             f"another `outrider distill` of this target is at work in {directory}; wait until "
             "it is done, or set OUTRIDER_CACHE to another folder"
         ) from error
-    try:
-        yield
-    finally:
-        lock.__exit__(None, None, None)
 
 
 def folder_name(kind: str, *parts: object) -> str:

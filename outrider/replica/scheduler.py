@@ -54,7 +54,7 @@ class StepScheduler:
     def __init__(
         self,
         executor: StepExecutor,
-        worker: StepWorker[Any],
+        worker: StepWorker,
         *,
         max_batch: int,
         queue_max: int,
@@ -130,7 +130,7 @@ class StepScheduler:
             work.timer.cancel()
         if self._batching_delay is not None:
             now = asyncio.get_running_loop().time()
-            self._batching_delay.arrived(work.item.head.session_id, now)
+            self._batching_delay.arrived(work.session_id, now)
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -220,13 +220,13 @@ class StepScheduler:
         self._wake.clear()
 
     def _take(self) -> list[StepRequest]:
-        taken = self._queue.take(asyncio.get_running_loop().time())
-        for work in taken.unwanted:
+        batch, unwanted, late = self._queue.take(asyncio.get_running_loop().time())
+        for work in unwanted:
             self._done(work, None)
-        for work in taken.late:
+        for work in late:
             self._refuse(work, DeadlineExceeded("the deadline passed before a step was free"))
-            self._parked[work.item.head.session_id] = None
-        return taken.batch
+            self._parked[work.session_id] = None
+        return batch
 
     async def _step(self, batch: list[StepRequest]) -> bool:
         """Runs a step; False if it came to nothing for want of pages."""
@@ -321,8 +321,7 @@ class StepScheduler:
         start: float,
         end: float,
     ) -> None:
-        by_outlet: dict[AnswerSender, list[Any]] = {}
-        held: dict[AnswerSender, list[Any]] = {}
+        frames: dict[tuple[AnswerSender, bool], list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
@@ -336,13 +335,10 @@ class StepScheduler:
                 parts = (answer,)
             timed = [_timed(part, work, end, num_sharing) for part in parts]
             stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
-            leaving = held if work.may_wait else by_outlet
             for sender in work.senders:
-                leaving.setdefault(sender, []).extend(timed)
-        for sender, frame in held.items():
-            sender.hold(frame)
-        for sender, frame in by_outlet.items():
-            sender.send(frame)
+                frames.setdefault((sender, work.may_wait), []).extend(timed)
+        for (sender, may_wait), frame in frames.items():
+            (sender.hold if may_wait else sender.send)(frame)
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
@@ -356,16 +352,14 @@ class StepScheduler:
             self._batching_delay.took(end - start, rows, len(batch))
             for work, answer in zip(batch, stamped, strict=True):
                 if work.unfinished is None and isinstance(answer, VerdictReply | ProposalReply):
-                    self._batching_delay.answered(
-                        work.item.head.session_id, work.item.num_rows, end
-                    )
+                    self._batching_delay.answered(work.session_id, work.item.num_rows, end)
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
 
     def _put_back(self, works: Sequence[StepRequest]) -> None:
         """Work that is not done, unless its session was released meanwhile."""
         for work in works:
-            if work.item.head.epoch <= self._releases.get(work.item.head.session_id, 0):
+            if work.item.head.epoch <= self._releases.get(work.session_id, 0):
                 self._cancel(work)
         self._queue.put_back(works)
 
@@ -375,11 +369,11 @@ class StepScheduler:
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
-        work.tell(undrawn(work.item.head.key))
+        work.tell(undrawn(work.key))
 
     def _cancel(self, work: StepRequest) -> None:
         work.cancelled = True
-        work.tell(Refused(work.item.head.key, CANCELLED_CODE, "the session was released"))
+        work.tell(Refused(work.key, CANCELLED_CODE, "the session was released"))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -393,7 +387,7 @@ class StepScheduler:
                 self._on_health(self._reported)
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:
-        answer = refusal(work.item.head.key, error)
+        answer = refusal(work.key, error)
         work.tell(answer)
         self._done(work, answer)
 

@@ -46,7 +46,7 @@ class SteppedService(StepScheduler):
 
     def __init__(
         self,
-        worker: StepWorker[Any],
+        worker: StepWorker,
         executor: StepExecutor,
         description: ReplicaDescription,
         note_seconds: Callable[[float], None] | None = None,

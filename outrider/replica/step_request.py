@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,14 @@ class StepRequest:
         """Of that."""
 
     @property
+    def session_id(self) -> str:
+        return self.item.head.session_id  # type: ignore[no-any-return]
+
+    @property
+    def key(self) -> ReplyKey:
+        return self.item.head.key  # type: ignore[no-any-return]
+
+    @property
     def wanted(self) -> bool:
         return not self.cancelled and any(not sender.closed for sender in self.senders)
 
@@ -173,17 +181,6 @@ def undrawn(key: ReplyKey) -> Refused:
     return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What has left the queue, each list in order of arrival."""
-
-    batch: list[StepRequest] = field(default_factory=list)
-    """For the next step."""
-    unwanted: list[StepRequest] = field(default_factory=list)
-    late: list[StepRequest] = field(default_factory=list)
-    """Expired."""
-
-
 class RequestQueue:
     """Work in order of arrival. It keeps its place when a step did not finish it."""
 
@@ -203,19 +200,19 @@ class RequestQueue:
         """Of each session's first work."""
         first: dict[str, int] = {}
         for work in self._waiting:
-            first.setdefault(work.item.head.session_id, work.item.num_rows)
+            first.setdefault(work.session_id, work.item.num_rows)
         return list(first.values())
 
     @property
     def sessions(self) -> set[str]:
         """Of the work that waits."""
-        return {work.item.head.session_id for work in self._waiting}
+        return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
         """Queues work. The very item that already waits is not queued twice: it is answered to
         both (unless it has `on_done`), and this returns False. Raises
         `Overloaded` when full."""
-        key = work.item.head.key
+        key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
             waiting.senders.extend(o for o in work.senders if o not in waiting.senders)
@@ -229,44 +226,47 @@ class RequestQueue:
         self._newest[key] = work
         return True
 
-    def take(self, now: float) -> Taken:
-        """The oldest work of each session, without what was answered and has a newer one behind it:
-        up to `max_batch` of what is new, as many again of what
-        was begun, and of what found no pages before and may do so now. So neither long prompts nor
-        work that waits for pages keep rounds out of a step's choice."""
-        taken: Taken = Taken()
-        newest = {work.item.head.session_id: work for work in self._waiting}
+    def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
+        """Takes, for a step, the oldest work of each session, without what was answered and has a
+        newer one behind it: up to `max_batch` of what is new, as many again of what was begun, and
+        of what found no pages before and may do so now. So neither long prompts nor work that waits
+        for pages keep rounds out of a step's choice. With these leave what is not wanted any more,
+        and what has expired. Each in order of arrival."""
+        batch: list[StepRequest] = []
+        unwanted: list[StepRequest] = []
+        late: list[StepRequest] = []
+        newest = {work.session_id: work for work in self._waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
         left: list[StepRequest] = []
         for work in self._waiting:
-            session_id = work.item.head.session_id
+            session_id = work.session_id
             if not work.wanted or (work.answered and newest[session_id] is not work):
-                taken.unwanted.append(work)
+                unwanted.append(work)
             elif now >= work.expires_at:
-                taken.late.append(work)
+                late.append(work)
             elif session_id not in sessions and room[work.unfinished] > 0:
                 sessions.add(session_id)
                 room[work.unfinished] -= 1
-                taken.batch.append(work)
+                batch.append(work)
             else:
                 sessions.add(session_id)  # A session's work is done in its order.
                 left.append(work)
                 continue
-            if self._newest.get(work.item.head.key) is work:
-                del self._newest[work.item.head.key]
+            if self._newest.get(work.key) is work:
+                del self._newest[work.key]
         self._waiting = left
-        return taken
+        return batch, unwanted, late
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
         self._waiting = list(heapq.merge(works, self._waiting, key=attrgetter("place")))
         for work in works:
-            self._newest.setdefault(work.item.head.key, work)
+            self._newest.setdefault(work.key, work)
 
     def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
         """What waits for the session's epochs up to `epoch`."""
         return [
             work
             for work in self._waiting
-            if work.item.head.session_id == session_id and work.item.head.epoch <= epoch
+            if work.session_id == session_id and work.item.head.epoch <= epoch
         ]

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
@@ -227,10 +227,7 @@ class Work:
         return self.item.head  # type: ignore[no-any-return]
 
 
-W = TypeVar("W", bound=Work)
-
-
-class StepWorker(Generic[W]):
+class StepWorker:
     """Does the work of a step, on the executor's side: owns the sessions of an engine, and what
     tokens they hold."""
 
@@ -287,8 +284,8 @@ class StepWorker(Generic[W]):
             self.figures = self._admissions.figures
 
     def _admit(
-        self, works: Sequence[W], demands: Sequence[SlotDemand]
-    ) -> Iterator[tuple[W, Admitted]]:
+        self, works: Sequence[Any], demands: Sequence[SlotDemand]
+    ) -> Iterator[tuple[Any, Admitted]]:
         """Those that go on, and how far; the others are answered."""
         admissions: Sequence[Admission]
         if self._admissions is None:
@@ -323,7 +320,7 @@ class StepWorker(Generic[W]):
         completion = aligned.committed[head.prompt_length :]
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
-    def _run(self, works: Sequence[W]) -> None:
+    def _run(self, works: Sequence[Any]) -> None:
         """One pass for all; where it raises an error with a name, each session alone, so that the
         one with the error hurts nobody else. Raises `EngineLost`."""
         if not works:
@@ -342,17 +339,17 @@ class StepWorker(Generic[W]):
         else:
             self._finish(works, found)
 
-    def _pass(self, works: Sequence[W]) -> Sequence[Any]:
+    def _pass(self, works: Sequence[Any]) -> Sequence[Any]:
         raise NotImplementedError
 
-    def _undo(self, work: W) -> None:
+    def _undo(self, work: Any) -> None:
         """Takes a session back to where it stood before a pass that failed."""
 
-    def _finish(self, works: Sequence[W], found: Sequence[Any]) -> None:
+    def _finish(self, works: Sequence[Any], found: Sequence[Any]) -> None:
         """Answers works from what their pass has found for each."""
         raise NotImplementedError
 
-    def _fail(self, work: W, error: OutriderError) -> None:
+    def _fail(self, work: Any, error: OutriderError) -> None:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
         self.release(work.head.session_id)
         work.answer = refusal(work.head.key, error)

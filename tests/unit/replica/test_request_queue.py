@@ -29,12 +29,12 @@ def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
 def test_what_a_step_did_not_finish_keeps_its_place() -> None:
     """Before what waited behind it, and before what came meanwhile."""
     queue = filled(work(1), work(2), work(3))
-    first, second = queue.take(0.0).batch
+    first, second = queue.take(0.0)[0]
     queue.add(work(4))
     queue.put_back([first])
-    assert names(queue.take(0.0).batch) == [(1, 0), (3, 0)]
+    assert names(queue.take(0.0)[0]) == [(1, 0), (3, 0)]
     queue.put_back([second])
-    assert names(queue.take(0.0).batch) == [(2, 0), (4, 0)]
+    assert names(queue.take(0.0)[0]) == [(2, 0), (4, 0)]
 
 
 def test_work_that_waits_for_pages_takes_nobodys_room() -> None:
@@ -43,7 +43,7 @@ def test_work_that_waits_for_pages_takes_nobodys_room() -> None:
     for each in waiting:
         each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(4), work(5), work(6))
-    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+    assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0), (5, 0)]
 
 
 def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
@@ -52,7 +52,7 @@ def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
     for each in prompts:
         each.unfinished = Unfinished.CONTINUES
     queue = filled(*prompts, work(4), work(5), work(6))
-    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+    assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0), (5, 0)]
 
 
 def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once() -> None:
@@ -60,7 +60,7 @@ def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once()
     again.senders = first.senders.copy()
     queue = filled(first, again)
     assert len(queue) == 1
-    (taken,) = queue.take(6.0).batch
+    (taken,) = queue.take(6.0)[0]
     assert taken is first
     assert len(taken.senders) == 1
 
@@ -71,13 +71,13 @@ def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
     for each in waiting:
         each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(3, 1), work(4))
-    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0)]
+    assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0)]
 
 
 def test_a_repetition_joins_what_came_back_from_a_step() -> None:
     first, again = work(1), work(1)
     queue = filled(first)
-    queue.put_back(queue.take(0.0).batch)
+    queue.put_back(queue.take(0.0)[0])
     queue.add(again)
     assert len(queue) == 1
     assert first.senders[1:] == again.senders
