@@ -137,15 +137,6 @@ def test_the_dashboard_can_be_imported() -> None:
         places |= covered
 
 
-def test_names_are_found_in_expressions() -> None:
-    text = (
-        'sum by (le, job) (rate(a_b_total{x="c_d", y!~"e"}[5m])) / on (z) group_left () f:g > 0.5e3'
-        " and increase(h[1d] offset 2m) == bool 1 or histogram_quantile(0.9, i_bucket)"
-    )
-    assert metric_names(text) == {"a_b_total", "f:g", "h", "i_bucket"}
-    assert label_names(text) == {"le", "job", "x", "y", "z"}
-
-
 async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) -> None:
     """Names and labels; the coordinator's as its own HTTP server shows them."""
     request = GenerateRequest(

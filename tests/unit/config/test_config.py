@@ -55,16 +55,11 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     [
         ("max_num_seq: 3", "settings.yaml: max_num_seq: there is no such setting; did you mean"),
         ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
-        ("dtype: 16", "settings.yaml: dtype: 16 is wrong"),
-        ("max_num_seqs: true", "settings.yaml: max_num_seqs: True is wrong"),
         ("max_num_seqs: 3.5", "settings.yaml: max_num_seqs: 3.5 is wrong"),
         ("max_num_seqs: '3'\nmax-num-seqs: 4", "max_num_seqs: is set twice"),
-        ("max_num_seqs: null", "settings.yaml: max_num_seqs: None is wrong"),
         ("target_num_cpus: .nan", "settings.yaml: target_num_cpus: nan is wrong"),
-        ("startup_timeout_s: .inf", "settings.yaml: startup_timeout_s: inf is wrong"),
         ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
         ("target: {model: demo}", "settings.yaml: target: there is no such setting"),
-        ("- a\n- b", "must be a mapping"),
         ("a: [", "is not YAML"),
         ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
@@ -82,11 +77,9 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
     [
         ({"OUTRIDER_MAX_NUM_SEQ": "3"}, "OUTRIDER_MAX_NUM_SEQ: there is no such setting"),
         ({"OUTRIDER_MAX_NUM_SEQS": "many"}, "OUTRIDER_MAX_NUM_SEQS: 'many' is wrong"),
-        ({"OUTRIDER_MAX_NUM_SEQS": ""}, "OUTRIDER_MAX_NUM_SEQS: '' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": "5.0"}, "OUTRIDER_MAX_NUM_SEQS: '5.0' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": "0"}, "'0' is wrong; it must be a whole number from 1 to 4096"),
         ({"OUTRIDER_HTTP": "y"}, "OUTRIDER_HTTP: 'y' is wrong; it must be true or false"),
-        ({"OUTRIDER_INSECURE": "maybe"}, "OUTRIDER_INSECURE: 'maybe' is wrong"),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: str) -> None:

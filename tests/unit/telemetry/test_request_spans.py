@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import get_current_span
 
-from outrider.config import CoordinatorConfig, load_config
+from outrider.config import CoordinatorConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.telemetry.destination import ROLES, Destination
@@ -56,14 +56,6 @@ def test_one_setting_says_where_telemetry_goes() -> None:
 def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^telemetry: .* it must be otlp=http"):
         CoordinatorConfig(telemetry=text)
-
-
-def test_every_service_gets_the_same_destination() -> None:
-    config = load_config({"telemetry": "prometheus=9464"}, {"OUTRIDER_TRACE_EVERY_ROUNDS": "5"})
-    found = {part.telemetry for part in (config.target, config.draft, config.coordinator)}
-    assert found == {"prometheus=9464"}
-    assert config.coordinator.trace_every_rounds == 5
-    assert not config.coordinator.trace_prompts
 
 
 def test_what_is_no_trace_context_is_ignored() -> None:

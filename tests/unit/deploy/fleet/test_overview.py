@@ -25,12 +25,9 @@ STARTING = view("target-1", serves=False)
 @pytest.mark.parametrize(
     ("replicas", "num_stale"),
     [
-        ((STALE,), 1),
         ((STALE, STARTING), 1),
         ((LEAVING, view("target-1")), 1),
-        ((LEAVING,), 1),
         ((), 1),
-        ((STARTING,), 1),
         ((view("target-1"),), 0),
         ((view("target-1"), view("target-2", serves=False, leaves=True)), 0),
         ((STALE, STARTING, view("draft-0", stale=True)), 2),

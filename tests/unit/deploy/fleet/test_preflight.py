@@ -193,16 +193,6 @@ def test_what_reading_the_target_does_not_go_with_is_refused(
     assert bad.value.key == key
 
 
-def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:
-    """Before anything starts, and by its own name."""
-    models = {"model": str(tiny), "draft_model": f"hybrid:suffix,{tmp_path / 'none'}"}
-    with pytest.raises(SettingError, match="no such file") as bad:
-        check_before_start(load_config(models, {}))
-    assert bad.value.key == "draft_model"
-    config = resolve_models(load_config({**models, "draft_model": f"hybrid:suffix,{tiny}"}, {}))
-    assert config.draft.directory == str(tiny)
-
-
 def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -> None:
     """And one that has one is not."""
     config = resolve_models(load_config({"model": str(tiny)}, {}))
@@ -316,9 +306,3 @@ def test_roles_count_up_to_ports_of_their_own(
     with pytest.raises(SettingError, match=reason) as bad:
         check_before_start(load_config(EMULATED | settings, {}))
     assert bad.value.key == key
-
-
-def test_any_free_port_is_everybodys() -> None:
-    config = load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {})
-    check_before_start(config)
-    check_ports(config)
