@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from benchmarks.processes import Process, ending, relay, service
+from benchmarks.processes import Process, relay, service
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
 from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig
@@ -53,18 +51,6 @@ async def test_a_relay_takes_longer_in_each_direction_and_keeps_the_order() -> N
         assert await reader.read() == b"", "nothing is there any more"
         writer.close()
         await asyncio.sleep(3 * DELAY_MS / 1e3)
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("raise SystemExit(3)", "ended with exit status 3"),
-        ("import os; os.kill(os.getpid(), 9)", "was killed, as the system does where memory"),
-    ],
-)
-def test_a_kill_is_told_as_one(program: str, said: str) -> None:
-    status = subprocess.run([sys.executable, "-c", program], check=False).returncode
-    assert said in ending(status)
 
 
 async def test_a_process_that_cannot_start_says_why() -> None:

@@ -88,14 +88,7 @@ def level(sides: dict[str, SideResult], concurrency: int = 1) -> dict[str, Any]:
 def completion(
     num_tokens: int, seconds: float, rounds: int = 1, drafted: int = 0, accepted: int = 0
 ) -> Completion:
-    return Completion(
-        token_ids=tuple(range(num_tokens)),
-        started_s=0.0,
-        seconds=seconds,
-        num_rounds=rounds,
-        num_draft_tokens=drafted,
-        num_accepted_draft_tokens=accepted,
-    )
+    return Completion(tuple(range(num_tokens)), 0.0, seconds, rounds, drafted, accepted)
 
 
 def result(*completions: Completion, seconds: float | None = None) -> SideResult:
