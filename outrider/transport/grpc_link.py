@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from random import random
 from typing import Any, Generic, cast
 
@@ -45,7 +44,7 @@ from outrider.transport.codec import (
     Item,
     from_proto,
 )
-from outrider.transport.link import LinkBytes
+from outrider.transport.link import Listening
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_server import SendQueue
 from outrider.v1 import types_pb2
@@ -69,7 +68,7 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftA
     return GrpcLink(open_channel(address, trust), DRAFT, address)
 
 
-class GrpcLink(Generic[Item, Answer]):
+class GrpcLink(Listening[Answer], Generic[Item, Answer]):
     """`outrider.transport.link.Link` over a channel, which it owns and closes.
 
     After a break `send` raises `LinkLost` for a while that doubles with every failed attempt, from
@@ -77,28 +76,19 @@ class GrpcLink(Generic[Item, Answer]):
     """
 
     def __init__(self, channel: grpc.aio.Channel, codec: Codec[Item, Answer], address: str) -> None:
+        super().__init__()
         self._channel = cast(Any, channel)
         self._codec = codec
         self._address = address
-        self.num_bytes = LinkBytes()
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
-        self._on_answer: Callable[[Answer], None] | None = None
-        self._on_lost: Callable[[Exception], None] | None = None
         self._streams: dict[str, _Stream[Item, Answer]] = {}
         """The open ones: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._num_releases = 0
-        self._closed = False
-
-    def listen(
-        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
-    ) -> None:
-        check(self._on_answer is None, "a link has one listener")
-        self._on_answer, self._on_lost = on_answer, on_lost
 
     def send(self, item: Item) -> None:
         """See `Link.send`. Raises `BadRequest` for an item that no message can hold."""
@@ -155,9 +145,10 @@ class GrpcLink(Generic[Item, Answer]):
             raise LinkLost(f"the link to {self._address} is closed")
         missing_s = self._down_until - asyncio.get_running_loop().time()
         if missing_s > 0:
-            error = LinkLost(f"the replica at {self._address} cannot be reached at present")
-            error.retry_after_ms = round(missing_s * 1000) + 1
-            raise error
+            raise LinkLost(
+                f"the replica at {self._address} cannot be reached at present",
+                round(missing_s * 1000) + 1,
+            )
 
     def _stream(self, name: str) -> _Stream[Item, Answer]:
         stream = self._streams.get(name)
@@ -205,8 +196,7 @@ class GrpcLink(Generic[Item, Answer]):
         delay_ms = backoff(LINK_BACKOFF_MS_MIN, LINK_BACKOFF_MS_MAX, self._failures, random)
         self._failures += 1
         self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000
-        error = LinkLost(f"the stream to {self._address} broke: {reason}")
-        error.retry_after_ms = round(delay_ms)
+        error = LinkLost(f"the stream to {self._address} broke: {reason}", round(delay_ms))
         logger.info("%s", error.message)
         if self._on_lost is not None:
             self._on_lost(error)
@@ -232,9 +222,8 @@ class _Stream(Generic[Item, Answer]):
 
     def put(self, item: Item, message: Any) -> None:
         if not self._outbox.put(message):
-            error = Overloaded(f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
-            error.retry_after_ms = LINK_BACKOFF_MS_MIN
-            raise error
+            waiting = f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
+            raise Overloaded(waiting, LINK_BACKOFF_MS_MIN)
         if item.head.sampling is not None:
             self._sent[item.head.session_id] = item.head.given_hashes
 

@@ -100,7 +100,24 @@ def deliver_soon(message: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_soon(message)
 
 
-class MemoryLink(Generic[Item, Answer]):
+class Listening(Generic[Answer]):
+    """The listener of a link, and how much it has carried."""
+
+    def __init__(self) -> None:
+        self.num_bytes = LinkBytes()
+        self._on_answer: Callable[[Answer], None] | None = None
+        self._on_lost: Callable[[Exception], None] | None = None
+        self._closed = False
+
+    def listen(
+        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
+    ) -> None:
+        """See `Link.listen`."""
+        check(self._on_answer is None, "a link has one listener")
+        self._on_answer, self._on_lost = on_answer, on_lost
+
+
+class MemoryLink(Listening[Answer], Generic[Item, Answer]):
     """The coordinator's end of a stream to a service in the same event loop."""
 
     def __init__(
@@ -108,21 +125,12 @@ class MemoryLink(Generic[Item, Answer]):
         service: ReplicaService[Item, Answer],
         deliver: Callable[[Callable[[], None]], None] = deliver_soon,
     ) -> None:
+        super().__init__()
         self._service = service
         self._deliver = deliver
-        self.num_bytes = LinkBytes()
-        self._on_answer: Callable[[Answer], None] | None = None
-        self._on_lost: Callable[[Exception], None] | None = None
         self._connection: Connection[Item] | None = None
         self._number = 0
         """Of the connection; grows when one begins or ends. What another one sent is lost."""
-        self._closed = False
-
-    def listen(
-        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
-    ) -> None:
-        check(self._on_answer is None, "a link has one listener")
-        self._on_answer, self._on_lost = on_answer, on_lost
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty where it can."""

@@ -215,13 +215,9 @@ class SendQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def full(self) -> bool:
-        return len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX
-
     def put(self, message: Any) -> bool:
         """Queues a protobuf message; False, and nothing queued, where the outbox is full."""
-        if self.full:
+        if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append((message, message.ByteSize()))
         self._changed.set()
