@@ -228,27 +228,6 @@ async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> N
                     await b.service.cancel(event.session_id, tenant="another")
 
 
-def test_a_stream_that_breaks_while_the_target_runs_ahead_costs_no_timeout() -> None:
-    """Plain decoding, a break in the middle, at once reachable again: nothing waits for the answer
-    that was lost with the stream."""
-
-    async def main() -> float:
-        async with bench() as b:
-            loop = asyncio.get_running_loop()
-            num_tokens, longest, last = 0, 0.0, loop.time()
-            request = GenerateRequest((1, 2), max_tokens=40, num_draft_tokens=0)
-            async for event in b.service.generate(request):
-                longest, last = max(longest, loop.time() - last), loop.time()
-                if isinstance(event, Tokens):
-                    num_tokens += len(event.token_ids)
-                    if num_tokens % 10 == 0:
-                        b.target_link.sever(LinkLost("keepalive"))
-            assert num_tokens == 40
-            return longest
-
-    assert run_virtually(main()) < 1.0
-
-
 @virtually
 async def test_tokens_whose_q_cannot_be_read_are_judged_as_one_hot_draws() -> None:
     async with bench() as b:

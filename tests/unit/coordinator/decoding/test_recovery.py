@@ -467,20 +467,6 @@ async def test_a_session_that_runs_stays_however_it_is_wanted() -> None:
 
 
 @virtually
-async def test_a_session_whose_release_was_lost_is_cancelled_if_it_is_not_resumed() -> None:
-    """Its client asked once and then stayed away: the time that it has begins anew."""
-    async with opened() as made:
-        broken = await left(made)
-        await lose_release(made, broken)
-        await asyncio.sleep(6.0)
-        await want(made, broken)
-        await asyncio.sleep(4.0)
-        assert (await broken.record(made)).owner == released("c")
-        await asyncio.sleep(2.0)
-        assert await broken.end(made) is CANCELLED
-
-
-@virtually
 async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
     """It is recorded later, once the store answers, though the session is wanted meanwhile."""
     async with opened(resume_grace_ms=600_000) as made:

@@ -52,9 +52,6 @@ def test_as_many_survive_as_were_written() -> None:
     assert watched(REPEATED, (2, 3, 1, 2)).watched == [(4, (1.0, 1.0, 1.0, 1.0))]
     assert watched(REPEATED, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
     assert watched(REPEATED, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
-
-
-def test_a_look_up_that_finds_nothing_is_told_of() -> None:
     assert watched((1, 2, 3), (4,)).watched == [(4, ())]
 
 

@@ -63,13 +63,6 @@ def test_of_other_rounds_nothing_is_kept(late: int) -> None:
     assert len(kept) == 0
 
 
-def test_a_round_that_was_left_out_picks_nothing() -> None:
-    kept = PushedProposals(BYTES)
-    kept.put(pushed(1, 4, (9,)))
-    assert kept.begin(2, TokenSequence((*PROMPT, 9))) is None
-    assert len(kept) == 0
-
-
 def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
     kept = PushedProposals(100)
     kept.put(pushed(1, 4, (9,), q=b"x" * 50))
