@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_registry import MemoryRegistry
+from prometheus_client.parser import text_string_to_metric_families
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
@@ -23,8 +23,6 @@ from outrider.telemetry.step_spans import ObservedSteps
 
 ROLES = ("coordinator", "target", "draft")
 VOCAB = 64
-_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass
@@ -35,15 +33,11 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> Page:
-        samples = {}
-        for line in text.splitlines():
-            if line.startswith("#"):
-                continue
-            match = _SAMPLE.fullmatch(line)
-            assert match is not None, line
-            labels = frozenset(_LABEL.findall(match[2] or ""))
-            samples[match[1], labels] = float(match[3])
-        return cls(samples)
+        return cls({
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        })  # fmt: skip
 
     @property
     def names(self) -> set[str]:
