@@ -18,12 +18,8 @@ from outrider import limits
 from outrider.client import Completion
 from outrider.errors import (
     BadRequest,
-    DeadlineExceeded,
-    NotFound,
-    Overloaded,
-    Unavailable,
 )
-from outrider.request import ChatMessage, GenerateRequest, Started, Tokens
+from outrider.request import GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
@@ -65,30 +61,6 @@ async def test_tokens_text_usage_and_metrics(stack: Stack) -> None:
     ]
 
 
-async def test_plain_decoding_runs_ahead_and_gives_the_same(stack: Stack) -> None:
-    answer = await complete(stack, num_draft_tokens=0)
-    assert list(answer.token_ids) == plain_greedy(PROMPT, 12)
-    assert answer.metrics.num_rounds == 12
-    assert answer.metrics.num_draft_tokens == 0
-
-
-async def test_many_sessions_at_once(stack: Stack) -> None:
-    prompts = [(i % 50, i % 7, i) for i in range(60)]
-    answers = await asyncio.gather(
-        *(complete(stack, prompt=p, num_draft_tokens=i % 5) for i, p in enumerate(prompts))
-    )
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert list(answer.token_ids) == plain_greedy(prompt, 12)
-
-
-async def test_text_and_chat_prompts(stack: Stack) -> None:
-    tokenizer = byte_level_tokenizer(VOCAB)
-    text = await complete(stack, prompt="the quick brown")
-    assert text.usage.prompt_tokens == len(tokenizer.encode("the quick brown"))
-    chat = await complete(stack, prompt=(ChatMessage("user", "hello"),))
-    assert chat.usage.prompt_tokens > len(tokenizer.encode("hello"))
-
-
 async def test_a_stop_string_ends_the_text_before_it(stack: Stack) -> None:
     whole = (await complete(stack)).text
     middle = whole[len(whole) // 2 :][:2]
@@ -112,36 +84,7 @@ async def test_logprobs_are_of_the_raw_logits(stack: Stack) -> None:
         tokens.append(token_id)
 
 
-async def test_get_session(stack: Stack) -> None:
-    answer = await complete(stack, seed=11, sampling=SamplingParams())
-    view = await stack.client.get_session(answer.session_id)
-    assert (view.state, view.seed, view.rule) == ("finished", 11, Rule.COUPLED)
-    assert view.finish_reason is FinishReason.LENGTH
-    with pytest.raises(NotFound):
-        await stack.client.get_session("0" * 32)
-    with pytest.raises(BadRequest, match="session_id"):
-        await stack.client.get_session("nonsense")
-
-
 LONG = GenerateRequest(PROMPT, max_tokens=4000, seed=1, num_draft_tokens=2)
-
-
-async def test_cancel_ends_the_stream_with_its_last_event(slow: Stack) -> None:
-    tokens: list[int] = []
-    finished: Any = None
-    async for event in slow.client.generate(LONG):
-        if isinstance(event, Started):
-            session_id = event.session_id
-        elif isinstance(event, Tokens):
-            tokens.extend(event.token_ids)
-            if len(tokens) > 3:
-                await slow.client.cancel(session_id)
-        else:
-            finished = event
-    assert finished.finish_reason is FinishReason.CANCELLED
-    view = await slow.client.get_session(session_id)
-    assert (view.state, view.finish_reason) == ("finished", FinishReason.CANCELLED)
-    assert view.token_ids == (*PROMPT, *tokens)
 
 
 async def test_a_client_that_goes_away_cancels(slow: Stack) -> None:
@@ -157,47 +100,6 @@ async def test_a_client_that_goes_away_cancels(slow: Stack) -> None:
         while (await slow.client.get_session(session_id)).state != "finished":
             await asyncio.sleep(0.02)
     assert slow.coordinator.num_running == 0
-
-
-async def test_the_deadline(slow: Stack) -> None:
-    answer = await slow.client.complete(replace(LONG, deadline_ms=300))
-    assert answer.finish_reason is FinishReason.DEADLINE
-    assert answer.token_ids
-    with pytest.raises(DeadlineExceeded, match="deadline_ms"):
-        await slow.client.complete(replace(LONG, deadline_ms=5))
-
-
-async def test_more_sessions_than_allowed_are_refused_and_harm_nobody(slow: Stack) -> None:
-    request = replace(LONG, max_tokens=30)
-    running = [asyncio.create_task(slow.client.complete(request)) for _ in range(3)]
-    async with asyncio.timeout(5):
-        while slow.coordinator.num_running < 3:
-            await asyncio.sleep(0.01)
-    with pytest.raises(Overloaded) as caught:
-        await slow.client.complete(request)
-    assert caught.value.retry_after_ms > 0
-    answers = await asyncio.gather(*running)
-    assert len({answer.token_ids for answer in answers}) == 1
-
-
-async def test_a_draft_that_dies_costs_nothing_but_speed(slow: Stack) -> None:
-    """Coupled: the same tokens with the draft gone after some rounds."""
-    request = replace(LONG, max_tokens=40)
-    expected = (await slow.client.complete(request)).token_ids
-    tokens: list[int] = []
-    async for event in slow.client.generate(request):
-        if isinstance(event, Tokens):
-            tokens.extend(event.token_ids)
-            if 5 < len(tokens) < 15:
-                await slow.draft_server.stop()
-    assert tuple(tokens) == expected
-
-
-async def test_a_target_that_dies_ends_the_request_as_unavailable(slow: Stack) -> None:
-    with pytest.raises(Unavailable):
-        async for event in slow.client.generate(LONG):
-            if isinstance(event, Tokens):
-                await slow.target_server.stop()
 
 
 SAMPLING = {
@@ -260,12 +162,6 @@ async def test_every_limit_from_both_sides_beside_a_running_session(stack: Stack
             await complete(stack, **wanted)
         assert caught.value.field.startswith(field), f"{fields}: {caught.value}"
     assert list((await beside).token_ids) == plain_greedy(PROMPT, 100)
-
-
-async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
-    await complete(stack, model="model")
-    with pytest.raises(NotFound, match="model"):
-        await complete(stack, model="another")
 
 
 async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> None:

@@ -18,7 +18,7 @@ from outrider.client import Client, Finished, GenerateRequest, SamplingParams, S
 from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import NotFound, StreamBroken
+from outrider.errors import StreamBroken
 from outrider.limits import SESSION_LEASE_MS
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
@@ -122,8 +122,3 @@ async def test_with_nobody_to_go_on_with_it_the_stream_ends_as_broken(stack: Sta
             if isinstance(event, Tokens):
                 await stack.server.stop(0)
     await client.close()
-
-
-async def test_a_session_nobody_has_is_not_found(stack: Stack) -> None:
-    with pytest.raises(NotFound):
-        await anext(stack.client.resume("0" * 32))

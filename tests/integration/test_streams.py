@@ -17,7 +17,7 @@ from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
-from outrider.errors import ConfigError, LinkLost, Unavailable
+from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
@@ -386,12 +386,3 @@ async def test_reflection_where_it_is_on(pair: Pair) -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     finally:
         await silent.stop()
-
-
-async def test_a_taken_port_is_a_clear_error(pair: Pair) -> None:
-    second = RpcServer(
-        [ReplicaServicer(pair.target, VERIFY).grpc_service], ServerOptions(port=pair.target_port)
-    )
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{pair.target_port}"):
-        await second.start()
-    await second.stop()
