@@ -23,13 +23,14 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from outrider.config import BOUND_SETTINGS, DeploymentConfig, configuration
+from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.errors import SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import Role
 from outrider.replica.process_setup import Place, log_at, log_to
 from outrider.sessions.redis_address import with_password
 from outrider.settings import Value
@@ -52,11 +53,6 @@ from .ray_connection import RayConnection
 from .replica import Overview
 from .replica_set import FIRST_REST_S, Fleet
 from .spec import FleetSpec, plan_fleet
-
-if TYPE_CHECKING:
-    from outrider.config import AutoscaleConfig
-    from outrider.registry.registry import Role
-    from outrider.settings import Value
 
 _SAME_REDIS: Final = "sessions stay in their Redis"
 _SCALE: Final = "use `outrider scale`"
