@@ -406,26 +406,11 @@ class CoordinatorConfig(FrontConfig):
     """Answer OpenAI's clients by HTTP, too."""
     port: Port = 8_000
     """The coordinator's HTTP port; 0 = any."""
-    redis_url: str = Field(default="", repr=False)
-    """`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
-    `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty = an
-    embedded server."""
-    redis_username: str = ""
-    """User of the session store; one in the URL wins."""
-    redis_password: str = Field(default="", repr=False)
-    """Its password; one in the URL wins. Best given as a variable."""
-    redis_password_file: str = ""
-    """File that holds the password instead, on each machine; read when a process connects."""
-    redis_ca_file: str = ""
-    """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
-    the system's."""
-    redis_sentinel_password: str = Field(default="", repr=False)
-    """Password of the Sentinels, where they ask for one. Best given as a variable."""
+    redis: Internal[RedisAddress] = Field(default_factory=lambda: RedisAddress())
+    """The session store."""
     redis_wait_replicas: Annotated[int, Field(ge=0, le=REDIS_WAIT_REPLICAS_MAX)] = 0
     """Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. No
     failover loses what all replicas have."""
-    redis_key_prefix: str = "outrider:"
-    """Begins every key in Redis."""
     num_draft_tokens: Annotated[int, Field(ge=0, le=NUM_DRAFT_TOKENS_MAX)] = 8
     """Draft tokens a round where a request does not say, or the most of them with `length_control`;
     0 = plain decoding."""
@@ -479,11 +464,6 @@ class CoordinatorConfig(FrontConfig):
     """After those, each so manieth round has; 0 = none. All count in the request's totals."""
     trace_prompts: bool = False
     """Record the text of prompts in traces."""
-    redis_asks_for_password: Internal[bool] = False
-    """See `RedisAddress.asks_for_password` ..."""
-    redis_sentinel_password_file: Internal[str] = ""
-    redis_asks_for_sentinel_password: Internal[bool] = False
-    """... and of the Sentinels."""
     tokenizer_directory: Internal[str] = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False
@@ -503,27 +483,16 @@ class CoordinatorConfig(FrontConfig):
     lookup: Internal[DraftConfig | None] = None
     """The look-up that drafts in the coordinator, alone or before a model, heads or an exit."""
 
-    @property
-    def redis(self) -> RedisAddress:
-        """The session store: its fields are `redis_NAME` here."""
-        return RedisAddress(
-            **{one.name: getattr(self, f"redis_{one.name}") for one in fields(RedisAddress)}
-        )
-
     def reaching(self, redis: RedisAddress) -> Self:
         """The same coordinator with another way to its session store."""
-        changes: dict[str, Any] = {
-            f"redis_{one.name}": getattr(redis, one.name) for one in fields(redis)
-        }
-        if self.membership is not None:
-            changes["membership"] = replace(self.membership, redis=redis)
-        return replace(self, **changes)
+        member = self.membership and replace(self.membership, redis=redis)
+        return replace(self, redis=redis, membership=member)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if set(self.redis_key_prefix) & set("{}"):
+        if set(self.redis.key_prefix) & set("{}"):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
-        if self.redis_password and self.redis_password_file:
+        if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
         check_ngrams(self.ngram_min, self.ngram_max)
 
@@ -651,7 +620,14 @@ class DeploymentConfig:
         """Every setting by key, with or without those that may hold a password."""
         return {
             found.key: getattr(part, name)
-            for part in (self.target, self.draft, self.coordinator, self.autoscale, self)
+            for part in (
+                self.target,
+                self.draft,
+                self.coordinator,
+                self.coordinator.redis,
+                self.autoscale,
+                self,
+            )
             for name, found in settings_of(type(part)).items()
             if secrets or not found.secret
         }
@@ -671,7 +647,10 @@ class DeploymentConfig:
 def deployment_settings() -> dict[str, Setting]:
     """Every setting of a deployment by key, in the order of the documentation."""
     found: dict[str, Setting] = {}
-    for config in (TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig, AutoscaleConfig):
+    for config in (
+        TargetConfig, DraftConfig, CoordinatorConfig, RedisAddress, DeploymentConfig,
+        AutoscaleConfig,
+    ):  # fmt: skip
         found |= {one.key: one for one in settings_of(config).values() if one.key not in found}
     return found
 
@@ -696,7 +675,7 @@ def load_config(
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
     """The deployment that settings by key describe; what they lack keeps its default. Raises
     `SettingError` for values that do not go together."""
-    coordinator = build(CoordinatorConfig, values)
+    coordinator = build(CoordinatorConfig, values, redis=build(RedisAddress, values))
     inner = dict(values)
     is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")
     if coordinator.asks_for_keys and not is_open:

@@ -207,7 +207,7 @@ class Deployment:
         front = self.config.coordinator
         if self.ray.local:
             check_before_start(self.config)
-        if front.redis_url:
+        if front.redis.url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
             reached = replace(
                 front.redis, password=self._passwords.redis,
@@ -249,8 +249,8 @@ class Deployment:
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
 
     def _start_redis(self) -> str:
-        if self.config.coordinator.redis_url:
-            return self.config.coordinator.redis_url
+        if self.config.coordinator.redis.url:
+            return self.config.coordinator.redis.url
         if not self.ray.local:
             raise SettingError(
                 "redis_url",

@@ -18,8 +18,8 @@ from outrider.config import (
     CoordinatorConfig,
     DeploymentConfig,
     DraftConfig,
-    Server,
     TargetConfig,
+    configuration,
     deployment_settings,
     is_loopback,
 )
@@ -291,12 +291,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
     """The configuration with hashes in place of keys and without passwords of Redis and Sentinels;
     a new key for commands of this machine, whose hash is among those (empty where no key is asked
     for); and the passwords. Neither Ray nor Redis is told any. Raises `SettingError`."""
-    config = replace(
-        config,
-        target=_with_whole_paths(config.target),
-        draft=_with_whole_paths(config.draft),
-        coordinator=_with_whole_paths(config.coordinator),
-    )
+    config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
         key = new_key()
@@ -314,11 +309,6 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
         else value
         for key, value in values.items()
     }
-
-
-def _with_whole_paths(config: Server) -> Server:
-    paths = {key: getattr(config, key) for key in PATHS if hasattr(config, key)}
-    return replace(config, **whole_paths(paths))
 
 
 def check_security_files(config: CoordinatorConfig) -> None:

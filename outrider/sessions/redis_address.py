@@ -11,42 +11,56 @@ holder of the cluster's token may read them. An address without its password say
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from outrider.errors import SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
+from outrider.settings import Internal, named_with
 
 DEFAULT_KEY_PREFIX: Final = "outrider:"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisAddress:
-    """What it takes to connect. Its text has no secret."""
+_SETTINGS: Final = (
+    "url", "username", "password", "password_file", "ca_file", "sentinel_password", "key_prefix",
+)  # fmt: skip
 
-    url: str = field(repr=False)
-    """May hold a user and a password, which win over those below. For the form with Sentinels
-    see `redis_connection.py`."""
+
+@dataclass(frozen=True, kw_only=True, config=named_with("redis_", _SETTINGS))
+class RedisAddress:
+    """Settings of the session store."""
+
+    url: str = Field(default="", repr=False)
+    """`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
+    `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty = an
+    embedded server."""
     username: str = ""
-    password: str = field(default="", repr=False)
-    ca_file: str = ""
-    """Certificate authority of servers reached by TLS; empty = the system's."""
-    sentinel_password: str = field(default="", repr=False)
-    """What Sentinels ask for, where the URL names them."""
-    key_prefix: str = DEFAULT_KEY_PREFIX
-    """Begins every key."""
+    """User of the session store; one in the URL wins."""
+    password: str = Field(default="", repr=False)
+    """Its password; one in the URL wins. Best given as a variable."""
     password_file: str = ""
-    """Holds the password on the connecting machine; empty = there is no such file."""
-    sentinel_password_file: str = ""
-    """Likewise, of the Sentinels."""
-    asks_for_password: bool = False
+    """File that holds the password instead, on each machine; read when a process connects."""
+    ca_file: str = ""
+    """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
+    the system's."""
+    sentinel_password: str = Field(default="", repr=False)
+    """Password of the Sentinels, where they ask for one. Best given as a variable."""
+    key_prefix: str = DEFAULT_KEY_PREFIX
+    """Begins every key in Redis."""
+    sentinel_password_file: Internal[str] = ""
+    """File that holds that of the Sentinels."""
+    asks_for_password: Internal[bool] = False
     """Whether there is one, though it is not here; see above."""
-    asks_for_sentinel_password: bool = False
+    asks_for_sentinel_password: Internal[bool] = False
     """Likewise, of the Sentinels."""
 
 
@@ -54,7 +68,7 @@ VARIABLE: Final = "OUTRIDER_REDIS_PASSWORD"
 SENTINEL_VARIABLE: Final = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Passwords:
     """Of Redis and of the Sentinels; empty for none."""
 

@@ -102,7 +102,7 @@ def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_
     file.write_text(settings_file(manifests), "utf-8")
     config = load_config({}, {}, file)
     assert (config.coordinator.grpc_port, config.coordinator.port) == (50051, 8000)
-    assert config.coordinator.redis_url
+    assert config.coordinator.redis.url
     for service in (config.target, config.draft, config.coordinator):
         assert (service.host, service.insecure) == ("0.0.0.0", True)  # noqa: S104 (in its pod)
 
@@ -168,8 +168,8 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
     assert config.draft.num_gpus == 1
     assert config.target.kv_cache_memory_bytes == 32 * 2**30
     url = "rediss+sentinel://watch-0.example:26380,watch-1.example:26380/sessions/1"
-    assert config.coordinator.redis_url == url
-    assert config.coordinator.redis_ca_file == "/etc/outrider/redis/ca.pem"
+    assert config.coordinator.redis.url == url
+    assert config.coordinator.redis.ca_file == "/etc/outrider/redis/ca.pem"
     assert config.coordinator.telemetry == "otlp=http://collector.monitoring:4317,prometheus=9464"
     assert config.stop_timeout_s == 60
     manifests = render([EVERY_OPTION], OWN_REDIS)

@@ -130,7 +130,7 @@ def test_an_unknown_engine_is_refused() -> None:
 def test_other_checks_across_settings() -> None:
     """A prefix for Redis keys has no braces; the shortest match is not above the longest."""
     with pytest.raises(ConfigError, match=r"^redis_key_prefix: "):
-        CoordinatorConfig(redis_key_prefix="a{b")
+        load_config({"redis_key_prefix": "a{b"}, {})
     with pytest.raises(ConfigError, match=r"^ngram_min: "):
         DraftConfig(ngram_min=5, ngram_max=4)
 

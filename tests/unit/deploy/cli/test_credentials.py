@@ -250,7 +250,7 @@ def test_measurements_need_no_keys() -> None:
     """Whatever the settings of their user ask of a deployment."""
     settings = {
         "host": EVERYWHERE, "api_key": KEY, "api_key_file": "k", "internal_tls_dir": "t",
-        "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a", "redis_ca_file": "a",
+        "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a",
     }  # fmt: skip
     config = load_config(settings, {})
     for one in (without_security(config.target), without_security(config.draft)):
