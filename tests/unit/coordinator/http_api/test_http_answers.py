@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from models import byte_fallback_tokenizer, byte_level_tokenizer
 
-from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json
+from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
-from coordinator.http_api.errors import error_response
+from coordinator.http_api.errors import error_response, to_json
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -229,3 +229,85 @@ def test_one_shape_and_one_status_for_each_error(
     )
     # OpenAI's client would try every 409 and 504 again.
     assert ("x-should-retry" in response.headers) == (status in (409, 504))
+
+
+TREE = RoundReport(
+    3, (5, 6, 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, look_ahead_hit=True, proposed_parents=(-1, -1, 0)
+)
+
+
+@pytest.fixture(scope="module")
+def toy() -> TokenizerText:
+    return TokenizerText(byte_level_tokenizer(), "toy")
+
+
+def told(native: NativeEvents, event: Any) -> dict[str, Any]:
+    [found] = json.loads(to_json(native.take(0, event)))
+    assert isinstance(found, dict)
+    return found
+
+
+def told_tokens(first: int, ids: list[int], delta: str, **fields: Any) -> Tokens:
+    origins = (*[Origin.ACCEPTED] * (len(ids) - 1), Origin.CORRECTION)[: len(ids)]
+    return Tokens(first, tuple(ids), delta, origins, fields.get("logprobs", ()))
+
+
+def test_beginning_and_end(toy: TokenizerText) -> None:
+    native = NativeEvents(toy)
+    assert told(native, Started("ab" * 16, "m", 2**64 - 1, Rule.BLOCK, 7)) == {
+        "type": "started", "session_id": "ab" * 16, "model": "m", "seed": 2**64 - 1,
+        "rule": "block", "num_prompt_tokens": 7,
+    }  # fmt: skip
+    end = Finished(FinishReason.STOP, Usage(7, 3), Metrics(2, 4, 1, 1.5, 12.0, 80.0))
+    assert told(native, end) == {
+        "type": "finished",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+        "metrics": {
+            "num_rounds": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 1,
+            "mean_acceptance_length": 1.5, "time_to_first_token_ms": 12.0,
+            "tokens_per_second": 80.0,
+        },
+    }  # fmt: skip
+
+
+def test_characters_go_to_the_token_that_completes_them(toy: TokenizerText) -> None:
+    """Of a character of several bytes the first tokens have nothing, the last one all of it."""
+    snow = toy.encode("a☃b")
+    assert len(snow) == 5, "each byte of the snowman is a token"
+    native = NativeEvents(toy)
+    first = told(native, told_tokens(0, snow[:3], "a"))
+    assert (first["texts"], first["text_delta"]) == (["a", "", ""], "a")
+    rest = told(native, told_tokens(3, snow[3:], "☃b"))
+    assert (rest["first_index"], rest["texts"]) == (3, ["☃", "b"])
+    assert rest["origins"] == ["accepted", "correction"]
+    assert "logprobs" not in rest
+
+
+def test_a_round_says_where_its_tokens_begin(toy: TokenizerText) -> None:
+    """With all of the report; a part of a character is spelled as bytes."""
+    native = NativeEvents(toy)
+    native.take(0, told_tokens(0, [1, 2, 3], ""))
+    snowman = toy.encode("☃")[0]
+    report = RoundReport(3, (5, snowman), 1, 1.5, 0.25, 0.5, 4.0, 0.125)
+    found = told(native, report)
+    assert found["proposed_texts"] == [toy.spell(5).decode(), "bytes:\\xe2"]
+    assert (found["first_index"], found["index"], found["num_accepted"]) == (3, 3, 1)
+    parts = [found[f"{part}_ms"] for part in ("draft", "wire", "queue", "verify", "commit")]
+    assert parts == [1.5, 0.25, 0.5, 4.0, 0.125]
+    assert (found["proposed_parents"], found["look_ahead_hit"]) == ([], False)
+    tree = told(native, TREE)
+    assert (tree["proposed_parents"], tree["look_ahead_hit"]) == ([-1, -1, 0], True)
+
+
+def test_without_a_tokenizer_there_are_no_texts() -> None:
+    native = NativeEvents(None)
+    assert told(native, told_tokens(0, [1, 2], ""))["texts"] is None
+    assert told(native, TREE)["proposed_texts"] is None
+
+
+def test_an_impossible_token_has_a_number(toy: TokenizerText) -> None:
+    """JSON knows no infinity."""
+    entry = PositionLogprobs(-1.5, ((4, -0.5), (9, float("-inf"))))
+    found = told(NativeEvents(toy), told_tokens(0, [1], "", logprobs=(entry,)))
+    assert found["logprobs"] == [{"logprob": -1.5, "top": [[4, -0.5], [9, -9999.0]]}]
