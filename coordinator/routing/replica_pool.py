@@ -295,6 +295,7 @@ class ReplicaPool:
         return False
 
     async def close(self) -> None:
+        """Closes the links."""
         await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
