@@ -183,7 +183,7 @@ def in_use(stack: Stack) -> dict[str, int]:
         "sessions of the coordinator": stack.coordinator.num_running,
         "admissions": stack.coordinator._num_admitted,
         "commits": len(stack.coordinator._committer._entries),
-        "background work": len(stack.coordinator._background),
+        "background work": len(stack.coordinator._sessions._background),
         "runs that end": len(stack.coordinator._sessions._ending),
     }
     for pool in (stack.coordinator.targets, stack.coordinator.drafts):
