@@ -171,39 +171,31 @@ async def measure(
     turn of a side. Where a side raises an error, `drops` says whether to go on without that side;
     otherwise raises the error, and cancels the requests that still run."""
     check(bool(prompts) and bool(contestants), "nothing to measure")
-    completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
-    seconds = dict.fromkeys(completions, 0.0)
-
-    async def turn(contestant: Contestant, block: Sequence[int]) -> None:
-        side = contestant.side
-        if side not in completions:
-            return
-        try:
-            if not block:
-                await _warm_up(contestant)
-                return
-            await asyncio.sleep(rest_s)
-            found = await contestant.decode(prompts, block)
-        except OutriderError as error:
-            if not drops(side, error):
-                raise
-            del completions[side]
-            return
-        completions[side] |= zip(block, found.completions, strict=True)
-        seconds[side] += found.seconds
-
-    for contestant in contestants:
-        progress(f"warming up: {contestant.side}")
-        await turn(contestant, ())
-    num_done = 0
-    for number, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
-        num_done += len(block)
-        progress(f"prompt {num_done} of {len(prompts)}: {prompts[block[-1]].category}")
-        for contestant in contestants if number % 2 == 0 else reversed(contestants):
-            await turn(contestant, block)
+    sides = {contestant.side: contestant for contestant in contestants}
+    found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
+    seconds = dict.fromkeys(sides, 0.0)
+    blocks = _blocks(len(prompts), max(c.concurrency for c in contestants))
+    for number, block in enumerate([range(0), *blocks]):
+        last = block[-1] if block else 0
+        where = f"prompt {last + 1} of {len(prompts)}: {prompts[last].category}"
+        progress(where if block else "warming up")
+        for side in list(reversed(found) if block and number % 2 == 0 else found):
+            try:
+                if not block:
+                    await _warm_up(sides[side])
+                    continue
+                await asyncio.sleep(rest_s)
+                result = await sides[side].decode(prompts, block)
+            except OutriderError as error:
+                if not drops(side, error):
+                    raise
+                del found[side]
+                continue
+            found[side] |= zip(block, result.completions, strict=True)
+            seconds[side] += result.seconds
     return {
-        side: SideResult(tuple(found[i] for i in range(len(prompts))), seconds[side])
-        for side, found in completions.items()
+        side: SideResult(tuple(done[i] for i in range(len(prompts))), seconds[side])
+        for side, done in found.items()
     }
 
 
