@@ -61,6 +61,9 @@ CONCURRENCY = 48
 SEED = 20_260_000
 """Requests use the seeds from here on."""
 
+PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
+"""Repeats itself, so that n-grams have something to find."""
+RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 PLAIN = SamplingParams()
 TOP_K = SamplingParams(top_k=2)
 TOP_P = SamplingParams(top_p=0.8)
@@ -167,7 +170,7 @@ OTHER_CELLS = [
         detects=DETECTS_SOON,
     ),
 ]  # fmt: skip
-SOON = {"num_samples": 440, "detects": 0.23, "max_tokens": 5}
+SOON: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
     # other; a look-up that has seen the first answer goes before the model.
@@ -189,97 +192,34 @@ ADAPTIVE_CELLS = [
 faults of this kind are large."""
 SMALL_GRID = [
     Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
-    for rule, k, params in product(
-        (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (0, 1, 2, 4), (PLAIN, TOP_K, TOP_P, PENALISED)
-    )
+    for rule, k, params in product(RULES, (0, 1, 2, 4), (PLAIN, TOP_K, TOP_P, PENALISED))
 ]
 ADAPTIVE_GRID = [
     replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
-    for cell, rule, repeated in product(
-        ADAPTIVE_CELLS, (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (False, True)
-    )
+    for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
     if not (cell.siblings and rule is Rule.BLOCK)
 ]
+WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
 WIDE_GRID = [
     MANY_ROUNDS,
     *(
-        Cell(
-            rule,
-            k,
-            params,
-            vocab_size=4,
-            draft_token_ids=token_ids,
-            max_tokens=6,
-            num_samples=13_500,
-        )
+        Cell(rule, k, params, vocab_size=4, draft_token_ids=token_ids, **WIDE)
         for rule, k, params, token_ids in product(
-            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED),
-            (1, 4),
-            (PENALISED, TOP_P, BIASED),
-            ((1, 3), (0, 2, 3), (2,)),
+            RULES, (1, 4), (PENALISED, TOP_P, BIASED), ((1, 3), (0, 2, 3), (2,))
         )
     ),
     Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
     *(
-        Cell(
-            rule,
-            4,
-            PLAIN,
-            draft_vocab_size=draft,
-            lookup=lookup,
-            num_tokens=4,
-            max_tokens=6,
-            num_samples=13_500,
-        )
-        for rule, draft, lookup in product(
-            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (None, 3), tuple(LookupKind)
-        )
+        Cell(rule, 4, PLAIN, draft_vocab_size=draft, lookup=lookup, num_tokens=4, **WIDE)
+        for rule, draft, lookup in product(RULES, (None, 3), tuple(LookupKind))
     ),
+    *(Cell(rule, 4, PLAIN, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
-        Cell(
-            rule,
-            4,
-            PLAIN,
-            draft_seed=3,
-            draft_bits=8,
-            num_tokens=4,
-            max_tokens=6,
-            num_samples=13_500,
-        )
-        for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
-    ),
-    *(
-        Cell(
-            rule,
-            4,
-            params,
-            vocab_size=4,
-            draft_token_ids=(0, 1, 3),
-            num_heads=num_heads,
-            exits=not num_heads,
-            max_tokens=6,
-            num_samples=13_500,
-        )
-        for rule, params, num_heads in product(
-            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED), (3, 0)
-        )
-    ),
-    *(
-        Cell(
-            rule,
-            4,
-            params,
-            vocab_size=4,
-            draft_token_ids=(0, 1, 3),
-            reads_features=True,
-            max_tokens=6,
-            num_samples=13_500,
-        )
-        for rule, params in product(
-            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED)
-        )
+        Cell(rule, 4, params, vocab_size=4, draft_token_ids=(0, 1, 3), **WIDE, **kind)
+        for kind in ({"num_heads": 3}, {"exits": True}, {"reads_features": True})
+        for rule, params in product(RULES, (PLAIN, PENALISED, BIASED))
     ),
     # Heads draft trees of fewer places than are asked for.
     Cell(Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, siblings=1),
@@ -318,19 +258,10 @@ def tiny_engine(
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
-    match kind:
-        case LookupKind.NGRAM:
-            return NgramDrafter()
-        case LookupKind.SUFFIX:
-            # Every match abounds with three token ids: fewer are looked at, for time's sake.
-            return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
-        case None:
-            return None
-
-
-def prompt_of(cell: Cell) -> tuple[int, ...]:
-    """Repeats itself, so that n-grams have something to find."""
-    return (0, 1, 2, 0, 1, 2, 0, 1)
+    if kind is LookupKind.SUFFIX:
+        # Every match abounds with three token ids: fewer are looked at, for time's sake.
+        return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
+    return NgramDrafter() if kind else None
 
 
 def reduced_engine(target: Any, token_ids: tuple[int, ...], seed: int) -> PagedEngine:
@@ -360,7 +291,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     async def one(number: int) -> tuple[int, ...]:
         nonlocal num_accepted
         request = GenerateRequest(
-            prompt_of(cell),
+            PROMPT,
             sampling=cell.params,
             max_tokens=cell.max_tokens,
             seed=SEED + number,
@@ -411,7 +342,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     elif cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits, eos=eos)
     law_of = constrained_law if cell.grammar else completion_law
-    law = law_of(module, prompt_of(cell), cell.num_tokens, cell.params)
+    law = law_of(module, PROMPT, cell.num_tokens, cell.params)
     lookup = lookup_of(cell.lookup)
     async with running_stack(
         target,
