@@ -266,7 +266,9 @@ class Transformers(Decoder):
         eos = self.setup["eos_token_ids"]
         sampling: dict[str, Any] = {"do_sample": False}
         if request["temperature"]:
-            sampling = {"do_sample": True, "temperature": request["temperature"], "top_k": 0}
+            sampling = {
+                "do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0,
+            }  # fmt: skip
         for index, token_ids in enumerate(prompts):
             ids = torch.tensor([token_ids], device=self._module.device)
             with torch.inference_mode():
