@@ -74,4 +74,4 @@ class EndingEngine(ToyEngine):
 
     def __init__(self, salt: int) -> None:
         super().__init__(len(hf_tokenizer()), salt, max_model_len=512, num_pages=4096)
-        self._info = replace(self._info, eos_token_ids=(eos(),))
+        self.info = replace(self.info, eos_token_ids=(eos(),))

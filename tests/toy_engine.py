@@ -3,12 +3,12 @@ recompute. It keeps the promises of `Engine`, eviction included, and can be told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep, prefixes
+from outrider.engine.interface import ModelInfo, SequenceStep, prefixes
 from outrider.errors import BadRequest, check
 from outrider.kv_cache.block_pool import BlockPool
 
@@ -34,14 +34,17 @@ class ToyEngine:
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Each pass states that it took `pass_s`."""
-        self._info = ModelInfo(
+        self.info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,
             f"weights-{salt}", "toy",
         )  # fmt: skip
         self._salt = salt
         self._pass_s = pass_s
         self.stated_seconds = 0.0
-        self._pool = BlockPool(num_pages, PAGE_SIZE)
+        self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
+        self.can_hold, self.find, self.release = pool.can_hold, pool.find, pool.release
+        self.mark_idle, self.length, self.page_counts = pool.mark_idle, pool.length, pool.counts
+        self.check_integrity = pool.check_integrity
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass ..."""
@@ -54,18 +57,14 @@ class ToyEngine:
         self.breaks_after: Callable[[Sequence[int]], bool] = lambda tokens: False
         """Prefixes after which logits are NaN, whatever the session."""
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         ids = [step.sequence_id for step in steps]
         check(len(set(ids)) == len(ids), "one step a sequence")
         for step in steps:
             check(0 <= step.num_logits <= len(step.token_ids) > 0, "bad number of logits")
-            if max(step.token_ids) >= self._info.vocab_size:
+            if max(step.token_ids) >= self.info.vocab_size:
                 raise BadRequest("token_ids", "outside the vocabulary")
-            if self.length(step.sequence_id) + len(step.token_ids) > self._info.max_model_len:
+            if self.length(step.sequence_id) + len(step.token_ids) > self.info.max_model_len:
                 raise BadRequest("token_ids", "too long")
         self._pool.append(steps)
         self._pool.written(steps)
@@ -81,7 +80,7 @@ class ToyEngine:
 
     def _run(self, step: SequenceStep) -> torch.Tensor:
         tokens = self._pool.token_ids(step.sequence_id)
-        vocab_size = self._info.vocab_size
+        vocab_size = self.info.vocab_size
         held = tokens[: len(tokens) - len(step.token_ids)]
         rows = [toy_logits(self._salt, path, vocab_size) for path in prefixes(held, step)]
         logits = torch.stack(rows) if rows else torch.empty(0, vocab_size)
@@ -94,17 +93,6 @@ class ToyEngine:
         ids = {name: list(self._pool.token_ids(name)) for name in self._known}
         return {name: tokens for name, tokens in ids.items() if tokens}
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
-        return self._pool.can_hold(steps, without, begun)
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        return self._pool.find(token_ids, salt)
-
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         self._known.add(sequence_id)
         return self._pool.attach(sequence_id, token_ids, salt)
@@ -112,23 +100,8 @@ class ToyEngine:
     def fork(self, sequence_id: str, branch_id: str) -> None:
         self._pool.fork(sequence_id, branch_id)
 
-    def mark_idle(self, sequence_id: str) -> None:
-        self._pool.mark_idle(sequence_id)
-
-    def page_counts(self) -> PageCounts:
-        return self._pool.counts()
-
-    def length(self, sequence_id: str) -> int:
-        return self._pool.length(sequence_id)
-
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         self._pool.keep(sequence_id, length, path)
-
-    def release(self, sequence_id: str) -> None:
-        self._pool.release(sequence_id)
-
-    def check_integrity(self) -> None:
-        self._pool.check_integrity()
 
     def take_step_seconds(self) -> float:
         seconds, self.stated_seconds = self.stated_seconds, 0.0

@@ -143,7 +143,7 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     """Two of the same 150 tokens, 64 a step: the second waits for its turn, and then begins on what
     the first has written meanwhile."""
     at = Setting(num_pages=128, max_tokens=64)
-    at.engine._info = ToyEngine(max_model_len=200).info
+    at.engine.info = ToyEngine(max_model_len=200).info
     first = at.demand(1, 150)
     second = SlotDemand(make_head(first.head.append, session=2), 0)
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_errors_are_their_own_items() -> None:
 def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
     """150 tokens in steps of 64: what was run is held, and counted as parts."""
     at = Setting(num_pages=64, max_tokens=64)
-    at.engine._info = ToyEngine(max_model_len=200).info
+    at.engine.info = ToyEngine(max_model_len=200).info
     ask = at.demand(1, 150)
     assert [at.step(ask) for _ in range(3)] == [[64], [64], [22]]
     assert at.admissions.figures.num_prefill_chunks == 2
@@ -194,7 +194,7 @@ def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
     Two that take turns play until both have."""
     costs = StepCosts((1, 512), (0.010, 0.100))
     at = Setting(num_pages=128)
-    at.engine._info = ToyEngine(max_model_len=400).info
+    at.engine.info = ToyEngine(max_model_len=400).info
     at.admissions = Admissions(at.engine, at.table, TokenBudget(512, 64, costs))
     assert at.step(at.demand(1, 4)) == [4]
     assert at.step(at.demand(2, 300))[0] < 100
