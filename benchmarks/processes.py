@@ -27,10 +27,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self, TextIO
 
+from pydantic import TypeAdapter
+
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, without_security
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
 
 START_TIMEOUT_S: Final = 900.0
 """What a process may take until it is ready; a model may have to be loaded."""
@@ -189,7 +192,7 @@ async def _play(opens: Opens, output: TextIO) -> None:
             print(json.dumps(answer), file=output, flush=True)
 
 
-_ACTORS: Final = {
+_ACTORS: Final[dict[str, tuple[str, str, Any]]] = {
     "target": ("target_service.actor", "TargetActor", TargetConfig),
     "draft": ("draft_service.actor", "DraftActor", DraftConfig),
     "coordinator": ("coordinator.actor", "CoordinatorActor", CoordinatorConfig),
@@ -201,11 +204,9 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """A target, a draft or a coordinator by its actor; `setup` has its name as `service`, and as
     `config` the fields of its configuration. Its answer is the CPU time of its process."""
     module, kind, make = _ACTORS[setup["service"]]
-    values = setup["config"]
-    if values.get("lookup") is not None:
-        values["lookup"] = DraftConfig(**values["lookup"])
     actor = getattr(importlib.import_module(module), kind)()
-    address = await actor.start(make(**values), log_directory="")
+    config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
+    address = await actor.start(config, log_directory="")
     try:
         yield Role({"address": address}, lambda question: {"cpu_s": time.process_time()})
     finally:
@@ -273,7 +274,7 @@ class Replicas:
         """Of a coordinator of theirs, on free ports."""
         fixed: dict[str, Any] = {
             "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
-            "redis_url": self.redis_url, "target_address": self.target_address,
+            "redis": RedisAddress(url=self.redis_url), "target_address": self.target_address,
             "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
             "length_control": False,  # Each K is measured by itself.
         }  # fmt: skip
