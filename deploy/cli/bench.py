@@ -187,7 +187,7 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """Warns where drafts may repeat what was answered before. The target once more is on as many
+    """Says where drafts may repeat what was answered before. The target once more is on as many
     threads as the services have in all, which take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
@@ -198,7 +198,7 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
     if (copies or not settings) and not connection.is_own:
         progress(
-            "warning: drafts may copy from earlier answers: a prompt that this deployment was "
+            "note: drafts may copy from earlier answers: a prompt that this deployment was "
             "asked before is not measured as a new one is. A deployment that the command starts, "
             "where none runs, has nothing to copy"
         )
