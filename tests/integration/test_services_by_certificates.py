@@ -75,7 +75,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         def recorded(handlers: Any) -> None:
             for handler in handlers:
-                found.update(handler._handlers)
+                found.update(handler._methods)
             add(handlers)
 
         made.add_generic_rpc_handlers = recorded
