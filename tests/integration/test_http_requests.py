@@ -17,7 +17,8 @@ from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
 from http_front import http_front
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
-from stack import VOCAB, Stack, running_stack, slow_stack, toy_text
+from stack import Stack, running_stack
+from toy_services import VOCAB, slow_stack, toy_text
 
 from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.client import Completion
