@@ -196,17 +196,25 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         }  # fmt: skip
 
     def service(self, details: Any) -> Any:
-        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
+        answer = self._answer if details.method in self._methods else self._refuse
+        return grpc.stream_stream_rpc_method_handler(partial(answer, details.method))
+
+    async def _refuse(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
+        """A call of no method that there is."""
+        try:
+            if self._guard is not None:
+                self._guard(path, context)
+        except Exception as error:  # noqa: BLE001 - as in `_answer`
+            await abort(context, error, path)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
         """One call: bytes in, bytes out, errors as statuses. gRPC has it read the messages of a
         call of every kind, so none comes before the guard has let it pass."""
-        method, call = self._methods.get(path, (None, None))
+        method, call = self._methods[path]
         try:
             if self._guard is not None:
                 self._guard(path, context)
-            if method is None or call is None:
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
             request_type = GetMessageClass(method.input_type)
             if method.client_streaming:
                 given: Any = _decode_all(request_type, frames)
@@ -225,7 +233,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await abort(context, error, path if method is None else method.full_name)
+            await abort(context, error, method.full_name)
 
 
 def _method(servicer: object, name: str) -> Any:
