@@ -85,10 +85,9 @@ class PagedEngine:
         kernels: PaceKernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
-        and no more than so many sequences of full length fill. Steps have the threads
-        that the numeric library is set to now; with `contended_threads`, those of fewer than
-        `WIDE_STEP_ROWS` tokens have so many while other processes use the cores.
-        `deterministic`: the logits of a chain's tokens are bit-equal however they come to be run,
+        and no more than so many sequences of full length fill. Steps have the threads that torch
+        is set to now; with `contended_threads`, those of fewer than `WIDE_STEP_ROWS` tokens have so
+        many while other processes use the cores. `deterministic`: the logits of a chain's tokens are bit-equal however they come to be run,
         alone or beside others, at once or in parts, or after a prefix that others ran.
         `backend` is what other steps are run with, unless the trial fails with it: of ranks
         that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
@@ -115,10 +114,8 @@ class PagedEngine:
         self.draft_heads, self.exit_head = draft_heads, exit_head
         self.shows_features = shows_features or draft_heads is not None
         self._head = watch_head(module) if self.shows_features else None
-        check(
-            self._head is None or backend is None or backend.new_recorder is None,
-            "recorded steps show no features",
-        )
+        records = backend is not None and backend.new_recorder is not None
+        check(self._head is None or not records, "recorded steps show no features")
         self.stated_seconds = 0.0
         self.rows_are_equal = False
         """Whether a row's logits are bit-equal whatever else is in its step."""
