@@ -87,8 +87,9 @@ class PagedEngine:
         """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
         and no more than so many sequences of full length fill. Steps have the threads that torch
         is set to now; with `contended_threads`, those of fewer than `WIDE_STEP_ROWS` tokens have so
-        many while other processes use the cores. `deterministic`: the logits of a chain's tokens are bit-equal however they come to be run,
-        alone or beside others, at once or in parts, or after a prefix that others ran.
+        many while other processes use the cores. `deterministic`: the logits of a chain's tokens
+        are bit-equal however they come to be run, alone or beside others, at once or in parts, or
+        after a prefix that others ran.
         `backend` is what other steps are run with, unless the trial fails with it: of ranks
         that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
         `shows_features`, it has `features`, and `backend` may record no steps: replays show
