@@ -184,6 +184,8 @@ REDIS_LOADING_MS_MAX: Final = 20_000
 EMBEDDED_REDIS_START_MS_MAX: Final = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX: Final = 5_000
 
+SOCKET_PATH_BYTES_MAX: Final = 100  # linux takes 107 bytes, macOS 103
+
 API_KEY_CHARS_MIN: Final = 16
 API_KEY_CHARS_MAX: Final = 512
 API_KEYS_MAX: Final = 4096  # keys of one server, from a file and from settings together

@@ -33,6 +33,7 @@ from outrider.limits import (
     EMBEDDED_REDIS_START_MS_MAX,
     EMBEDDED_REDIS_STOP_MS_MAX,
     REDIS_TIMEOUT_MS,
+    SOCKET_PATH_BYTES_MAX,
 )
 from outrider.telemetry.logs import rotate
 
@@ -50,6 +51,7 @@ exit $status
 """
 """Ends with the server, and ends the server when standard input is closed."""
 
+_SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
 _LOCK_NAME = "redis.lock"
 _POLL_S = 0.01
@@ -79,12 +81,16 @@ class EmbeddedRedis:
     block and are for one thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Starts nothing."""
+        """Starts nothing. Raises `ConfigError` if no directory is short enough for the socket."""
         self._directory = Path(directory).absolute()
-        # Elsewhere, as the name of a socket must be short.
-        self._socket = (
-            Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}" / "redis.sock"
-        )
+        self._socket = self._directory / _SOCKET_NAME
+        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
+            folder = Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}"
+            self._socket = folder / _SOCKET_NAME
+        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"{self._socket} is too long a path for a socket; set TMPDIR to a shorter directory"
+            )
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.pid = 0
         """Of the server, while it runs."""
@@ -115,7 +121,9 @@ class EmbeddedRedis:
         self._directory.chmod(0o700)
         with (self._directory / _LOCK_NAME).open("w") as lock:
             self._take_lock(lock)
-            self._socket.parent.mkdir(mode=0o700)
+            if self._socket.parent != self._directory:
+                self._socket.parent.mkdir(mode=0o700)
+            self._socket.unlink(missing_ok=True)
             self._supervisor = subprocess.Popen(
                 ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options()],
                 stdin=subprocess.PIPE,
@@ -147,7 +155,8 @@ class EmbeddedRedis:
                 os.killpg(supervisor.pid, signal.SIGKILL)
                 supervisor.wait()
             self._supervisor = None
-        shutil.rmtree(self._socket.parent, ignore_errors=True)
+        if self._socket.parent != self._directory:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
 
     def _options(self) -> list[str]:
         return [

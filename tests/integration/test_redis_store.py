@@ -36,7 +36,7 @@ from outrider.errors import (
     StaleEpoch,
     StoreUnavailable,
 )
-from outrider.limits import FINISHED_TTL_S
+from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
@@ -370,8 +370,11 @@ def test_only_one_server_keeps_its_data_in_a_directory(tmp_path: Path) -> None:
     EmbeddedRedis(tmp_path).stop()
 
 
-def test_the_socket_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / ("d" * 100))
+def test_a_long_directory_has_its_socket_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("d" * SOCKET_PATH_BYTES_MAX)
+    server = EmbeddedRedis(long)
     for _ in range(2):
         with server, redis.Redis.from_url(server.url, protocol=2) as client:
             socket = Path(server.url.removeprefix("unix://"))
@@ -379,6 +382,10 @@ def test_the_socket_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
             assert client.ping()
             client.set("a", 1)
         assert not socket.parent.exists()
+    assert EmbeddedRedis(Path("/a")).url == "unix:///a/redis.sock"
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter directory"):
+        EmbeddedRedis(long)
 
 
 def test_without_a_server_to_start_the_error_says_what_to_install(
