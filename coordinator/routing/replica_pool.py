@@ -232,7 +232,7 @@ class ReplicaPool:
         numerics: str = "",
     ) -> ReplicaConnection | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
-        `affinity.choose`; to `preferred` before all others, and to none of `without`. One that is
+        `choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
         any. Replicas with these `numerics` come before others, whatever their load: there its
         text goes on as it would have, to the last token."""
