@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
@@ -32,7 +33,7 @@ class HeadDrafter:
         self._sampler = DraftSampler(DraftVocabulary.of(heads.token_ids), entries_max)
 
     def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
         """One proposal for each request, in order; of what is wanted or less. A request is of the
         target's sequence, which holds its tokens but the newest one; without penalties it names
@@ -50,7 +51,7 @@ class HeadDrafter:
         ]
         features = list(hidden_states)
 
-        def next_logits(active: Sequence[int]) -> torch.Tensor:
+        def next_logits(active: Sequence[int]) -> Tensor:
             given = torch.stack([features[index] for index in active])
             newest = torch.tensor([drafts[index].newest for index in active], device=given.device)
             found = self._heads.advance(len(drafts[active[0]].token_ids), given, newest)
@@ -82,7 +83,7 @@ class ExitDrafter:
         self._sampler = DraftSampler(DraftVocabulary.of(exit_head.token_ids), entries_max)
 
     def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor] = ()
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor] = ()
     ) -> list[Proposal]:
         """As `HeadDrafter.propose`; it reads no hidden states."""
         drafts = [AutoregressiveDraft(request) for request in requests]
@@ -101,9 +102,7 @@ class ExitDrafter:
                 engine.keep(name, length)
         return [draft.proposal for draft in drafts]
 
-    def _next_logits(
-        self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
-    ) -> torch.Tensor:
+    def _next_logits(self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]) -> Tensor:
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active

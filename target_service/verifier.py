@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
@@ -65,9 +66,9 @@ class _Round(Work):
     """Its share of the forward pass; without logits it runs a part of the prefix."""
     question: Question
     """What its verdict is made from: the logits under the constraint."""
-    logits: torch.Tensor
+    logits: Tensor
     """[K+1, V], as the model gave them."""
-    shown: torch.Tensor
+    shown: Tensor
     """[K+1, D]: what these were made of, of an engine that shows it."""
 
     def __init__(self, item: VerifyItem) -> None:
@@ -84,7 +85,7 @@ class _Round(Work):
         num_drafted = len(self.proposal)
         return SlotDemand(self.head, num_drafted, num_drafted + 1)
 
-    def ask(self, logits: torch.Tensor) -> None:
+    def ask(self, logits: Tensor) -> None:
         """Takes the pass's logits. Raises what a constraint that cannot be told does."""
         self.logits = sampled = logits
         if self.allowed is not None:
@@ -197,10 +198,10 @@ class Verifier(StepWorker):
             committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
 
-    def _pass(self, rounds: Sequence[_Round]) -> list[torch.Tensor]:
+    def _pass(self, rounds: Sequence[_Round]) -> list[Tensor]:
         return self._engine.forward([one.step for one in rounds])
 
-    def _finish(self, rounds: Sequence[_Round], logits: Sequence[torch.Tensor]) -> None:
+    def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
         # Before any verdict: whatever happens there, tokens and slots agree. A tree is noted
         # with its verdict; where none comes, the session's next step gives its slots up.
         for one in rounds:
@@ -216,7 +217,7 @@ class Verifier(StepWorker):
         if self._self_drafter is not None:
             self._add_proposals(rounds, self._self_drafter)
 
-    def _judge(self, rounds: Sequence[_Round], logits: Sequence[torch.Tensor]) -> None:
+    def _judge(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
         """Answers rounds from their logits [K+1, V] each."""
         for one, rows in zip(rounds, logits, strict=True):
             if one.step.num_logits == 0:
@@ -277,7 +278,7 @@ class Verifier(StepWorker):
         alone."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
-        features: list[torch.Tensor] = []
+        features: list[Tensor] = []
         try:
             for one in _answered(rounds):
                 outcome = (
@@ -351,7 +352,7 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 
 
 def _logprobs(
-    logits: torch.Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
+    logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
     """Of the raw logits: [2K+1], the K draft tokens (each from the row of the one that it follows),
     then the corrections n = 0..K (from row n)."""
@@ -368,7 +369,7 @@ def shown_by(engine: Engine) -> FeatureEngine | None:
     return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
 
 
-def sealed_features(rows: Sequence[torch.Tensor], firsts: Sequence[int]) -> list[Features]:
+def sealed_features(rows: Sequence[Tensor], firsts: Sequence[int]) -> list[Features]:
     """Rows [n, D] of tokens from each of the places `firsts` on, as they travel."""
     if not rows:
         return []

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
@@ -155,7 +156,7 @@ class DraftSampler:
     def run(
         self,
         drafts: Sequence[AutoregressiveDraft],
-        next_logits: Callable[[Sequence[int]], torch.Tensor],
+        next_logits: Callable[[Sequence[int]], Tensor],
     ) -> None:
         """Draws all of them to their end. `next_logits` is told which of them go on, by index, may
         stop some, and gives the rows [R, N] of the others."""
@@ -165,7 +166,7 @@ class DraftSampler:
             self.draw(going_on, torch.split(logits, 1))
 
     def draw(
-        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
         """Draws the next token of each from its row of logits [1, N]; returns those that got one.
         One whose row cannot be drawn from, or whose completion ends, ends there."""
@@ -178,11 +179,11 @@ class DraftSampler:
         return [draft for draft, length in before if len(draft.token_ids) > length]
 
     def _masked(
-        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
-    ) -> tuple[list[AutoregressiveDraft], list[torch.Tensor]]:
+        self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
+    ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
         """Those that may go on, and what their grammars leave of their rows."""
         going_on: list[AutoregressiveDraft] = []
-        left: list[torch.Tensor] = []
+        left: list[Tensor] = []
         for draft, row in zip(drafts, rows, strict=True):
             allowed, mask = draft.request.allowed, None
             if allowed is not None:
@@ -194,7 +195,7 @@ class DraftSampler:
             left.append(masked_logits(row, [mask], self.vocabulary))
         return going_on, left
 
-    def _draw(self, drafts: list[AutoregressiveDraft], rows: list[torch.Tensor]) -> None:
+    def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
         """Of drafts that are alike. An error is some draft's own: each then draws alone, which
         gives the same tokens."""
         try:
@@ -213,7 +214,7 @@ class DraftSampler:
                 draft.rows.append(drawn_from.row(place))
 
     def _drawn(
-        self, drafts: Sequence[AutoregressiveDraft], logits: torch.Tensor
+        self, drafts: Sequence[AutoregressiveDraft], logits: Tensor
     ) -> tuple[list[DraftedGroup], LikelyTokens | None]:
         """A token of each, or candidates for its place; and the rows that single ones were drawn
         from."""
@@ -231,7 +232,7 @@ class DraftSampler:
         return [((token_id,), q) for token_id, q in tokens], drawn_from
 
 
-def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     """Rows [1, V] as [R, V]; without a copy where they are neighbours in memory already, as those
     of one pass are."""
     first = rows[0]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from outrider.errors import check
 from outrider.speculation.audit_totals import AuditSums
@@ -37,7 +38,7 @@ _P_MIN: Final = 1e-300
 
 
 def audit(
-    logits: torch.Tensor,
+    logits: Tensor,
     token_ids: Sequence[int],
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
@@ -69,7 +70,7 @@ def audit(
 
 
 def _greedy(
-    logits: torch.Tensor,
+    logits: Tensor,
     token_ids: Sequence[int],
     inside: Sequence[int],
     params: SamplingParams,

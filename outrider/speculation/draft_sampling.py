@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
@@ -46,7 +47,7 @@ from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.random_streams import NoiseBatch, RoundNoise, RowKeys, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-_Reals = TypeVar("_Reals", RealArray, torch.Tensor)
+_Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
 DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
@@ -81,7 +82,7 @@ class LikelyTokens:
 
 
 def draw_from_logits(
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
@@ -114,7 +115,7 @@ def draw_from_logits(
 
 
 def draw_siblings(
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
@@ -160,7 +161,7 @@ def draw_siblings(
 
 
 def likely_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
@@ -196,7 +197,7 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
 
 
 def quantise(
-    probabilities: torch.Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
+    probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
     """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`;
     tokens left without a count are dropped. The likeliest comes first. Ids are those of
@@ -237,7 +238,7 @@ def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> Int
     return drawn
 
 
-def _weights(logits: torch.Tensor, params: SamplingParams, history: TokenHistory) -> torch.Tensor:
+def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
     """The distributions of `logits` [B, V] up to a factor, as wide as whole blocks."""
     width = -(-logits.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -248,13 +249,13 @@ def _weights(logits: torch.Tensor, params: SamplingParams, history: TokenHistory
 
 
 def likely_by_weight(
-    weights: torch.Tensor, count: int, vocabulary: DraftVocabulary | None
+    weights: Tensor, count: int, vocabulary: DraftVocabulary | None
 ) -> LikelyTokens:
     values, columns = largest(weights, count)
     return LikelyTokens(_token_ids(columns, vocabulary), values.double().cpu().numpy())
 
 
-def _token_ids(columns: torch.Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
+def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
     """The tokens of columns; of one beyond the vocabulary, which pads a row, any."""
     found: IntArray = columns.cpu().numpy()
     if vocabulary is None:
@@ -302,7 +303,7 @@ def _without_replacement(q: DraftDistribution, numbers: Sequence[float]) -> tupl
     return tuple(drawn)
 
 
-def _likeliest_first(logits: torch.Tensor, count: int) -> list[int]:
+def _likeliest_first(logits: Tensor, count: int) -> list[int]:
     """The columns of the largest of `logits` [V], in order (ties: lowest first)."""
     columns = largest_ids(logits, count)
     order = logits[columns].argsort(descending=True, stable=True)
@@ -321,9 +322,7 @@ def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[
     return [(token_id, None) for token_id in columns]
 
 
-def raced(
-    weights: torch.Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None
-) -> list[DraftedToken]:
+def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
     """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
     if vocabulary is not None:
         table = vocabulary.table(weights.device)
@@ -402,7 +401,7 @@ class DeviceDraws:
         rows = np.stack([_row(drawing, self._num_depths) for drawing in self._drawings])
         return np.pad(rows, ((0, num_rows - len(rows)), (0, 0)), mode="edge").reshape(-1)
 
-    def draw(self, logits: torch.Tensor, words: torch.Tensor, depth: int) -> torch.Tensor:
+    def draw(self, logits: Tensor, words: Tensor, depth: int) -> Tensor:
         """Implements `Draws.draw`."""
         rows = words.view(len(logits), -1)
         kinds = rows[:, _REALS]
@@ -450,7 +449,7 @@ class DeviceDraws:
             return token_id, None
         return token_id, DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
 
-    def _token_ids(self, columns: torch.Tensor) -> torch.Tensor:
+    def _token_ids(self, columns: Tensor) -> Tensor:
         if self._vocabulary is None:
             return columns
         return self._vocabulary.table(columns.device)[columns]

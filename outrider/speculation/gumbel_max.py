@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.speculation.random_streams import RowKeys
 
@@ -44,7 +45,7 @@ _FRACTION_BITS: Final = 52
 """Of a uniform (n + 0.5) * 2^-52: a float64 holds each exactly, and none is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
-_Ints = TypeVar("_Ints", IntArray, torch.Tensor)
+_Ints = TypeVar("_Ints", IntArray, Tensor)
 
 
 def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
@@ -73,7 +74,7 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
     return drawn
 
 
-def race(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+def race(weights: Tensor, keys: RowKeys) -> Tensor:
     """One token a row: [R], int64, on the device of `weights` [R, V], which are float32 or float64,
     >= 0 and unchanged. A row without any positive weight gives 0. Ties: lowest id."""
     num_rows, width = weights.shape
@@ -88,27 +89,25 @@ def race(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
     return torch.from_numpy(_pruned_race(weights.numpy(), tops.numpy(), token_keys(keys)))
 
 
-def dense_race(weights: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def dense_race(weights: Tensor, keys: tuple[Tensor, ...]) -> Tensor:
     """`race` with the wait of every token; `keys` are columns on the device of `weights`."""
     every = torch.arange(weights.shape[1], device=weights.device)[None]
     low, high = keys
-    winners: torch.Tensor = speeds(weights, every, (low, high)).argmax(dim=1)
+    winners: Tensor = speeds(weights, every, (low, high)).argmax(dim=1)
     return winners
 
 
-def speeds(
-    weights: torch.Tensor, token_ids: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
+def speeds(weights: Tensor, token_ids: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     """The scores w / t of listed tokens, [R, M] or [1, M] (int64, >= 0), which `weights` [R, M]
     belong to: [R, M], float64. The largest of all tokens wins the row's race."""
     blocks = numbers(keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers(keys, token_ids))
     is_least = (blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))
-    waits: torch.Tensor = _exponentials(blocks) / BLOCK + later.masked_fill_(is_least, 0.0)
+    waits: Tensor = _exponentials(blocks) / BLOCK + later.masked_fill_(is_least, 0.0)
     return weights / waits
 
 
-def scores(weights: torch.Tensor, token_ids: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
     """`speeds` of rows on the CPU, by their `RowKeys`."""
     low, high = token_keys(keys)
     return speeds(weights, token_ids, (torch.from_numpy(low), torch.from_numpy(high)))
@@ -164,7 +163,7 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
 
 def _uniforms(bits: Any) -> Any:
     fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
-    is_tensor = isinstance(fraction, torch.Tensor)
+    is_tensor = isinstance(fraction, Tensor)
     drawn = fraction.double() if is_tensor else fraction.astype(np.float64)
     drawn += 0.5
     drawn *= 2.0**-_FRACTION_BITS
@@ -173,4 +172,4 @@ def _uniforms(bits: Any) -> Any:
 
 def _exponentials(bits: Any) -> Any:
     drawn = _uniforms(bits)
-    return drawn.log_().neg_() if isinstance(drawn, torch.Tensor) else -np.log(drawn)
+    return drawn.log_().neg_() if isinstance(drawn, Tensor) else -np.log(drawn)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.errors import Incompatible, OutriderError, check
 from outrider.grammar.token_mask import Allowed, TokenMask
@@ -50,8 +51,8 @@ NO_HISTORY: Final = TokenHistory()
 
 
 def target_probabilities(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
-) -> torch.Tensor:
+    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+) -> Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] of any
     float type, unchanged. Greedy parameters give a one-hot row at the largest logit (ties: lowest
     id). Raises `InvariantError` for a row with NaN, +inf or nothing above -inf; -inf is legal and
@@ -64,7 +65,7 @@ def target_probabilities(
 
 
 def write_weights(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory, weights: torch.Tensor
+    logits: Tensor, params: SamplingParams, history: TokenHistory, weights: Tensor
 ) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
     [R, W], float32 or float64; columns beyond V become 0. Rows that have no distribution become
@@ -86,7 +87,7 @@ def write_weights(
         keep_likely(weights, params.min_p, max(params.top_k, 0), params.top_p)
 
 
-def row_sums(weights: torch.Tensor) -> torch.Tensor:
+def row_sums(weights: Tensor) -> Tensor:
     """The sum of each row of `weights` [R, V]: [R], float64; the same whatever other rows there
     are."""
     num_rows, width = weights.shape
@@ -101,7 +102,7 @@ def row_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
     """The id of the largest logit of every row [R, V] (ties: lowest id), after bias and penalties:
     where greedy `target_probabilities` are 1. On any device. Errors as there."""
@@ -111,7 +112,7 @@ def likeliest(
     return found if adjusted is logits else _largest(adjusted)[0]
 
 
-def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
     """Where the largest of each row is (ties: lowest id), and what it is; a NaN is larger than any
     number."""
     if logits.device.type == "cpu":  # NumPy finds it in a twentieth of the time.
@@ -123,8 +124,8 @@ def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 
 
 def adjusted_logits(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
-) -> torch.Tensor:
+    logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+) -> Tensor:
     """`logits` [R, V] after bias and penalties: a float64 copy, or themselves without either."""
     if not (params.logit_bias or params.penalised):
         return logits
@@ -135,7 +136,7 @@ def adjusted_logits(
 
 
 def raw_logprobs(
-    logits: torch.Tensor,
+    logits: Tensor,
     chosen: Sequence[int],
     num_top: int,
     rows: Sequence[int] | None = None,
@@ -164,7 +165,7 @@ def raw_logprobs(
     return tuple(entries)
 
 
-def largest_ids(values: torch.Tensor, count: int) -> torch.Tensor:
+def largest_ids(values: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest of `values` [V], ascending; ties: lowest ids first."""
     count = min(count, len(values))
     if count == 0:
@@ -188,7 +189,7 @@ def check_maxima(maxima: Sequence[float]) -> None:
         )
 
 
-def check_weights(weights: torch.Tensor, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
     """The `row_sums` of weights that `write_weights` made of these parts of `logits`. Raises
     `InvariantError` for rows that have no distribution."""
     sums = row_sums(weights)
@@ -198,11 +199,11 @@ def check_weights(weights: torch.Tensor, logits: Sequence[torch.Tensor]) -> torc
     return sums
 
 
-def _check_rows(logits: torch.Tensor) -> None:
+def _check_rows(logits: Tensor) -> None:
     check_maxima(logits.amax(dim=1).tolist())
 
 
-def _add_bias(logits: torch.Tensor, params: SamplingParams) -> None:
+def _add_bias(logits: Tensor, params: SamplingParams) -> None:
     vocab_size = logits.shape[1]
     entries = [(token_id, bias) for token_id, bias in params.logit_bias if token_id < vocab_size]
     if entries:
@@ -210,7 +211,7 @@ def _add_bias(logits: torch.Tensor, params: SamplingParams) -> None:
         logits[:, list(ids)] += torch.tensor(biases, dtype=torch.float64, device=logits.device)
 
 
-def _penalise(logits: torch.Tensor, params: SamplingParams, history: TokenHistory) -> None:
+def _penalise(logits: Tensor, params: SamplingParams, history: TokenHistory) -> None:
     """Repetition over prompt and output divides a positive logit and multiplies a negative one
     (Keskar et al. 2019); presence and frequency over the output are subtracted."""
     num_rows, vocab_size = logits.shape
@@ -238,7 +239,7 @@ def _penalise(logits: torch.Tensor, params: SamplingParams, history: TokenHistor
     logits[:, where] = after.clamp_(max=torch.finfo(torch.float64).max)
 
 
-def keep_likely(weights: torch.Tensor, min_p: float, top_k: int, top_p: float) -> None:
+def keep_likely(weights: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Sets to 0 what the filters drop of `weights` [R, V], which are at most 1. Of several equal
     ones at the end of what is kept the lowest ids stay."""
     if weights.device.type == "cpu":
@@ -254,9 +255,7 @@ def keep_likely(weights: torch.Tensor, min_p: float, top_k: int, top_p: float) -
         _drop_last_ties(weights[row], excess)
 
 
-def keep_likely_on_device(
-    weights: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def keep_likely_on_device(weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`keep_likely` by one sort and without waiting for anything; each filter is a column [R, 1].
     All ties stay; returns [R, 1], how many tokens there would be else."""
     weights *= weights >= min_p * weights.amax(dim=1, keepdim=True)
@@ -270,7 +269,7 @@ def keep_likely_on_device(
     return num_kept
 
 
-def _keep_likely_of_row(row: torch.Tensor, min_p: float, top_k: int, top_p: float) -> None:
+def _keep_likely_of_row(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Sorts nothing but the first few of `row` [V] and, where top-p keeps more than these, the few
     around the end of what it keeps."""
     if min_p > 0.0:
@@ -297,21 +296,21 @@ def _keep_likely_of_row(row: torch.Tensor, min_p: float, top_k: int, top_p: floa
     _drop_last_ties(row, int(np.count_nonzero(row.numpy())) - num_kept)
 
 
-def _keep_from(row: torch.Tensor, least: float) -> None:
+def _keep_from(row: Tensor, least: float) -> None:
     """Sets what is under `least` to 0."""
     kind = row.numpy().dtype
     below = np.nextafter(np.asarray(least, dtype=kind), np.asarray(0.0, dtype=kind))
     torch.nn.functional.threshold(row, float(below), 0.0, inplace=True)
 
 
-def _drop_last_ties(row: torch.Tensor, excess: int) -> None:
+def _drop_last_ties(row: Tensor, excess: int) -> None:
     """Sets to 0 the highest `excess` ids of those with the smallest positive weight in `row`."""
     if excess > 0:
         ties = (row == row[row > 0].amin()).nonzero()[:, 0]
         row[ties[-excess:]] = 0.0
 
 
-def largest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row of `weights` [R, V], falling, and their indices: [R, count]
     each. Which of several equal ones are among them is not settled.
 
@@ -352,7 +351,7 @@ class DraftVocabulary:
 
     token_ids: npt.NDArray[np.int64]
     """[N], ascending: so the lowest column of a tie is the lowest id, and lists stay in order."""
-    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         ascends = bool((np.diff(self.token_ids) > 0).all())
@@ -363,7 +362,7 @@ class DraftVocabulary:
         """That of these tokens; None where none are listed, for every column is its token."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
-    def table(self, device: torch.device) -> torch.Tensor:
+    def table(self, device: torch.device) -> Tensor:
         """`token_ids` on the device; the same tensor each time, there as long as `self` is."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
@@ -396,10 +395,10 @@ class DraftVocabulary:
 
 
 def masked_logits(
-    logits: torch.Tensor,
+    logits: Tensor,
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """`logits` [R, V], or [R, N] of a `vocabulary`'s columns, with -inf for what each row's mask
     forbids: a copy, or themselves where no row has one. On any device."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
@@ -481,7 +480,7 @@ def _flags(
     return flags[vocabulary.token_ids]
 
 
-def _unpacked(masks: Sequence[TokenMask], width: int, device: torch.device) -> torch.Tensor:
+def _unpacked(masks: Sequence[TokenMask], width: int, device: torch.device) -> Tensor:
     """[R, V]: what is forbidden, unpacked on the device."""
     bits = torch.from_numpy(np.stack([mask.bits for mask in masks])).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)

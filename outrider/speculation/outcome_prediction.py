@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import (
@@ -70,7 +70,7 @@ class OutcomeGuesses:
 
 
 def guess_outcomes(
-    logits: torch.Tensor | None,
+    logits: Tensor | None,
     params: SamplingParams,
     noise: RoundNoise,
     drafted: Sequence[int],
@@ -110,7 +110,7 @@ def guess_outcomes(
 
 def with_bonus(
     guesses: OutcomeGuesses,
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     noise: RoundNoise,
     count: int,
@@ -138,7 +138,7 @@ def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
     return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
 
 
-def _by_logit(logits: torch.Tensor, count: int) -> tuple[_Ids, _Scores]:
+def _by_logit(logits: Tensor, count: int) -> tuple[_Ids, _Scores]:
     found = logits.topk(min(count, logits.shape[1]), dim=1)
     return found.indices.cpu().numpy(), found.values.cpu().double().numpy()
 

@@ -33,6 +33,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.errors import check
 from outrider.speculation.accept_reject import Verdict
@@ -70,7 +71,7 @@ class DraftRows:
 class Question:
     """What a verdict is made from."""
 
-    logits: torch.Tensor
+    logits: Tensor
     """[N + 1, V] of any float type on any device; unchanged."""
     params: SamplingParams
     history: TokenHistory
@@ -113,7 +114,7 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def verdict_from_logits(
-    logits: torch.Tensor,
+    logits: Tensor,
     params: SamplingParams,
     history: TokenHistory,
     proposal: Proposal,
@@ -123,7 +124,7 @@ def verdict_from_logits(
     return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 
 
-def check_parts(rows: torch.Tensor, proposal: Proposal, rule: Rule) -> None:
+def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
     """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
     the rule needs it, and for a tree where the rule has none."""
     num_rows = len(proposal) + 1
@@ -139,7 +140,7 @@ def check_parts(rows: torch.Tensor, proposal: Proposal, rule: Rule) -> None:
     )
 
 
-def _weights(questions: Sequence[Question]) -> torch.Tensor:
+def _weights(questions: Sequence[Question]) -> Tensor:
     """The rows of all questions, one after another, [R, V] rounded up to whole blocks."""
     first = questions[0].logits
     num_rows = sum(len(question.logits) for question in questions)
@@ -155,7 +156,7 @@ def _weights(questions: Sequence[Question]) -> torch.Tensor:
 
 
 def verdicts_from_weights(
-    weights: torch.Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
+    weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
     """From the rows of all proposals, one after another; `weights` and `sums` change."""
     accept: dict[int, tuple[float, ...]] = {}
@@ -198,7 +199,7 @@ def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
-def tree_law(weights: torch.Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
+def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
     """Acceptance [N] of a tree under token, by its rows `weights` [N + 1, V] with their `sums`; the
     rows of siblings become the weights of what follows if all of these are refused."""
     tree = proposal.tree
@@ -225,7 +226,7 @@ class _Places:
     """The places [B, K, M] of q in some rows of weights, on the CPU, where arithmetic on so few
     numbers takes less time than its calls on a device."""
 
-    flat: torch.Tensor
+    flat: Tensor
     """[B * K * M], of weights in one dimension."""
     before: RealArray
     """[B, K, M]: the weights there; 0 beyond their width."""
@@ -239,7 +240,7 @@ class _Places:
     @classmethod
     def of(
         cls,
-        weights: torch.Tensor,
+        weights: Tensor,
         rows: IntArray,
         token_ids: IntArray,
         support: IntArray,
@@ -258,7 +259,7 @@ class _Places:
         return cls(flat, before, np.where(inside, mass, 0.0), p, q)
 
     def subtract(
-        self, weights: torch.Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
+        self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
         """Takes `amounts` [B, K] times q from the rows, down to 0, and returns the sums of what is
         left: [B, K]. A row of which nothing is left stays as it was, and its sum is 0: nobody asks
@@ -276,13 +277,13 @@ class _Places:
             left[is_empty] = 0.0
         return left
 
-    def _add(self, weights: torch.Tensor, change: RealArray) -> None:
+    def _add(self, weights: Tensor, change: RealArray) -> None:
         values = torch.from_numpy(change.ravel()).to(weights.device, weights.dtype)
         weights.view(-1).index_add_(0, self.flat, values)
 
 
 def chain_law(
-    rule: Rule, weights: torch.Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
+    rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
     """Acceptance [B, K] of B chains, whose draft token i is judged by row `rows[b, i]` of `weights`
     [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
