@@ -33,7 +33,6 @@ from outrider.shared_calls import SharedCalls
 _log = logging.getLogger(__name__)
 
 _RETRY_MS: Final = 1_000
-_ENDED: Final = "constraints cannot be compiled now; try later"
 _PROGRAM: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
@@ -64,18 +63,21 @@ class FairQueue:
         if self._num_free:
             self._give(tenant)
             return
-        own = [one for one in self._waiting.get(tenant, ()) if not one.done()]
-        num_waiting = len(own), sum(map(len, self._waiting.values()))
+        num_waiting = len(self._waiting.get(tenant, ())), sum(map(len, self._waiting.values()))
         for number, (most, whose) in zip(num_waiting, self._limits, strict=True):
             if number >= most:
                 raise Overloaded(f"{most} {self._what} {whose}wait already; try again later")
         future = asyncio.get_running_loop().create_future()
-        self._waiting[tenant] = [*own, future]
+        self._waiting.setdefault(tenant, []).append(future)
         try:
             await future
         except asyncio.CancelledError:
             if not future.cancelled():  # It was given a place just now.
                 self.give_back(tenant)
+            elif future in (own := self._waiting.get(tenant, [])):
+                own.remove(future)
+                if not own:
+                    del self._waiting[tenant]
             raise
 
     def give_back(self, tenant: str) -> None:
@@ -134,13 +136,24 @@ class ConstraintChecks:
         await self._compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
-        tenant, field = key[0], constraint.kind
+        tenant = key[0]
         await self._turns.take(tenant)
-        # It holds its place until it ends, which nobody may wait for any more.
-        compiling = asyncio.create_task(self._compiler.compile(constraint))
-        compiling.add_done_callback(lambda _: self._turns.give_back(tenant))
+
+        def end(judging: asyncio.Task[None]) -> None:
+            self._turns.give_back(tenant)
+            if not judging.cancelled():
+                judging.exception()  # Or asyncio would log it where nobody waits any more.
+
+        # It goes on where nobody waits for it any more: its place and its verdict are kept.
+        judging = asyncio.create_task(self._judge(key, constraint))
+        judging.add_done_callback(end)
+        await asyncio.wait([judging])
+        judging.result()
+
+    async def _judge(self, key: _Key, constraint: Constraint) -> None:
+        field = constraint.kind
         error: OutriderError | None = None
-        answer = await asyncio.shield(compiling)
+        answer = await self._compiler.compile(constraint)
         match answer:
             case {"outcome": "crashed"}:
                 error = InvariantError(f"{field}: could not be compiled, by a fault of ours")
@@ -168,18 +181,35 @@ class _Compiler:
         self._running: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[_Answer]] = {}
         self._numbers = itertools.count(1)
+        self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> _Answer:
-        """The process' answer. Raises `Overloaded` where the process ends meanwhile."""
+        """The process' answer. Raises `Overloaded` where the process ends meanwhile, which it is
+        made to do where it does not answer."""
+        try:
+            async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # It gives up before that itself.
+                return await self._ask(constraint)
+        except TimeoutError:
+            _log.warning("the process that compiles constraints does not answer; it is killed")
+            if self._running is not None:
+                self._running.cancel()
+            raise _ended() from None
+
+    async def _ask(self, constraint: Constraint) -> _Answer:
         if self._refused is not None:
             return self._refused
+        if self._is_closed:
+            raise _ended()
         loop = asyncio.get_running_loop()
         if self._started is None:
             self._started = loop.create_future()
             self._running = asyncio.create_task(self._run(self._started))
-        first: _Answer = await asyncio.shield(self._started)
+        started = self._started
+        first: _Answer = await asyncio.shield(started)
         if first["outcome"] != "done":
             return first
+        if self._started is not started:  # It has ended again.
+            raise _ended()
         number = next(self._numbers)
         answer: asyncio.Future[_Answer] = loop.create_future()
         self._answers[number] = answer
@@ -190,7 +220,8 @@ class _Compiler:
         self._stdin.write(json.dumps(message).encode() + b"\n")
 
     async def close(self) -> None:
-        """Ends the process, and what it compiles. Raises nothing."""
+        """Ends the process, and what it compiles, and starts no other. Raises nothing."""
+        self._is_closed = True
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -210,7 +241,9 @@ class _Compiler:
             self._send({"id": 0, "tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
             while line := await stdout.readline():
                 answer = json.loads(line)
-                self._answers.pop(answer["id"]).set_result(answer)
+                asking = self._answers.pop(answer["id"], None)
+                if asking is not None and not asking.done():  # A fork may tell two outcomes.
+                    asking.set_result(answer)
             _log.warning("the process that compiles constraints has ended")
         except ConfigError as error:
             self._refused = {"outcome": "refused", "reason": error.message}
@@ -221,10 +254,16 @@ class _Compiler:
             self._started = None
             for waiting in {started, *self._answers.values()}:
                 if not waiting.done():
-                    waiting.set_exception(Overloaded(_ENDED, retry_after_ms=_RETRY_MS))
+                    waiting.set_exception(_ended())
+                    waiting.exception()  # Or asyncio would log it where nobody waits any more.
             self._answers.clear()
             if process is not None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await cast(Any, process.stdout).read()  # Or `wait` may not see that it is closed.
                 await process.wait()
+
+
+def _ended() -> Overloaded:
+    message = "constraints cannot be compiled now; try later"
+    return Overloaded(message, retry_after_ms=_RETRY_MS)

@@ -60,32 +60,39 @@ def main() -> None:
 
 def _watch(tokenizer: Any, constraint: Constraint, tell: Callable[..., None]) -> None:
     """In a fork, which ends here: tells how the one that compiles has ended, if it cannot."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    compiling = os.fork()
-    if compiling == 0:
-        _compile(tokenizer, constraint, tell)
-    _, status = os.waitpid(compiling, 0)
-    if os.WIFSIGNALED(status):
-        too_slow = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
-        tell("too_slow", _SECONDS if too_slow else _BYTES)
-    elif status:
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        compiling = os.fork()
+        if compiling == 0:
+            _compile(tokenizer, constraint, tell)
+        _, status = os.waitpid(compiling, 0)
+        if os.WIFSIGNALED(status):
+            too_slow = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
+            tell("too_slow", _SECONDS if too_slow else _BYTES)
+        elif status:
+            tell("crashed")
+    except BaseException:  # noqa: BLE001 (`os._exit` would hide it)
+        traceback.print_exc()
         tell("crashed")
-    os._exit(0)
+    finally:
+        os._exit(0)
 
 
 def _compile(tokenizer: Any, constraint: Constraint, tell: Callable[..., None]) -> None:
-    status = 0
+    """In a fork, which ends here: with 0 only where it has told."""
+    status, answer = 1, ("done", "")
     try:
         _limit()
-        tokenizer.compile(constraint)
-        tell("done")
-    except BadRequest as error:
-        tell("refused", error.reason)
-    except MemoryError:
-        tell("too_slow", _BYTES)
-    except Exception:  # noqa: BLE001 (`os._exit` would hide it)
+        try:
+            tokenizer.compile(constraint)
+        except BadRequest as error:
+            answer = "refused", error.reason
+        except MemoryError:
+            answer = "too_slow", _BYTES
+        tell(*answer)
+        status = 0
+    except BaseException:  # noqa: BLE001 (a panic in Rust is no `Exception`)
         traceback.print_exc()
-        status = 1
     finally:
         os._exit(status)
 

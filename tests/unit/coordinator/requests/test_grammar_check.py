@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from models import byte_level_tokenizer
 
 from coordinator.requests import grammar_check as constraint_checks
-from coordinator.requests.grammar_check import FairQueue, _Compiler
+from coordinator.requests.grammar_check import ConstraintChecks, FairQueue, _Compiler
 from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -158,28 +159,71 @@ async def test_a_compiler_that_writes_no_message_is_started_again(
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
 
 
+async def test_a_compiler_that_does_not_answer_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives back the places of what it was compiling."""
+    (tmp_path / "line").touch()
+    stub = STUB % {"was_here": str(tmp_path / "was here"), "line": str(tmp_path / "line")}
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", stub)
+    monkeypatch.setattr(constraint_checks, "COMPILE_WAIT_S_MAX", 0.5)
+    async with asyncio.timeout(20), encoder() as prompts:
+        num_refused = 0
+        while True:
+            try:
+                await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+                break
+            except Overloaded:
+                num_refused += 1
+        assert num_refused
+
+
+def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Of the compiler's process, in which `p` is its module."""
+    change = f"import coordinator.requests.grammar_process as p; {change}; from coordinator"
+    program = constraint_checks._PROGRAM.replace("from coordinator", change)
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+
+
 async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by Python's `print` nor by C's."""
-    printing = (
-        "import os; import coordinator.requests.grammar_process as p; before = p._limit; "
-        "p._limit = lambda: (print('junk', flush=True), os.write(1, b'junk\\n'), before()); "
-    )
-    program = constraint_checks._PROGRAM.replace("from coordinator", printing + "from coordinator")
-    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    printing = "print('junk', flush=True), p.os.write(1, b'junk\\n')"
+    alter(monkeypatch, f"before = p._limit; p._limit = lambda: ({printing}, before())")
     async with encoder() as prompts:
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
 
 
+async def test_a_second_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a fork that is killed when it has just told its outcome."""
+    alter(monkeypatch, "write = p.os.write; p.os.write = lambda to, line: write(to, 2 * line)")
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        first = compiler(prompts)
+        await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
+        assert compiler(prompts) is first
+
+
+IN_A_FORK = "p.os.getpid() != p.os.getpgrp()"
+
+
+@pytest.mark.parametrize(
+    ("change", "trace"),
+    [
+        ("p._limit = lambda: {}['a bug']", "KeyError: 'a bug'"),
+        ("p._limit = lambda: sys.exit('a bug')", "SystemExit: a bug"),
+        (f"fork = p.os.fork; p.os.fork = lambda: {IN_A_FORK} and 1 // 0 or fork()", "ZeroDivision"),
+    ],
+    ids=["an exception", "no exception", "no second fork"],
+)
 async def test_a_bug_in_a_compilation_leaves_its_trace(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str, trace: str
 ) -> None:
-    breaking = "import coordinator.requests.grammar_process as p; p._limit = lambda: {}['a bug']; "
-    program = constraint_checks._PROGRAM.replace("from coordinator", breaking + "from coordinator")
-    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    """And its request is answered."""
+    alter(monkeypatch, change)
     async with encoder() as prompts:
         with pytest.raises(InvariantError, match="regex: could not be compiled"):
             await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
-    assert "KeyError: 'a bug'" in capfd.readouterr().err
+    assert trace in capfd.readouterr().err
 
 
 async def test_a_compiler_ends_with_its_coordinator() -> None:
@@ -194,6 +238,47 @@ async def test_a_compiler_ends_with_its_coordinator() -> None:
     for process_id in ids:
         while is_there(process_id):
             await asyncio.sleep(0.01)
+
+
+async def test_a_compiler_that_is_closed_starts_no_more() -> None:
+    loaded: list[None] = []
+    late = _Compiler(lambda: loaded.append(None) or ("", EOS))
+    await late.close()
+    with pytest.raises(Overloaded, match="cannot be compiled now"):
+        await late.compile(Constraint.of_regex("a"))
+    assert not loaded
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["answered", "the process ends"])
+async def test_a_compilation_that_nobody_waits_for_is_of_use(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its verdict is kept, and its error, if it has none, is nobody's."""
+    num_compiled, go_on = 0, asyncio.Event()
+    unheard: list[Any] = []
+
+    async def compile_one(*_: object) -> dict[str, Any]:
+        nonlocal num_compiled
+        num_compiled += 1
+        await go_on.wait()
+        if ends and num_compiled == 1:
+            raise Overloaded("ended")
+        return {"outcome": "done"}
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    monkeypatch.setattr(_Compiler, "compile", compile_one)
+    checks = ConstraintChecks(lambda: ("", EOS))
+    checking = asyncio.create_task(checks.check(Constraint.of_regex("a"), "a"))
+    await settle()
+    checking.cancel()
+    await settle()
+    go_on.set()
+    await settle()
+    await checks.check(Constraint.of_regex("a"), "a")
+    del checking
+    gc.collect()
+    assert not unheard
+    assert num_compiled == 1 + ends
 
 
 async def test_a_model_without_a_tokenizer_has_no_constraints() -> None:
@@ -269,6 +354,20 @@ async def test_no_more_wait_than_may() -> None:
         end.set()
     await asyncio.gather(*waiting)
     assert sorted(work.begun) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+
+
+async def test_those_that_have_gone_do_not_wait() -> None:
+    work = Work(FairQueue(1, 2, 2, "jobs"))
+    first, *gone = (work.start(f"a{index}") for index in range(3))
+    await settle()
+    for task in gone:
+        task.cancel()
+    await settle()
+    waiting = [work.start("b0"), work.start("c0")]
+    await settle()
+    for name in ("a0", "b0", "c0"):
+        await work.end(name)
+    await asyncio.gather(first, *waiting)
 
 
 async def test_one_that_is_cancelled_takes_no_place() -> None:
