@@ -271,11 +271,15 @@ class CompletionAnswer(Answer):
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
         """See `Answer.logprobs`. The token that came is among the likeliest ones, too."""
-        each = [{as_text(data): logprob for data, logprob in one} for _, one in tokens]
+        own = [one[0] for _, one in tokens]
+        likeliest: list[dict[str, float]] = [{} for _ in tokens]
+        for top, (_, each) in zip(likeliest, tokens, strict=True):
+            for data, logprob in each:
+                top.setdefault(as_text(data), logprob)  # Of several that spell the same the first.
         return {
-            "tokens": [next(iter(one)) for one in each],
-            "token_logprobs": [next(iter(one.values())) for one in each],
-            "top_logprobs": each,
+            "tokens": [as_text(data) for data, _ in own],
+            "token_logprobs": [logprob for _, logprob in own],
+            "top_logprobs": likeliest,
             "text_offset": [offset for offset, _ in tokens],
         }
 

@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 2048
 """Connections that the kernel keeps until they are accepted."""
+_ACCEPTS: Final = 16
+"""Of them accepted at a time, before places are counted: a burst must not take all descriptors."""
 CLOSE_S: Final = 2.0
 """What requests that were told to end may take to say so."""
 _DRAIN_POLL_S: Final = 0.02
@@ -293,7 +295,8 @@ class HttpServer:
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # In place of `uvicorn.Server.startup`, whose connections are encrypted when they begin.
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._connect, sock=listening, backlog=BACKLOG)
+        server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
+        listening.listen(BACKLOG)  # asyncio has one number for both.
         self._server.servers = [server]
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
@@ -362,14 +365,17 @@ def _own_names(options: HttpOptions) -> frozenset[str]:
 
 def _bind(options: HttpOptions) -> socket.socket:
     host, port = options.host, options.port
-    is_ipv6 = ":" in host
     try:
         if port and not options.takes_over and is_taken(host, port):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        # A name that has both kinds of address stands for the older one.
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.create_server(
-            (host, port), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
-            reuse_port=options.shares_port,
-            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+            address, family=family, reuse_port=options.shares_port,
+            dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(

@@ -207,11 +207,11 @@ async def test_health_is_what_the_server_says(client: Client, server: RpcServer)
     [
         ("max_tokens", {"max_tokens": 2**31}),
         ("seed", {"seed": -1}),
-        ("token_ids", {"prompt": (1, 2**31)}),
+        ("token_ids.ids[1]", {"prompt": (1, 2**31)}),
         ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((2**31, 1.0),))}),
         ("text", {"prompt": "half a pair: \ud800"}),
-        ("chat", {"prompt": (ChatMessage("user", "\udfff"),)}),
-        ("stop", {"stop": ("\ud800",)}),
+        ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
+        ("stop[0]", {"stop": ("\ud800",)}),
         ("regex", {"constraint": Constraint(ConstraintKind.REGEX, "\ud800")}),
         ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
     ],
@@ -223,6 +223,11 @@ async def test_what_cannot_be_sent_is_named(
     with pytest.raises(BadRequest) as caught:
         await client.complete(GenerateRequest(**({"prompt": "hi"} | fields)))
     assert caught.value.field == field
+
+
+async def test_a_number_that_cannot_be_sent_is_told_its_range(client: Client) -> None:
+    with pytest.raises(BadRequest, match="must be from -2147483648 to 2147483647"):
+        await client.complete(GenerateRequest("hi", max_tokens=2**31))
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rounds import make_head
 
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint
 from outrider.hidden_states import Features
 from outrider.limits import (
@@ -55,6 +56,7 @@ from outrider.transport.codec import (
     to_proto,
 )
 from outrider.transport.request_codec import (
+    event_from_proto,
     request_from_proto,
     request_to_proto,
     resume_from_proto,
@@ -393,8 +395,16 @@ ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("answer", lambda m: m.ClearField("verdict")),
     ("verdict", lambda m: m.verdict.correction.append(1)),
     ("verdict", lambda m: m.verdict.correction.pop()),
+    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, 1.1)),
+    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, math.nan)),
     ("verdict.correction", lambda m: m.verdict.correction.__setitem__(0, 2**31)),
     ("verdict.logprobs", lambda m: m.verdict.logprobs.pop()),
+    ("verdict.logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.nan)),
+    ("verdict.logprobs", lambda m: setattr(m.verdict.logprobs[0].top[0], "logprob", math.inf)),
+    ("verdict.queue_ms", lambda m: setattr(m.verdict, "queue_ms", -1.0)),
+    ("verdict.compute_ms", lambda m: setattr(m.verdict, "compute_ms", math.nan)),
+    ("verdict.next_draft_ms", lambda m: setattr(m.verdict, "next_draft_ms", math.inf)),
+    ("verdict.next_work_ms", lambda m: setattr(m.verdict, "next_work_ms", math.nan)),
     ("verdict.next_proposal.token_ids", lambda m: m.verdict.next_proposal.token_ids.append(2**31)),
 ]
 
@@ -409,6 +419,49 @@ def test_answers_of_another_shape_are_refused(field: str, change: Callable[[Any]
     with pytest.raises(BadRequest) as caught:
         VERIFY.answer_from_proto(message)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["queue_ms", "compute_ms", "work_ms"])
+def test_times_of_a_draft_that_cannot_be_are_refused(name: str) -> None:
+    reply = ProposalReply(make_head((1,)).key, SealedProposal((1,), b""), 3, 4)
+    message = DRAFT.answer_to_proto(reply)
+    setattr(message.proposal, name, math.nan)
+    with pytest.raises(BadRequest) as caught:
+        DRAFT.answer_from_proto(message)
+    assert caught.value.field == f"proposal.{name}"
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        AuditSums(3),
+        AuditSums(2, 2, 1),
+        AuditSums(2, surprise=math.nan),
+        AuditSums(2, entropy=math.inf),
+        AuditSums(2, variance=-1.0),
+    ],
+)
+def test_sums_that_cannot_be_are_refused(sums: AuditSums) -> None:
+    verdict = Verdict((1.0, 0.5), (1, 2, 3))
+    message = VERIFY.answer_to_proto(VerdictReply(make_head((1,)).key, verdict, 9, audit=sums))
+    with pytest.raises(BadRequest, match=r"verdict\.audit"):
+        VERIFY.answer_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (pb.GenerateEvent(tokens={"origins": [1, 77]}), r"tokens.origins: 77 is no origin \(acc"),
+        (pb.GenerateEvent(tokens={"origins": [0]}), "tokens.origins: 0 is no origin"),
+        (pb.GenerateEvent(started={"rule": 0}), "started.rule: 0 is no rule"),
+        (pb.GenerateEvent(finished={"finish_reason": 9}), "finish_reason: 9 is no finish reason"),
+        (pb.GenerateEvent(finished={"finish_reason": 1}), "finished.usage: is missing"),
+        (pb.GenerateEvent(tokens={"logprobs": [{"logprob": math.nan}]}), "no log-probability"),
+    ],
+)
+def test_events_that_a_client_cannot_read_are_the_coordinators_fault(event: Any, said: str) -> None:
+    with pytest.raises(InvariantError, match=f"the coordinator sent .*{said}"):
+        event_from_proto(event)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import time
@@ -115,6 +116,23 @@ async def test_silent_sockets_keep_no_caller_out(tmp_path: Path, encrypted: bool
                     assert await status(pair) == 200
                     assert await status(pair, POST + b"content-length: 15\r\n\r\n" + BODY) == 200
             assert await status(kept) == 200
+
+
+async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
+    """Those that come at once are accepted a few at a time, and make room between."""
+    async with serving(Service(), access=GATE) as port:
+        with contextlib.ExitStack() as stack:
+            for _ in range(10 * NUM_PLACES):
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", port))
+            before = most = len(os.listdir("/dev/fd"))
+            for _ in range(100):
+                await asyncio.sleep(0)
+                most = max(most, len(os.listdir("/dev/fd")))
+            async with connected(port) as pair:
+                assert await status(pair) == 200
+    assert NUM_PLACES <= most - before < 5 * NUM_PLACES
 
 
 async def test_idle_connections_make_room(tmp_path: Path) -> None:

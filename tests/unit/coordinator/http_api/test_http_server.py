@@ -221,3 +221,18 @@ async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> No
         assert await statuses(port, "evil.example") == [401, 200]
     async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
         assert await statuses(port, "evil.example") == [200, 200]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+async def test_a_name_with_an_address_of_ipv6_only_can_be_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = socket.getaddrinfo
+
+    def lookup(host: Any, *others: Any, **more: Any) -> Any:
+        return known("::1" if host == "only-ipv6.example" else host, *others, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    async with serving(Service(), host="only-ipv6.example") as port:
+        _, writer = await asyncio.open_connection("::1", port)
+        writer.close()
