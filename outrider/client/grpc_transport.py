@@ -15,9 +15,9 @@ from outrider.errors import BadRequest, OutriderError, StreamBroken, Unavailable
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import from_proto
 from outrider.transport.request_codec import (
     event_from_proto,
+    from_coordinator,
     request_to_proto,
     resume_to_proto,
 )
@@ -66,11 +66,11 @@ class GrpcTransport(Transport):
             case "get_session":
                 request = pb.GetSessionRequest(session_id=session_id)
                 found = await self._call(self._stub.GetSession, request, timeout_s)
-                return from_proto(found, SessionView)
+                return from_coordinator(found, SessionView)
             case "describe":
                 request = types_pb2.DescribeRequest()
                 found = await self._call(self._stub.Describe, request, timeout_s)
-                return from_proto(found, CoordinatorDescription)
+                return from_coordinator(found, CoordinatorDescription)
             case _:
                 request = health_pb2.HealthCheckRequest()
                 found = await self._call(self._health.Check, request, timeout_s)

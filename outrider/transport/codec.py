@@ -7,13 +7,14 @@ trusts nothing that coordinators and callers send.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, Final, Generic, TypeVar, cast
 
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from outrider.engine.step_costs import StepCosts
@@ -60,6 +61,7 @@ from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 T = TypeVar("T")
 
+_WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SESSION_ID = re.compile(r"[0-9a-f]{32}")
 _LIMITS: Final[Mapping[str, int]] = {
     "RoundHead.tenant": TENANT_CHARS_MAX,
@@ -78,6 +80,12 @@ _LIMITS: Final[Mapping[str, int]] = {
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
 """The largest number, or the most characters or entries, of a field."""
+_RANGES: Final = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+"""Of the kinds of numbers that messages have."""
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
@@ -94,18 +102,33 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
     try:
         return kind(**others)
     except (TypeError, ValueError):
-        for name, found in others.items():
-            try:
-                kind(**{name: found})
-            except (TypeError, ValueError) as error:
-                raise BadRequest(name, f"cannot be sent: {error}") from error
+        _find_unsendable(kind, others)
         raise
 
 
+def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> None:
+    """Raises `BadRequest` for the first value that no message of this kind holds."""
+    for name, found in given.items():
+        field = kind.DESCRIPTOR.fields_by_name[name]
+        several = field.is_repeated and isinstance(found, list | tuple)
+        for index, one in enumerate(found if several else (found,)):
+            place = f"{path}{name}[{index}]" if several else f"{path}{name}"
+            try:
+                kind(**{name: [one] if several else one})
+            except (TypeError, ValueError) as error:
+                reason = f"cannot be sent: {error}"
+                if field.cpp_type in _RANGES and isinstance(one, int):
+                    lowest, highest = _RANGES[field.cpp_type]
+                    reason = f"{one} is wrong; it must be from {lowest} to {highest}"
+                elif isinstance(one, dict) and not field.message_type.GetOptions().map_entry:
+                    _find_unsendable(GetMessageClass(field.message_type), one, f"{place}.")
+                raise BadRequest(place, reason) from error
+
+
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """A dataclass of this kind, in the same way. What is not set has its default, and what is no
-    known member of an enumeration is None. Raises `BadRequest` for what is beyond `_LIMITS`, or
-    what the dataclass refuses."""
+    """A dataclass of this kind, in the same way. What is not set has its default. Raises
+    `BadRequest` for what is beyond `_LIMITS`, missing, no known member of an enumeration (0 is None
+    where that may be), or refused by the dataclass."""
     for name, _, decode in _shared(type(message), kind):  # type: ignore[arg-type]
         if name not in others:
             if decode is None:
@@ -121,9 +144,9 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
 @cache
 def _shared(message: Any, kind: Any) -> list[tuple[str, Any, Any]]:
     """Fields that a message and a dataclass have in common, with what encodes and decodes them."""
-    names = {field.name for field in fields(kind) if field.init}
+    names = {field.name: field for field in fields(kind) if field.init}
     common = [field for field in message.DESCRIPTOR.fields if field.name in names]
-    return [(field.name, _encoder(field), _decoder(field)) for field in common]
+    return [(field.name, _encoder(field), _decoder(field, names[field.name])) for field in common]
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
@@ -140,19 +163,23 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
     return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
 
 
-def _decoder(field: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
+def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
     """Puts the field of a message, if it is set, in its place of a dictionary; None = it may have
-    any value, and a dataclass takes what the message has."""
-    name, is_optional, decode = field.name, field.has_presence, _reader(field)
+    any value, and a dataclass, whose field is `ours`, takes what the message has."""
+    name, is_optional = field.name, field.has_presence
+    decode = _reader(field, may_be_none="None" in str(ours.type))
+    is_needed = ours.default is MISSING and ours.default_factory is MISSING
     limit = _LIMITS.get(f"{field.containing_type.name}.{name}")
     if not is_optional and decode is None and limit is None:
         return None
 
     def read(message: Any, path: str, values: dict[str, Any]) -> None:
+        place = f"{path}.{name}" if path else name
         if is_optional and not message.HasField(name):
+            if is_needed:
+                raise BadRequest(place, "is missing")
             return
         found = values[name] = getattr(message, name)
-        place = f"{path}.{name}" if path else name
         if limit is not None and (size := found if isinstance(found, int) else len(found)) > limit:
             raise BadRequest(place, f"{size} is over {limit}")
         if decode is not None:
@@ -161,18 +188,15 @@ def _decoder(field: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
     return read
 
 
-def _reader(field: Any) -> Callable[..., Any] | None:
+def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
     """None = a dataclass takes what the message has."""
-    one = _one_reader(field)
+    one = _enum_reader(field, may_be_none) if field.enum_type is not None else _one_reader(field)
     if one is None or not field.is_repeated or one is token_ids_from_wire:
         return one
     return lambda values, path: tuple(one(value, path=path) for value in values)
 
 
 def _one_reader(field: Any) -> Callable[..., Any] | None:
-    if field.enum_type is not None:
-        members = _members(field)
-        return lambda number, path: members.get(number)
     if field.message_type is not None:
         name = field.message_type.name
         if name in OWN_CODECS:
@@ -181,6 +205,19 @@ def _one_reader(field: Any) -> Callable[..., Any] | None:
     if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT32:
         return token_ids_from_wire
     return (lambda value, path: value) if field.is_repeated else None
+
+
+def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
+    members = _members(field)
+    kind = _WORD_START.sub(" ", field.enum_type.name).lower()
+
+    def read(number: int, path: str) -> Any:
+        found = members.get(number)
+        if found is None and (number or not may_be_none):
+            raise BadRequest(path, f"{number} is no {kind} ({', '.join(members.values())})")
+        return found
+
+    return read
 
 
 def _members(field: Any) -> dict[int, Any]:
@@ -273,6 +310,9 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
     token_ids = token_ids_from_wire((one.token_id for one in message.top), path, LOGPROBS_MAX)
     values = [one.logprob for one in message.top]
+    for value in (message.logprob, *values):  # That of an impossible token is minus infinity.
+        if not value < math.inf:
+            raise BadRequest(path, f"{value!r} is no log-probability")
     return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
 
 
@@ -338,8 +378,6 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
     if not 1 <= head.prompt_length <= head.committed_length:
         reason = f"{head.prompt_length} is not in 1..{head.committed_length}, the committed length"
         raise BadRequest("head.prompt_length", reason)
-    if head.rule is None:
-        raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
     if head.epoch < 1:
         raise BadRequest("head.epoch", "epochs begin at 1")
     return head
@@ -365,6 +403,10 @@ def _check_tree(item: RoundItem) -> None:
 _ANSWERS: Final[Mapping[str, Any]] = {
     "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
 }  # fmt: skip
+_AMOUNTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "verdict": ("queue_ms", "compute_ms", "next_draft_ms", "next_work_ms"),
+    "proposal": ("queue_ms", "compute_ms", "work_ms"),
+}
 _ANSWER_FIELDS: Final = {kind: name for name, kind in _ANSWERS.items()}
 
 
@@ -379,10 +421,28 @@ def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
         )
+    for probability in accept:
+        if not 0.0 <= probability <= 1.0:
+            raise BadRequest("verdict.accept_probability", f"{probability!r} is not in 0..1")
     if message.logprobs and len(message.logprobs) != 2 * len(accept) + 1:
         reason = f"{len(message.logprobs)} entries, not {2 * len(accept) + 1}"
         raise BadRequest("verdict.logprobs", reason)
     return Verdict(accept, token_ids_from_wire(correction, "verdict.correction"))
+
+
+def _check_amounts(value: Any, path: str, names: Iterable[str]) -> None:
+    """Of numbers that are finite, and 0 or more."""
+    for name in names:
+        amount = getattr(value, name)
+        if not 0.0 <= amount < math.inf:
+            raise BadRequest(f"{path}.{name}", f"{amount!r} is not finite, or less than 0")
+
+
+def _check_audit(sums: AuditSums, num_tokens: int) -> None:
+    parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
+    if sums.num_tokens != num_tokens or sum(parts) > num_tokens:
+        raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
+    _check_amounts(sums, "verdict.audit", ("surprise", "entropy", "variance"))
 
 
 # Streams
@@ -446,7 +506,11 @@ class Codec(Generic[Item, Answer]):
             more["verdict"] = _verdict_from_proto(part)
         elif name == "proposal":
             more["proposal"] = _proposal_from_proto(part.proposal)
-        return cast(Answer, from_proto(part, _ANSWERS[name], name, **more))
+        answer = from_proto(part, _ANSWERS[name], name, **more)
+        _check_amounts(answer, name, _AMOUNTS.get(name, ()))
+        if name == "verdict" and answer.audit is not None:
+            _check_audit(answer.audit, len(part.accept_probability))
+        return cast(Answer, answer)
 
     @staticmethod
     def _one(frame: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint, ConstraintKind
@@ -25,6 +25,8 @@ from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
 from outrider.transport.codec import VALUES, from_proto, session_id_from_wire, to_proto
 from outrider.v1 import coordinator_pb2 as pb
+
+T = TypeVar("T")
 
 VALUES.update(
     {
@@ -73,10 +75,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
     """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, what is no
     constraint, or a request without a prompt; everything else is checked by the coordinator."""
     prompt, constraint = _prompt_from_proto(message), _constraint_from_proto(message)
-    request = from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
-    if request.rule is None and message.rule != 0:
-        raise BadRequest("rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
-    return request
+    return from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
 
 
 def _constraint_from_proto(message: pb.GenerateRequest) -> Constraint | None:
@@ -145,11 +144,18 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
     more = {}
     if name == "round":
         more["proposed_parents"] = tuple(one - 1 for one in message.round.proposed_parents)
-    try:
-        event: Event = from_proto(getattr(message, name), _EVENTS[name], name, **more)
-    except BadRequest as error:
-        raise InvariantError(f"the coordinator sent what is none here: {error}") from error
+    event: Event = from_coordinator(getattr(message, name), _EVENTS[name], name, **more)
     return event
+
+
+def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
+    """As `from_proto`, but raises `InvariantError`: it is nothing that this client asked for."""
+    try:
+        return from_proto(message, kind, path, **others)
+    except BadRequest as error:
+        raise InvariantError(
+            f"the coordinator sent what this client cannot read: {error}"
+        ) from error
 
 
 # Sessions
