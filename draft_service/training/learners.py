@@ -323,7 +323,10 @@ class Student(Learner):
             start, target.directory, name=names["name"], target=target.name, dtype=target.dtype,
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
-        return LoadedHead(module, info.logit_token_ids)
+        student: Any = module
+        # Not a copy of them, which would learn and not be stored.
+        student.get_input_embeddings().weight = self._embeddings
+        return LoadedHead(student, info.logit_token_ids)
 
     def _make(self, token_ids: torch.Tensor) -> Any:
         target = self._target

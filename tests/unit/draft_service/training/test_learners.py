@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import save_tiny_model, tiny_config, tiny_module
+from safetensors import safe_open
 
 from draft_service.training import distilling, training
 from draft_service.training.distilling import distill
@@ -28,7 +29,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
 from draft_service.training.training import Trainer
 from outrider.errors import ConfigError, SettingError
-from outrider.models.drafter_checkpoint import TrainedKind
+from outrider.models.drafter_checkpoint import WEIGHTS_FILE, TrainedKind
 from outrider.models.eagle import load_eagle
 from outrider.models.early_exit import load_exit
 from outrider.models.medusa import load_heads
@@ -316,7 +317,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Logit for logit, once it is loaded to be served, or to learn on: behind the layers and with
-    the tokens that it has."""
+    the tokens that it has. Nothing else learns."""
     torch.set_num_threads(1)
     directory = save_tiny_model(tmp_path / "target", eos_token_id=3)
     target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
@@ -343,6 +344,8 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     again = replace(options, start_from=start, layers=None, heads=None, draft_vocab=None)
     learner: Any = LEARNERS[TrainedKind(kind)](again, target.load()[0])
     learner.load(start, target)
+    with safe_open(start / WEIGHTS_FILE, "pt") as file:
+        assert learner.weights.keys() <= set(file.keys())  # Of no weight that is not stored.
     for served in (False, True):
         if served:
             learner.module = module
