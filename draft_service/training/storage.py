@@ -58,18 +58,22 @@ def folder_name(kind: str, *parts: object) -> str:
 
 
 class Stopwatch:
-    """Seconds of work whose results lie in a directory, with those of earlier runs."""
+    """Seconds of work, with those of earlier runs."""
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "spent.json"
-        self._before = json.loads(self._path.read_text()) if self._path.exists() else 0.0
+    def __init__(self, directory: Path | None, before: float = 0.0) -> None:
+        """Of work whose results lie in a directory, which then says how many there were before."""
+        self._path: Path | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._path = directory / "spent.json"
+            before = json.loads(self._path.read_text()) if self._path.exists() else 0.0
+        self._before = before
         self._start: float | None = None
 
     @property
     def seconds(self) -> float:
         running = 0.0 if self._start is None else time.monotonic() - self._start
-        return float(self._before + running)
+        return self._before + running
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -82,8 +86,9 @@ class Stopwatch:
 
     def save(self) -> None:
         """For the next run, if this one is killed."""
-        with replacing(self._path) as partial:
-            partial.write_text(json.dumps(round(self.seconds, 3)))
+        if self._path is not None:
+            with replacing(self._path) as partial:
+                partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:

@@ -99,6 +99,7 @@ class Progress(BaseModel):
     """Batches."""
     batch_tokens: int = 0
     """Of this epoch's batches."""
+    seconds: float = 0.0
     losses: list[float] = []
     """Of the steps since the last measurement."""
     points: list[Point] = []
@@ -123,7 +124,7 @@ class Trainer:
         self._seed = seed
         self._num_steps = num_steps
         self._seconds = seconds
-        self.spent = Stopwatch(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS[self._device.type]
@@ -140,6 +141,9 @@ class Trainer:
         self.now = Progress(batch_tokens=batch_tokens(0.0, self._batch_tokens_max))
         if self._path.exists():
             self._resume()
+        self.spent = Stopwatch(None, self.now.seconds)
+        self._num_saved = self.now.num_steps
+        self._is_between_steps = True
         learned = np.cumsum([dataset.cache.documents[i].num_learned for i in dataset.held_out])
         num_measured = np.searchsorted(learned, _RUNNING_TOKENS) + 1
         self._measured = dataset.held_out[:num_measured]
@@ -153,21 +157,25 @@ class Trainer:
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
         """Trains until the budget is over; tells `progress` what part is, and what was measured
-        last. What it learned is kept now and then, and at the end."""
+        last. However it ends, what was learned is kept, but for a step that was broken off."""
         now = self.now
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
-            while self.part < 1.0 or not now.points:
-                if now.points:
-                    self._step(next(batches))
-                is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
-                if is_due:
-                    self._measure()
-                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+            try:
+                while self.part < 1.0 or not now.points:
+                    if now.points:
+                        self._step(next(batches))
+                    is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
+                    if is_due:
+                        self._measure()
+                    if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+                        self._save()
+                        saved = time.monotonic()
+                    progress(self.part, now.points[-1])
+            finally:
+                if self._is_between_steps and self._num_saved < now.num_steps:
                     self._save()
-                    saved = time.monotonic()
-                progress(self.part, now.points[-1])
 
     def _batches(self) -> Iterator[list[int]]:
         now = self.now
@@ -189,12 +197,14 @@ class Trainer:
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
+        self._is_between_steps = False
         self._optimizer.step()
         self._put_weights()
         self.now.num_steps += 1
         self.now.num_tokens += len(batch.rows)
         self.now.done_of_epoch += 1
         self.now.losses.append(float(loss.detach()))
+        self._is_between_steps = True
 
     def _put_weights(self) -> None:
         with torch.no_grad():
@@ -222,13 +232,14 @@ class Trainer:
         self.now.points.append(point)
 
     def _save(self) -> None:
-        self.spent.save()
+        self.now.seconds = self.spent.seconds
         tensors = {name: master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             moments = self._optimizer.state[master].items()
             tensors |= {f"{name}:{key}": values for key, values in moments}
         with replacing(self._path) as partial:
             save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
+        self._num_saved = self.now.num_steps
 
     def _resume(self) -> None:
         with safe_open(self._path, framework="pt", device=str(self._device)) as file:

@@ -77,37 +77,74 @@ def stopping(clock: list[float], num_steps: int) -> Callable[[float, Any], None]
     return progress
 
 
-def test_steps_that_were_done_are_kept_now_and_then_with_their_time(
-    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Of a budget in time, which counts on."""
-    monkeypatch.setattr(training, "_CHECKPOINT_S", 2.5)
+def test_steps_that_were_done_are_kept_with_their_time(
+    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path
+) -> None:
+    """Of a budget in time, of which nothing but the beginning is saved on the way."""
     first = trainer(tmp_path, MINUTES)
     with pytest.raises(KeyboardInterrupt):
         first.run(stopping(clock, 8))
     assert first.now.num_steps == 7
     again = trainer(tmp_path, MINUTES)
-    assert (again.now.num_steps, again.spent.seconds) == (6, 8.0)
+    assert (again.now.num_steps, again.spent.seconds) == (7, 8.0)
     assert again.part == pytest.approx(8.0 / MINUTES[1])
+    with pytest.raises(KeyboardInterrupt):
+        again.run(stopping(clock, 3))
+    last = trainer(tmp_path, MINUTES)
+    assert (last.now.num_steps, last.spent.seconds) == (10, 11.0)
 
 
-def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
-    trainer: Callable[[Path, Budget], Trainer], tmp_path: Path
-) -> None:
-    """From the last step that was kept on, to the same weights."""
+def test_time_whose_steps_are_lost_does_not_count(
+    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A run that cannot save any more goes on from the last checkpoint and from its time."""
+    monkeypatch.setattr(training, "_CHECKPOINT_S", 2.5)
+    first = trainer(tmp_path, MINUTES)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space")
+
+    def progress(part: float, point: Any) -> None:
+        clock[0] += 1.0
+        if first.now.num_steps == 7:
+            monkeypatch.setattr(training, "save_file", fail)
+            raise RuntimeError("stop")
+
+    with pytest.raises(OSError, match="no space"):
+        first.run(progress)
+    again = trainer(tmp_path, MINUTES)
+    assert (again.now.num_steps, again.spent.seconds) == (6, 6.0)
+
+
+@pytest.mark.parametrize(("where", "num_kept"), [("in a step", 7), ("in an update", 6)])
+def test_a_step_that_was_broken_off_is_done_again(
+    trainer: Callable[[Path, Budget], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    where: str, num_kept: int,
+) -> None:  # fmt: skip
+    """From the same batch on, to the same weights."""
     whole = trainer(tmp_path / "whole", STEPS)
     whole.run(lambda part, point: None)
     first = trainer(tmp_path / "broken", STEPS)
 
-    def stop(part: float, point: Any) -> None:
-        if first.now.num_steps == 7:
-            raise KeyboardInterrupt
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            found = function(*arguments)
+            if first.now.num_steps == 7:
+                raise KeyboardInterrupt
+            return found
 
-    with pytest.raises(KeyboardInterrupt):
-        first.run(stop)
+        return call
+
+    with monkeypatch.context() as patch:
+        if where == "in a step":
+            patch.setattr(training, "overlap_loss", broken(training.overlap_loss))
+        else:
+            patch.setattr(first._optimizer, "step", broken(first._optimizer.step))
+        with pytest.raises(KeyboardInterrupt):
+            first.run(lambda part, point: None)
     again = trainer(tmp_path / "broken", STEPS)
-    assert again.now.num_steps == 6
+    assert again.now.num_steps == num_kept
     again.run(lambda part, point: None)
     for name, weight in whole.learner.weights.items():
         assert torch.equal(again.learner.weights[name], weight), name
