@@ -125,9 +125,9 @@ class _Bench:
         self._engine = engine
         self._clock = clock
         self._try_s = try_s
-        self._num_extra = 0
-        """Of first runs that do not count: on a device a step's first run of its shape compiles and
-        records what the next ones use."""
+        self._first_is_slow = False
+        """On a device a step's first run of its shape compiles and records what the next ones use:
+        it does not count, and nor does its time."""
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
         """The least times, s, of steps of so many tokens of one session without a context, as many
@@ -172,14 +172,15 @@ class _Bench:
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
         """The least time, s, of such a step of sequences that hold so many slots each; one that
         holds none is released."""
+        if self._first_is_slow:
+            self._seconds(steps)
+            self._cut(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s
-        while len(times) < TRIES + self._num_extra:
+        while not times or (len(times) < TRIES and self._clock() < enough):
             times.append(self._seconds(steps))
             self._cut(steps, length)
-            if self._clock() >= enough and len(times) > self._num_extra:
-                break
-        return min(times[self._num_extra :] or times)
+        return min(times)
 
     def _cut(self, steps: Sequence[SequenceStep], length: int) -> None:
         for step in steps:
@@ -193,7 +194,7 @@ class _Bench:
         start = self._clock()
         for logits in self._engine.forward(steps):
             logits[-1:].sum().item()  # Waits for a device that computes asynchronously.
-            self._num_extra = int(logits.device.type != "cpu")
+            self._first_is_slow = logits.device.type != "cpu"
         elapsed = self._clock() - start
         return self._engine.take_step_seconds() or elapsed
 
