@@ -154,9 +154,9 @@ class Deployment:
             self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
             await self._end()
         self._is_own = True
-        start_reconciler(spec, self.ray.namespace)
+        reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        await self.reconciler.call("start", timeout_s=None)
+        await reconciler.call("start")  # Once: a replica that does not start is `Unavailable`, too.
         await self._go_on()
 
     async def _take_over(self) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
 from outrider.replica.process_setup import Place, log_at, log_to
@@ -155,7 +155,7 @@ class Reconciler:
         self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once it keeps the fleet, and knows what held before."""
+        """Set once it keeps the fleet, and knows what held before; or has failed to start it."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -174,14 +174,28 @@ class Reconciler:
             # First, for one that Ray restarts from now on goes by what is saved.
             await self._saved.save("")
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
-            await self._work
+            try:
+                await self._work
+            except BaseException:
+                self._keeps.set()
+                raise
             self._work = asyncio.create_task(self._keep(returns=False))
+        await self._ready()
+
+    async def _ready(self) -> None:
+        """Returns once it keeps the fleet. Raises what starting it has failed with, but no
+        `Unavailable`: that is a reconciler that is away, and is asked again."""
         await self._keeps.wait()
+        try:
+            if self._work is not None and self._work.done() and not self._work.cancelled():
+                self._work.result()
+        except Unavailable as error:
+            raise OutriderError(f"the deployment did not start: {error}") from error
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
         """So many replicas of these roles from now on; by what the load may change that. Raises
         `ConfigError` for counts that cannot be, and `StoreUnavailable`."""
-        await self._keeps.wait()
+        await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
         await self._registry.want(counts)
@@ -190,7 +204,7 @@ class Reconciler:
     async def change(self, values: Mapping[str, Value]) -> AutoscaleConfig:
         """Adds settings to the changes that hold; how the load changes numbers then. Raises
         `ConfigError` for settings that cannot be, and `Unavailable`; then what held still holds."""
-        await self._keeps.wait()
+        await self._ready()
         if not values:
             return self._autoscaler.config
         async with self._changing:
@@ -257,8 +271,8 @@ class Reconciler:
         return self._fleet.spec
 
     async def overview(self) -> Overview:
-        """What there is, once that is known."""
-        await self._keeps.wait()
+        """What there is, once that is known. Raises as `_ready`."""
+        await self._ready()
         fleet = self._fleet
         found = Overview(
             dict(fleet.wanted), fleet.views(), fleet.hopeless, self._upgrades, fleet.failures

@@ -349,7 +349,8 @@ class Fleet:
             await self._cluster.remove(one.ranks)
         finally:
             self._replicas.pop(one.name, None)
-            self._tasks.pop(one.name, None)
+            if self._tasks.get(one.name) is asyncio.current_task():  # Else it leaves meanwhile.
+                del self._tasks[one.name]
             self._changed.set()
 
     async def _hear_wanted(self) -> None:

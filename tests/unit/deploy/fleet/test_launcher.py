@@ -18,7 +18,7 @@ from deploy.fleet.ray_cluster import Actor, Cluster
 from deploy.fleet.ray_connection import RayConnection
 from deploy.fleet.reconciler import ReconcilerClient, find_reconciler
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.errors import SettingError, Unavailable
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
 
@@ -151,21 +151,27 @@ class Told:
 async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     config: DeploymentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reconciler has no replicas any more, and would never have any again."""
-    old, new = Told(ends=True), Told(start=ConfigError("it has begun"))
+    """Its reconciler has no replicas any more, and would never have any again. One that does not
+    come up is not told again to start."""
+    failure = Unavailable("the target-0 actor did not answer start in 1 s")
+    old, new = Told(ends=True), Told(start=failure)
     running = [old]
 
     async def find(_: str) -> Told:
         return running[-1]
+
+    def start(*_: object) -> Told:
+        running.append(new)
+        return new
 
     deployment = Deployment(config, tmp_path)
     monkeypatch.setattr(deployment, "_prepare", AsyncMock(return_value=config))
     monkeypatch.setattr(launcher, "resources", lambda: {"CPU": 8.0})
     monkeypatch.setattr(launcher, "find_reconciler", find)
     monkeypatch.setattr(asking, "find_reconciler", find)
-    monkeypatch.setattr(launcher, "start_reconciler", lambda *_: running.append(new))
+    monkeypatch.setattr(launcher, "start_reconciler", start)
     monkeypatch.setattr(launcher, "Cluster", Mock(return_value=AsyncMock()))
-    with pytest.raises(ConfigError, match="it has begun"):
+    with pytest.raises(Unavailable, match="did not answer start"):
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
     assert new.calls == ["start", "close", "kill"]

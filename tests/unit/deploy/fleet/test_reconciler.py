@@ -19,7 +19,7 @@ from deploy.fleet.reconciler import Reconciler
 from deploy.fleet.replica_set import Fleet
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import Place, log_at
 
 ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
@@ -108,6 +108,24 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
     found = Reconciler(replace(host.world.spec, config=config), "outrider-d")
     with pytest.raises(SettingError, match="redis_password: is not known on"):
         await found.start()
+
+
+async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for it, and those that come later, who are not to ask again; then it can be
+    closed."""
+    found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
+    failure = Unavailable("the target-0 actor did not answer start in 1 s")
+    monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=failure))
+    waiting = asyncio.create_task(found.overview())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match=r"^the target-0 actor did not answer start"):
+            await found.start()
+        for asked in (waiting, found.start(), found.overview(), found.want({})):
+            with pytest.raises(OutriderError, match="not start: the target-0 actor did") as told:
+                await asked
+            assert not isinstance(told.value, Unavailable)
+        await found.close()
 
 
 async def test_one_that_was_told_to_close_says_so_and_closes_once(

@@ -13,6 +13,7 @@ from fleet_world import World, play
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.fleet.ray_cluster import Actor
 from deploy.fleet.replica import ReplicaView, role_and_age
 from deploy.fleet.replica_set import HOPELESS_AFTER, next_steps
 from outrider.clock import run_virtually
@@ -119,6 +120,34 @@ def test_one_that_is_not_wanted_any_more_never_starts() -> None:
             assert len(world.fleet.of("draft")) == len(world.names("draft")) == 1
         assert len(world.machines.removed) == 1, "one had a place"
         assert world.fleet.wanted["draft"] == 1
+
+    play(scene)
+
+
+def test_one_that_leaves_while_it_is_removed_is_known_until_it_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`close` would not end its task else."""
+
+    async def scene(world: World) -> None:
+        removed, remove = asyncio.Event(), world.machines.remove
+
+        async def remove_later(actors: Sequence[Actor]) -> None:
+            await removed.wait()
+            await remove(actors)
+
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(2)
+        monkeypatch.setattr(world.machines, "remove", remove_later)
+        name = world.names("draft")[0]
+        world.actor(name).end.set_result(None)
+        await asyncio.sleep(1)
+        await world.registry.want({"draft": 1})
+        await asyncio.sleep(1)
+        assert name in world.fleet._tasks
+        removed.set()
+        await asyncio.sleep(1)
+        assert name not in world.fleet._tasks
 
     play(scene)
 
