@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,9 +99,11 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeats an option of several words before each of them, as click knows it. A word that
-        begins with a dash and is a number or has spaces may be no option."""
+        begins with a dash and is a number or has spaces may be no option, but a text; unless it is
+        the value of one."""
         options = [one for one in self.params if isinstance(one, Option)]
         several = {name for one in options if one.several for name in one.opts}
+        valued = {name for one in options if not (one.is_flag or one.count) for name in one.opts}
         words: list[str] = []
         repeated = ""
         for word in args:
@@ -112,10 +115,14 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, [*words])
         except click.NoSuchOption:
-            texts = [one for one in words if one[:1] == "-" and (_NUMBER.match(one) or " " in one)]
+            texts: list[str] = []
+            others: list[str] = []
+            for before, word in pairwise(["", *words]):
+                is_text = _NUMBER.match(word) or (word[:1] == "-" and " " in word)
+                is_value = before in valued or word.partition("=")[0] in valued
+                (texts if is_text and not is_value else others).append(word)
             if not texts or "--" in words:
                 raise
-            others = [one for one in words if one not in texts]
             return super().parse_args(ctx, [*others, "--", *texts])
 
     def invoke(self, ctx: click.Context) -> Arguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
@@ -21,7 +22,10 @@ from draft_service.training.options import (
 from outrider.config import DTYPES, TargetConfig
 from outrider.drafters.names import (
     SHIPPED,
+    DrafterChoice,
+    DraftModel,
     LookupKind,
+    parse_drafter,
 )
 from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
@@ -116,6 +120,8 @@ def distill(arguments: Arguments) -> int:
     given |= {"prompts": (), "measure": (), "start_name": start_name}
     given["start_from"] = None if start_name is None else Path(start_name)
     options = DistillOptions(**given)
+    if start_name is not None:
+        _check_start(start_name)
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
@@ -156,6 +162,18 @@ def distill(arguments: Arguments) -> int:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
     print(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
     return 0
+
+
+def _check_start(name: str) -> None:
+    """Raises `SettingError` for a name of `--draft-model` that is no model's."""
+    with suppress(SettingError):
+        if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
+            return
+    shipped = " or ".join(SHIPPED.values())
+    raise SettingError(
+        "start_from",
+        f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
+    )
 
 
 def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:

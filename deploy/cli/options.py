@@ -57,6 +57,10 @@ COMMON: Final = (
     "telemetry",
 )  # fmt: skip
 """Settings that `serve` shows first."""
+COORDINATOR_WAIT_S: Final = 60.0
+"""How long a command waits for a coordinator of a deployment that runs and has none."""
+_POLL_S: Final = 0.2
+"""Between two looks for one."""
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 
 
@@ -346,6 +350,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
+        record = await _served(record, state)
         key = caller_key(arguments) or local_key(state)
         found = _connection(arguments, record, key, lambda: _recorded_address(state))
         yield replace(found, deployment=f"{record.deployment} {record.started_at}")
@@ -364,6 +369,25 @@ def _connection(
         http_address=record.http_address.partition(",")[0], api_key=api_key,
         trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
+
+
+async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
+    """Its record once that names a coordinator: the only one may just be replaced. Raises
+    `Unavailable` where none comes."""
+    if record.grpc_address:
+        return record
+    progress("no coordinator serves at the moment: waiting for one")
+    try:
+        async with asyncio.timeout(COORDINATOR_WAIT_S):
+            while not record.grpc_address:
+                await asyncio.sleep(_POLL_S)
+                record = running_deployment(state) or record
+    except TimeoutError:
+        raise Unavailable(
+            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
+        ) from None
+    progress.rest()
+    return record
 
 
 def _recorded_address(state: Path) -> str:

@@ -118,19 +118,22 @@ async def _status(arguments: Arguments) -> Facts:
     record = running_deployment(state)
     if record is None:
         return found
-    known, registry_error = await ask_registry(record, timeout_s)
     trust = caller_trust_of(arguments, record.settings)
     internal = str(record.settings.get("internal_tls_dir") or "")
     addresses: dict[Role, list[str]] = {
         "coordinator": list(filter(None, record.grpc_address.split(","))),
         "target": record.target_addresses, "draft": record.draft_addresses,
     }  # fmt: skip
-    for role, those in addresses.items():
-        asked = [
-            _ask(role, one, key or local_key(state), trust, timeout_s, internal) for one in those
-        ]
-        answers = await asyncio.gather(*asked)
-        found[f"{role}s"] = [known.get(one["address"], {}) | one for one in answers]
+    shown = key or local_key(state)
+    asked = [
+        asyncio.gather(*(_ask(role, one, shown, trust, timeout_s, internal) for one in those))
+        for role, those in addresses.items()
+    ]
+    (known, registry_error), answers = await asyncio.gather(
+        ask_registry(record, timeout_s), asyncio.gather(*asked)
+    )
+    for role, replicas in zip(addresses, answers, strict=True):
+        found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
     return found | {
         "running": True,
         # Without a draft requests are slower, and served all the same.

@@ -226,3 +226,11 @@ def test_a_prompt_may_begin_with_a_dash() -> None:
     for prompt in ("- a list:", "-1 + 2 =", "-5"):
         assert parse(["generate", prompt, "--seed", "7"]).prompt == prompt
     assert parse(["generate", "--", "-x"]).prompt == "-x"
+
+
+def test_beside_such_a_prompt_the_values_of_options_stay_theirs() -> None:
+    """Also negative ones, such with spaces, and one that the prompt repeats."""
+    found = parse(["generate", "--top-k", "-1", "-5 + 3 is", "--stop", "- a", "--stop=- b"])
+    assert (found.top_k, found.prompt, found.stop) == (-1, "-5 + 3 is", ("- a", "- b"))
+    found = parse(["generate", "--presence-penalty", "-0.5", "-0.5"])
+    assert (found.presence_penalty, found.prompt) == (-0.5, "-0.5")

@@ -18,6 +18,7 @@ import pytest
 import recorded
 from recorded import record
 
+from deploy.cli import options, status
 from deploy.cli.main import main, parse
 from deploy.cli.options import Connection, connected
 from deploy.cli.output import program
@@ -37,7 +38,7 @@ from deploy.fleet.replica import Overview, ReplicaView
 from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable
-from outrider.registry.registry import Role
+from outrider.registry.registry import ROLES, Role
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,6 +121,45 @@ async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_passwor
         {},
         f"redis_password: is not known on {host}; set OUTRIDER_REDIS_PASSWORD for this command",
     )
+
+
+async def test_status_asks_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--timeout` is what it takes at most."""
+    recorded.run_here(state_directory(os.environ), recorded.record())
+    together = asyncio.Barrier(4)
+
+    async def registry(*_: object) -> tuple[dict[str, Any], None]:
+        await together.wait()
+        return {}, None
+
+    async def ask(role: Role, address: str, *_: object) -> dict[str, Any]:
+        await together.wait()
+        return {"address": address, "serving": role != "draft"}
+
+    monkeypatch.setattr(status, "ask_registry", registry)
+    monkeypatch.setattr(status, "_ask", ask)
+    async with asyncio.timeout(5):
+        found = await status._status(parse(["status"]))
+    assert [found[f"{role}s"][0]["address"] for role in ROLES] == ["h:1", "h:2", "h:3"]
+    assert found["serving"]
+    assert not found["drafts"][0]["serving"]
+
+
+async def test_commands_wait_while_the_only_coordinator_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not for ever."""
+    state, record = state_directory(os.environ), recorded.record()
+    recorded.run_here(state, replace(record, grpc_address=""))
+    asyncio.get_running_loop().call_later(0.3, publish, state, record)
+    async with connected(parse(["chat"])) as found:
+        assert found.address == "h:1"
+    assert "no coordinator serves at the moment: waiting for one" in capsys.readouterr().err
+    publish(state, replace(record, grpc_address=""))
+    monkeypatch.setattr(options, "COORDINATOR_WAIT_S", 0.1)
+    with pytest.raises(Unavailable, match=r"no coordinator has served for 0\.1 s"):
+        async with connected(parse(["chat"])):
+            pass
 
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
