@@ -44,8 +44,12 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.support > self.vocab_size or self.eos >= self.vocab_size:
-            raise ValueError("support and eos must fit the vocabulary")
+        if self.support > self.vocab_size:
+            allowed = f"1..{self.vocab_size} (vocab_size)"
+            raise ConfigError(f"{SCHEME}: support={self.support} is wrong; {allowed} is allowed")
+        if self.eos >= self.vocab_size:
+            allowed = f"-1..{self.vocab_size - 1} (an id of the vocabulary; -1 = none)"
+            raise ConfigError(f"{SCHEME}: eos={self.eos} is wrong; {allowed} is allowed")
         return self
 
     @classmethod

@@ -40,9 +40,9 @@ def test_defaults_and_every_key() -> None:
         ("support", "support=''"),
         ("support=1.5", "support='1.5'"),
         ("verify_ms=nan", "verify_ms='nan'"),
-        ("vocab_size=8", "must fit the vocabulary"),
+        ("vocab_size=8", r"emulated: support=64 is wrong; 1\.\.8 "),
         ("draft_ms=-1", "draft_ms='-1'"),
-        ("eos=32000", "must fit the vocabulary"),
+        ("eos=32000", r"emulated: eos=32000 is wrong; -1\.\.31999 "),
         ("seed=1,seed=2", "seed is given twice"),
     ],
 )
