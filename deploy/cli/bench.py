@@ -40,7 +40,7 @@ from .options import (
     setting_options,
     with_settings,
 )
-from .output import progress, show
+from .output import note, progress, show
 
 if TYPE_CHECKING:
     from benchmarks.identity import IdentityOptions
@@ -196,8 +196,8 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
     target, draft = build(TargetConfig, settings), build(DraftConfig, settings)
     rooms = draft.suffix_tokens_per_tenant, draft.suffix_tokens_total
     copies = draft.drafter.lookup is LookupKind.SUFFIX and all(rooms)
-    if (copies or not settings) and not connection.is_own:
-        progress(
+    if (copies or not settings) and not (connection.is_own or progress.quiet):
+        note(
             "note: drafts may copy from earlier answers: a prompt that this deployment was "
             "asked before is not measured as a new one is. A deployment that the command starts, "
             "where none runs, has nothing to copy"

@@ -285,14 +285,12 @@ def test_a_measurement_says_that_drafts_may_copy(served: Shell, tmp_path: Path) 
     prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     completed = served.run(
         "bench", "speedup", "--num-prompts", "1", "--max-tokens", "4", "--no-reference",
-        "--prompts", str(prompts), "--json",
+        "--prompts", str(prompts),
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     assert completed.stderr.count("note: drafts may copy from earlier answers") == 1
-    found = json.loads(completed.stdout)
-    assert found["speedup"] > 0
-    assert set(found["categories"]) == {"c3"}
-    assert found["plain_tokens_per_second"] > 0
+    assert "c3" in completed.stdout
+    assert "c4" not in completed.stdout
 
 
 def test_what_serve_prints_can_be_pasted(served: Shell) -> None:

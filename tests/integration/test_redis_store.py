@@ -304,7 +304,7 @@ async def test_an_unreachable_server_is_one_clear_line(url: str) -> None:
 async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
     admin.config_set("requirepass", "hush")
     try:
-        for password in (None, "wrong"):
+        for password in ("", "wrong"):
             with pytest.raises(ConfigError) as refused:
                 await RedisStore.connect(server.url, password=password)
             assert "wrong" not in str(refused.value)
