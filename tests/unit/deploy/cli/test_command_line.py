@@ -38,7 +38,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
             "error: --token-ids: cannot go with PROMPT",
         ),
         (("generate", "--token-ids", "1,-2"), "error: --token-ids: '1,-2' is wrong"),
-        (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids: "),
+        (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
         (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
         (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
         (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
@@ -51,7 +51,7 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
         ),
         (
             ("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
-            "error: --stop: ",
+            "error: --stop (number 2): ",
         ),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
         (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),

@@ -21,7 +21,7 @@ from recorded import record
 from deploy.cli import options, status
 from deploy.cli.main import main, parse
 from deploy.cli.options import Connection, connected
-from deploy.cli.output import program
+from deploy.cli.output import program, progress
 from deploy.cli.serve import _until_it_fails, endpoints_text
 from deploy.cli.status import ask_registry
 from deploy.fleet.launcher import Deployment
@@ -149,6 +149,7 @@ async def test_commands_wait_while_the_only_coordinator_is_replaced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not for ever."""
+    monkeypatch.setattr(progress, "quiet", False)
     state, record = state_directory(os.environ), recorded.record()
     recorded.run_here(state, replace(record, grpc_address=""))
     asyncio.get_running_loop().call_later(0.3, publish, state, record)
