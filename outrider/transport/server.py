@@ -186,7 +186,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The handlers of all methods, and of those that there are none of: a guard is asked first."""
 
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
-        self._guard = guard
+        self._guard: Guard = guard or (lambda path, context: None)
         self._methods = {
             f"/{service.descriptor.full_name}/{method.name}": (
                 method, _method(service.servicer, method.name)
@@ -202,8 +202,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     async def _refuse(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
         """A call of no method that there is."""
         try:
-            if self._guard is not None:
-                self._guard(path, context)
+            self._guard(path, context)
         except Exception as error:  # noqa: BLE001 - as in `_answer`
             await abort(context, error, path)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
@@ -213,8 +212,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         call of every kind, so none comes before the guard has let it pass."""
         method, call = self._methods[path]
         try:
-            if self._guard is not None:
-                self._guard(path, context)
+            self._guard(path, context)
             request_type = GetMessageClass(method.input_type)
             if method.client_streaming:
                 given: Any = _decode_all(request_type, frames)
