@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import byte_level_tokenizer
 from stack import running_stack
 from toy_engine import ToyEngine
+from toy_services import VOCAB, toy_text
 
 from benchmarks.clients import GrpcClient
 from benchmarks.report import Report, to_json
@@ -19,9 +19,6 @@ from deploy.cli.main import main
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.tokenizer import TokenizerText
-
-VOCAB = 320
 
 
 async def load(options: ServeOptions, client: Client) -> tuple[Load, Report]:
@@ -38,7 +35,7 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(tmp_path: Path)
     )  # fmt: skip
     target = ToyEngine(VOCAB, salt=1, max_model_len=4096)
     draft = ToyEngine(VOCAB, salt=1, max_model_len=4096)
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    text = toy_text()
     async with running_stack(target, draft, tmp_path, text=text) as stack:
         done, told = await load(options, stack.client)
     found: dict[str, Any] = json.loads(to_json(told.values))
@@ -59,7 +56,7 @@ async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(tmp_path: Path)
 async def test_what_a_coordinator_refuses_has_failed(tmp_path: Path) -> None:
     """With its own words."""
     engine = ToyEngine(VOCAB, salt=1, max_model_len=64)
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    text = toy_text()
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 500}\n', "utf-8")
     options = ServeOptions(prompts=file, max_tokens=16)
@@ -73,7 +70,7 @@ async def test_the_command_calls_the_server_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = EmulatedSpec(vocab_size=VOCAB, max_model_len=4096, verify_ms=1.0)
-    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    text = toy_text()
     async with running_stack(EmulatedEngine(spec, "target"), None, tmp_path, text=text) as stack:
         words = [
             "bench", "serve", "--server", stack.server.address, "--json", "--num-prompts", "6",

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pytest
 from browser import Browser, browser, missing
 from http_front import http_front
-from models import byte_level_tokenizer
 from stack import Stack, running_stack
+from toy_services import VOCAB, toy_text
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.xdist_group("page"),
 ]
 T = TypeVar("T")
-VOCAB = 320
 FIRST_PAINT_MS_MAX = 1000
 ROWS_MAX = 400
 """Of the list of rounds, see `timeline.js`."""
@@ -77,7 +76,7 @@ async def opened(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TokenizerText:
-    return TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    return toy_text()
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.data = RefusingData(lambda: 1e12)
-        self.store = RedisStore(Any, PREFIX, DEFAULT_LIFETIMES)  # type: ignore[arg-type]
+        self.store = RedisStore(None, PREFIX, DEFAULT_LIFETIMES)  # type: ignore[arg-type]
         self.store._scripts = self  # type: ignore[assignment]
 
     async def run(self, script: Script, call: Call) -> Reply:

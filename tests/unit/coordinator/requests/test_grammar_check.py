@@ -59,6 +59,14 @@ def is_there(process_id: int) -> bool:
     return Path(f"/proc/{process_id}").exists()
 
 
+async def compiling(prompts: PromptEncoder) -> asyncio.Task[None]:
+    """A check of `ENDLESS`, once a process compiles it."""
+    endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
+    while not group_of(prompts):
+        await asyncio.sleep(0.01)
+    return endless
+
+
 async def test_what_can_be_compiled_passes_and_what_cannot_is_told_by_its_field() -> None:
     async with encoder() as prompts:
         await prompts.check_constraint(Constraint.of_schema({"type": "object"}), EOS, "a")
@@ -94,9 +102,7 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
     async with encoder() as prompts:
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
         began = time.monotonic()
-        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
-        while not group_of(prompts):
-            await asyncio.sleep(0.01)
+        endless = await compiling(prompts)
         for index in range(5):
             await prompts.check_constraint(Constraint.of_regex(f"a{index}"), EOS, "b")
         assert not endless.done()
@@ -113,9 +119,7 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
 async def test_a_compiler_that_dies_is_started_again() -> None:
     """What it was compiling is refused, to be tried again."""
     async with encoder() as prompts:
-        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
-        while not group_of(prompts):
-            await asyncio.sleep(0.01)
+        endless = await compiling(prompts)
         first = compiler(prompts)
         os.killpg(first.pid, signal.SIGKILL)
         with pytest.raises(Overloaded, match="cannot be compiled now"):
@@ -229,9 +233,7 @@ async def test_a_bug_in_a_compilation_leaves_its_trace(
 async def test_a_compiler_ends_with_its_coordinator() -> None:
     """Closed, or killed, when nobody tells it anything: then its input ends."""
     async with encoder() as prompts:
-        endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
-        while not group_of(prompts):
-            await asyncio.sleep(0.01)
+        endless = await compiling(prompts)
         ids = group_of(prompts)
     with pytest.raises(Overloaded):
         await endless
