@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from severable_link import SeverableLink
+from rounds import SeverableLink
 from toy_engine import ToyEngine
 from twin_store import TwinStore
 

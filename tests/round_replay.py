@@ -19,13 +19,16 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 
-from coordinator.draft_length.policy import LengthPolicy, PlayedRound
+from coordinator.draft_length.controller import LengthControls
+from coordinator.draft_length.policy import FixedLength, LengthPolicy, PlayedRound
 from outrider.engine.step_costs import StepCosts
+from outrider.messages import ReplicaDescription
+from outrider.speculation.sampling_params import Rule
 
 
 @dataclass(frozen=True)
@@ -290,3 +293,91 @@ def recorded(rule: str) -> list[Recording]:
 
 def _round(num_drawn: int, *percent: int) -> Proposed:
     return Proposed(tuple(one / 100 for one in percent), num_drawn)
+
+
+BOUND = 8
+RUN_AHEAD = 8
+MACHINE = Machine(
+    target=StepCosts((1, 2, 3, 9, 17, 80), (0.0448, 0.0465, 0.048, 0.0537, 0.064, 0.130)),
+    draft=StepCosts((1, 16, 256), (0.0134, 0.017, 0.060)),
+    wire_s=0.0035,
+)
+"""As the rounds were measured: 2 cores, on a day on which they had half their usual speed."""
+TABLES = {
+    "true": (MACHINE.target, MACHINE.draft),
+    "the draft looks slow": (MACHINE.target, StepCosts((1, 16, 256), (0.04, 0.05, 0.18))),
+    "rows look dear": (StepCosts((1, 3, 9, 80), (0.0448, 0.068, 0.13, 0.8)), MACHINE.draft),
+}
+"""What the engines say of themselves, which may have been measured at a bad time."""
+
+Policies = Callable[[Recording], LengthPolicy]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of some sessions."""
+
+    tokens_per_second: float
+    plain_share: float
+    """Of their rounds."""
+
+
+def fixed(num_draft_tokens: int) -> Policies:
+    """The same K in each round."""
+    return lambda recording: FixedLength(num_draft_tokens, RUN_AHEAD)
+
+
+def controlled(rule: Rule, tables: str = "true") -> Policies:
+    """One coordinator's choices."""
+    target, draft = (_description(costs) for costs in TABLES[tables])
+    controls, seeds = LengthControls(target, draft, RUN_AHEAD), count()
+    return lambda one: controls.open(rule, next(seeds), BOUND, one.prompt_length)
+
+
+def play(
+    sessions: Sequence[Recording], policies: Policies, concurrency: int = 1, seed: int = 0
+) -> list[Played]:
+    """All of them."""
+    return Replay(MACHINE, policies, seed).run(sessions, concurrency)
+
+
+def speed(played: Sequence[Played], category: str | None = None) -> Speed:
+    """Of the sessions of a category, or of all."""
+    chosen = [one for one in played if category in (None, one.category)]
+    num_rounds = sum(one.num_rounds for one in chosen)
+    return Speed(
+        sum(one.num_tokens for one in chosen) / sum(one.seconds for one in chosen),
+        sum(one.num_plain for one in chosen) / num_rounds,
+    )
+
+
+def halved(sessions: Sequence[Recording]) -> list[Recording]:
+    """Sessions that begin as one of `sessions` and go on as another one."""
+    others = [*sessions[len(sessions) // 2 :], *sessions[: len(sessions) // 2]]
+    return [
+        replace(
+            one,
+            category="changing",
+            rounds=one.rounds[: len(one.rounds) // 2] + other.rounds[: len(other.rounds) // 2],
+        )
+        for one, other in zip(sessions, others, strict=True)
+    ]
+
+
+def spoiled(sessions: Sequence[Recording]) -> list[Recording]:
+    """The same with a draft that hits six times in ten where it did, and never twice in a row."""
+    rng = random.Random(1)
+    return [
+        replace(one, category="spoiled", rounds=tuple(_spoiled(rng, it) for it in one.rounds))
+        for one in sessions
+    ]
+
+
+def _spoiled(rng: random.Random, proposed: Proposed) -> Proposed:
+    first = rng.random() < 0.6
+    survival = (chance * (first and i == 0) for i, chance in enumerate(proposed.survival))
+    return replace(proposed, survival=tuple(survival))
+
+
+def _description(costs: StepCosts) -> ReplicaDescription:
+    return ReplicaDescription("m", "", "", 100, "bfloat16", 0, (), 64, costs)

@@ -167,18 +167,6 @@ def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]
     return run_virtually(main())
 
 
-def with_draft(
-    link: ScriptedLink,
-    test: Callable[..., Coroutine[Any, Any, Any]],
-    config: CoordinatorConfig = CONFIG,
-) -> Any:
-    async def main() -> Any:
-        one = session()
-        return await test(draft_of(link, one=one, config=config), one)
-
-    return run_virtually(main())
-
-
 def asked(num_draft_tokens: int, siblings: tuple[int, ...] = (), **fields: Any) -> RoundLength:
     """The length of a round."""
     return RoundLength(num_draft_tokens, 0, siblings, **fields)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models import byte_level_tokenizer
+from toy_engine import ToyEngine
+
 from coordinator.grpc_api import CoordinatorServicer
+from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
@@ -17,6 +21,8 @@ from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.grammar.compiler import Grammars
 from outrider.registry.redis_registry import RedisRegistry
@@ -215,3 +221,38 @@ async def running_stack(
             )
         finally:
             await _close(client, coordinator, target, draft)
+
+
+VOCAB = 320
+"""Of toy models with text."""
+
+
+def toy_text() -> TokenizerText:
+    """A byte of text a token, or a few."""
+    return TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+
+
+def toy_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
+    """With text, and a draft that is its target's equal."""
+    target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2))
+    return running_stack(target, draft, directory, text=toy_text(), **options)
+
+
+def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
+    """With a target that takes 20 ms a step, so that a request lasts as long as a test wants."""
+    spec = EmulatedSpec(
+        vocab_size=VOCAB, support=8, max_model_len=8192, verify_ms=20.0, draft_ms=1.0
+    )
+    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+    return running_stack(target, draft, directory, text=toy_text(), **options)
+
+
+@asynccontextmanager
+async def http_front(stack: Stack, options: HttpOptions | None = None) -> AsyncIterator[str]:
+    """The URL that it answers at."""
+    server = HttpServer(stack.coordinator, options or HttpOptions())
+    await server.start()
+    try:
+        yield f"http://{server.address}"
+    finally:
+        await server.stop()

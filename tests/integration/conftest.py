@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from stack import Stack
-from toy_services import slow_stack, toy_stack
+from stack import Stack, slow_stack, toy_stack
 
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore

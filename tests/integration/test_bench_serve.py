@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import running_stack
+from stack import VOCAB, running_stack, toy_text
 from toy_engine import ToyEngine
-from toy_services import VOCAB, toy_text
 
 from benchmarks.clients import GrpcClient
 from benchmarks.report import Report, to_json

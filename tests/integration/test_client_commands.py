@@ -15,9 +15,8 @@ from typing import Any, Self
 
 import pytest
 import recorded
-from stack import Stack, running_stack
+from stack import VOCAB, Stack, running_stack
 from toy_engine import ToyEngine
-from toy_services import VOCAB
 
 from deploy.fleet.local_state import DeploymentRecord, exclusive
 from outrider.client import ChatMessage, GenerateRequest

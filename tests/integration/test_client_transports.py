@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import Stack
-from toy_services import VOCAB, toy_stack
+from stack import VOCAB, Stack, toy_stack
 
 from outrider.client import (
     ChatMessage,

@@ -11,9 +11,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from models import byte_level_tokenizer
-from stack import Stack
+from stack import VOCAB, Stack
 from toy_engine import toy_logits
-from toy_services import VOCAB
 
 from outrider import limits
 from outrider.client import Completion

@@ -14,11 +14,9 @@ import httpx
 import openai
 import pytest
 from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
-from http_front import http_front
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
-from stack import Stack, running_stack
-from toy_services import VOCAB, slow_stack, toy_text
+from stack import VOCAB, Stack, http_front, running_stack, slow_stack, toy_text
 
 from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.client import Completion

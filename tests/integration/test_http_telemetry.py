@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from http_front import http_front
 from opentelemetry.trace import SpanKind
 from scraping import Page, watched_stack
-from stack import running_stack
+from stack import http_front, running_stack
 from test_service_telemetry import REQUEST, Memory, observed_stack
 
 from coordinator.auth.access_control import OPEN

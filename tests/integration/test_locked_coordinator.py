@@ -16,8 +16,7 @@ import redis.asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from http_front import http_front
-from stack import Stack, running_stack
+from stack import Stack, http_front, running_stack
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.auth.rate_limits import Limiter, RedisSlots

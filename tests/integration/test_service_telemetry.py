@@ -21,8 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from stack import Stack
-from toy_services import toy_stack
+from stack import Stack, toy_stack
 
 from outrider.config import CoordinatorConfig
 from outrider.request import GenerateRequest

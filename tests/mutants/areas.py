@@ -43,7 +43,6 @@ AREAS: Final = {
         (
             "tests/unit/sessions", "tests/integration/test_redis_store.py",
             "tests/integration/test_redis_leases.py",
-            "tests/unit/sessions/test_partial_effects.py",
         ),
     ),
     "length control": Area(("coordinator/draft_length",), ("tests/unit/coordinator",)),

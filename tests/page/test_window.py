@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from browser import Browser, browser, missing
-from http_front import http_front
-from stack import Stack, running_stack
-from toy_services import VOCAB, toy_text
+from stack import VOCAB, Stack, http_front, running_stack, toy_text
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from severable_link import SeverableLink
+from rounds import SeverableLink
 
 from outrider.drafters.drafter import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check

@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 import pytest
-from rounds import Listener, make_head
-from severable_link import SeverableLink
+from rounds import Listener, SeverableLink, make_head
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.messages import Refused, ReplicaDescription, VerifyAnswer, VerifyItem

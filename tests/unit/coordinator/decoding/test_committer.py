@@ -4,22 +4,126 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from commit_bench import LATENCY_S, Bench, bench, is_waiting, now
 from session_model import IDS, new_session
+from twin_store import TwinStore
 from virtual_time import virtually
 
-from outrider.errors import DataLoss, InvariantError, StaleEpoch, Unavailable
+from coordinator.decoding.committer import Committer
+from outrider.errors import (
+    DataLoss,
+    InvariantError,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.limits import (
     APPENDS_PER_CALL_MAX,
     COMMIT_RETRY_MS_MAX,
+    SESSION_LEASE_MS,
+    SESSION_LEASE_RENEWAL_MS,
     UNCOMMITTED_MS_MAX,
     UNCOMMITTED_TOKENS_MAX,
 )
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason
+from outrider.sessions.store import Append, Counters, Finish, FinishReason
+
+NO_COUNTS = Counters()
+LATENCY_S = 0.01
+
+
+class UnreliableStore(TwinStore):
+    """Answers after `LATENCY_S`, and not at all while `down` or when `fails` says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: asyncio.get_running_loop().time() * 1000)
+        self.down = False
+        self.fails: Callable[[], str] = lambda: ""
+        """Of appends and ends: 'request' = not carried out, 'answer' = carried out unheard."""
+        self.appends: list[Sequence[Append]] = []
+        self.append_times: list[float] = []
+        self.num_renewals = 0
+        self.num_finishes = 0
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if self.down:
+            raise StoreUnavailable("down")
+
+    async def _through(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        await asyncio.sleep(LATENCY_S)
+        failure = "request" if self.down else self.fails()
+        if failure == "request":
+            raise StoreUnavailable("request lost")
+        answer = await call()
+        if failure == "answer":
+            raise StoreUnavailable("answer lost")
+        return answer
+
+    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+        self.appends.append(appends)
+        self.append_times.append(now())
+        return await self._through(lambda: TwinStore.append(self, appends))
+
+    async def hold_lease(self, owner: str) -> Sequence[str]:
+        self.num_renewals += 1
+        await self._reach()
+        return await TwinStore.hold_lease(self, owner)
+
+    async def end_lease(self, owner: str) -> None:
+        await self._reach()
+        await TwinStore.end_lease(self, owner)
+
+    async def finish(self, finish: Finish) -> int:
+        self.num_finishes += 1
+        return await self._through(lambda: TwinStore.finish(self, finish))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Bench:
+    """A running committer and its sessions."""
+
+    def __init__(self) -> None:
+        self.store = UnreliableStore()
+        self.committer = Committer(self.store, "anna", random.Random(7).random)
+        self.running = asyncio.create_task(self.committer.run())
+
+    async def session(self, k: int = 0) -> Session:
+        new = new_session(f"{k:032x}")
+        await self.store.open(new)
+        session = Session(new)
+        self.committer.add(session)
+        return session
+
+    def decide(self, session: Session, num_tokens: int = 1) -> None:
+        session.decide(range(session.length, session.length + num_tokens), NO_COUNTS)
+        self.committer.notify(session)
+
+    async def stored(self, session: Session) -> tuple[int, ...]:
+        return (await self.store.load(session.session_id)).token_ids
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    made.committer.close()
+    await made.running
+    assert not made.committer._entries
+
+
+async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
+    await asyncio.sleep(seconds)
+    return not task.done()
 
 
 @virtually
@@ -376,3 +480,56 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
         await asyncio.gather(*(b.committer.finish(s, FinishReason.STOP) for s in sessions))
         assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
         b.committer.check_integrity()
+
+
+@virtually
+async def test_a_lease_is_renewed_by_one_call_per_period() -> None:
+    """However many sessions there are; no other coordinator gets one of them meanwhile."""
+    async with bench() as b:
+        sessions = [await b.session(k) for k in range(50)]
+        start, before = now(), b.store.num_renewals
+        await asyncio.sleep(10)
+        periods = (now() - start) * 1000 / SESSION_LEASE_RENEWAL_MS
+        assert abs(b.store.num_renewals - before - periods) <= 1
+        for session in sessions:
+            with pytest.raises(Unavailable):
+                await b.store.take_over(await b.store.load(session.session_id), "bert")
+        assert not b.store.appends
+
+
+@virtually
+async def test_a_lease_outlives_calls_that_fail_and_not_a_store_that_is_down_for_long() -> None:
+    async with bench() as b:
+        session = await b.session()
+        seen = await b.store.load(session.session_id)
+        await asyncio.sleep(1)
+        b.store.down = True
+        await asyncio.sleep(2 * SESSION_LEASE_RENEWAL_MS / 1000)
+        b.store.down = False
+        with pytest.raises(Unavailable):
+            await b.store.take_over(seen, "bert")
+        b.store.down = True
+        await asyncio.sleep(2 * SESSION_LEASE_MS / 1000)
+        b.store.down = False
+        assert (await b.store.take_over(seen, "bert")).owner == "bert"
+        b.decide(session)
+        with pytest.raises(StaleEpoch):
+            await b.committer.shown(session, 4)
+
+
+@virtually
+async def test_sessions_are_handed_over_at_once() -> None:
+    """What runs goes on until another one takes it over; the lease does not come back."""
+    async with bench() as b:
+        taken, kept = await b.session(0), await b.session(1)
+        await asyncio.sleep(1)
+        b.committer.hand_over()
+        await asyncio.sleep(2 * LATENCY_S)
+        b.decide(kept)
+        assert await b.committer.shown(kept, 4) == 4
+        await asyncio.sleep(1)
+        seen = await b.store.load(taken.session_id)
+        assert (await b.store.take_over(seen, "bert")).epoch == 2
+        b.decide(taken)
+        with pytest.raises(StaleEpoch):
+            await b.committer.shown(taken, 4)

@@ -6,8 +6,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from length_bench import BOUND, TABLES, controlled, fixed, halved, play, speed, spoiled
-from round_replay import Played, Recording, recorded
+from round_replay import (
+    BOUND,
+    TABLES,
+    Played,
+    Recording,
+    controlled,
+    fixed,
+    halved,
+    play,
+    recorded,
+    speed,
+    spoiled,
+)
 
 from outrider.speculation.sampling_params import Rule
 

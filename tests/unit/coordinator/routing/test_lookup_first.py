@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rounds import SeverableLink
 from session_links import asked, context_of, session
-from severable_link import SeverableLink
 from toy_engine import ToyEngine
 from virtual_time import virtually
 
