@@ -126,22 +126,6 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
     assert fleet.look(400) == {}, "none is there that would be calm"
 
 
-def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
-    fleet = Fleet(target=8)
-    fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
-    assert fleet.look(0) == {}
-    fleet.there["target"] = 2
-    assert fleet.look(60) == {"target": 7}
-
-
-def test_bounds_hold_where_fewer_are_there() -> None:
-    fleet = Fleet(AutoscaleConfig(autoscale_targets="3:8", autoscale_calm_s=60.0), target=8)
-    fleet.says["target"] = {}
-    fleet.there["target"] = 2
-    assert fleet.look(0) == {}
-    assert fleet.look(60) == {"target": 3}
-
-
 def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
     scaler = Autoscaler(MemoryRegistry(), CONFIG)
     busy = record("target", queue_steps=5.0)
@@ -155,30 +139,11 @@ def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
     assert "5.00 steps" in change.reason
 
 
-def test_nothing_changes_while_one_leaves_for_another() -> None:
-    scaler = Autoscaler(MemoryRegistry(), CONFIG)
-    targets = [record("target"), record("target", leaving=True)]
-    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
-    wanted: dict[Role, int] = {"target": 3}
-    for now in (0, 100, 200):
-        assert scaler.decide(now, wanted, records) == []
-
-
 @pytest.mark.parametrize("text", ["", "3", "2:1", "1:2:3", "a:b", "-1:2", "0:2", "1:9999", "1: 2"])
 def test_what_are_no_bounds_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="it must be"):
         parse_bounds(text, "target")
     assert parse_bounds("1:64", "target") == (1, 64)
-
-
-def test_replicas_that_have_nothing_to_do_count() -> None:
-    """One is busy beside three that nobody has asked anything yet."""
-    scaler = Autoscaler(MemoryRegistry(), CONFIG)
-    wanted: dict[Role, int] = {"coordinator": 1, "target": 4, "draft": 1}
-    targets = [record("target", queue_steps=3.0, busy=1.0, fill=1.0)]
-    targets += [record("target") for _ in range(3)]
-    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
-    assert scaler.decide(0, wanted, records) == []
 
 
 async def test_what_is_wanted_follows_what_replicas_say() -> None:

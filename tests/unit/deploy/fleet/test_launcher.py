@@ -16,7 +16,7 @@ from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import Actor, Cluster
 from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.reconciler import ReconcilerClient, find_reconciler
+from deploy.fleet.reconciler import find_reconciler
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import SettingError, Unavailable
 
@@ -39,23 +39,6 @@ async def test_calls_of_a_head_that_is_away_are_unavailable(
     ):  # fmt: skip
         with pytest.raises(Unavailable, match=r"the Ray head does not answer: .*GCS is away"):
             await call
-
-
-async def test_a_head_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "RETRY_PERIOD_S", 0.0)
-    away = [Unavailable("the Ray head does not answer")] * 3
-
-    class Reconciler:
-        async def call(self, *_: Any, **__: Any) -> str:
-            return "answer"
-
-    async def find(namespace: str) -> Any:
-        if away:
-            raise away.pop()
-        return Reconciler()
-
-    monkeypatch.setattr(asking, "find_reconciler", find)
-    assert await ReconcilerClient("outrider-d").call("ends") == "answer"
 
 
 @pytest.mark.parametrize("local", [True, False])

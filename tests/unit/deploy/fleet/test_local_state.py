@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -85,20 +84,3 @@ def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> N
     with exclusive(directory):
         pass
     assert lock_holder(directory) is None
-
-
-def test_a_holder_that_lets_go_meanwhile_is_none(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (directory / LOCK_NAME).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        monkeypatch.setattr("time.sleep", lambda _: file.close())
-        assert lock_holder(directory) is None
-
-
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    """The error names the variable."""
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ConfigError, match=r"^OUTRIDER_STATE_DIR: "):
-        state_directory({"OUTRIDER_STATE_DIR": str(file / "below")})

@@ -1,11 +1,10 @@
-"""What is refused of models before any of them is loaded, and what is warned of."""
+"""What is refused of models and ports before any of them is used, and what is warned of."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +25,14 @@ from deploy.fleet.preflight import (
     resolve_models,
     warnings,
 )
-from outrider.config import DraftConfig, TargetConfig, load_config
+from outrider.config import DeploymentConfig, DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
+
+EMULATED = {"engine": "emulated:vocab_size=100", "draft_model": "emulated", "port": 0}
+
+
+def resolved(model: Path, **settings: object) -> DeploymentConfig:
+    return resolve_models(load_config({"model": str(model), **settings}, {}))
 
 
 @pytest.fixture(scope="module")
@@ -36,88 +41,57 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("key", ["max_model_len", "draft_max_model_len"])
-def test_a_length_above_the_models_own_is_refused_without_its_weights(tiny: Path, key: str) -> None:
-    """The model's own is allowed, and so is not to say; one more is refused, with the bound."""
-    models = {"model": str(tiny), "draft_model": str(tiny)}
-    for length in (0, 1, MAX_MODEL_LEN):
-        resolve_models(load_config({**models, key: length}, {}))
-    with pytest.raises(SettingError, match=f"{MAX_MODEL_LEN + 1} .* {MAX_MODEL_LEN} tokens") as bad:
-        resolve_models(load_config({**models, key: MAX_MODEL_LEN + 1}, {}))
-    assert bad.value.key == key
-
-
-def test_the_setting_of_a_bad_model_is_named(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"config\.json") as bad:
-        resolve_models(load_config({"model": str(tiny), "draft_model": str(tmp_path)}, {}))
-    assert bad.value.key == "draft_model"
-    with pytest.raises(SettingError, match="emulated") as bad:
-        resolve_models(load_config({"engine": "emulated:size=3"}, {}))
-    assert bad.value.key == "engine"
-
-
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("draft", "key", "good", "said"),
     [
-        ("n-gram", "did you mean ngram?"),
-        ("hybrid:suffix,Demo-Drafter", "did you mean demo-drafter?"),
-        ("quantised", "did you mean quantized?"),
-        ("emulated", "an emulated target alone"),
+        ("", "max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
+        ("", "draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
+        ("quantized:4", "draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
+        ("", "tensor_parallel_size", 2, "1, 2 do"),
+        ("", "draft_tensor_parallel_size", 2, "1, 2 do"),
     ],
 )
-def test_a_slip_in_a_drafters_name_is_not_asked_of_the_hub(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
+    tiny: Path, draft: str, key: str, good: int, said: str
 ) -> None:
-    """Unless a directory has that name. The hub keeps its names without a slash."""
-    monkeypatch.chdir(tmp_path)
-    models = {"model": str(tiny), "draft_model": name}
-    with pytest.raises(SettingError, match=re.escape(says)) as bad:
-        check_before_start(load_config(models, {}))
-    assert bad.value.key == "draft_model"
-    place = tmp_path / name.rpartition(",")[2]
-    shutil.copytree(tiny, place)
-    check_before_start(load_config(models, {}))
-    for known in ("gpt2", "ctrl", "owner/ngrams"):
-        check_before_start(load_config(models | {"draft_model": known}, {}))
-
-
-@pytest.mark.parametrize("draft_model", ["quantized:8", "hybrid:ngram,quantized:4"])
-def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model: str) -> None:
-    """Its length bounds the draft's too."""
-    models = {"model": str(tiny), "draft_model": draft_model}
-    config = resolve_models(load_config(models, {}))
-    check_before_start(config)
-    assert config.draft.directory == config.target.directory == str(tiny)
-    assert config.draft.model == draft_model
-    with pytest.raises(SettingError) as bad:
-        resolve_models(load_config({**models, "draft_max_model_len": MAX_MODEL_LEN + 1}, {}))
-    assert bad.value.key == "draft_max_model_len"
+    """The draft's as well where it is the target with fewer bits."""
+    draft = draft or str(tiny)
+    assert resolved(tiny, draft_model=draft, **{key: good}).draft.directory == str(tiny)
+    with pytest.raises(SettingError, match=f"^{key}: .*{said}"):
+        resolved(tiny, draft_model=draft, **{key: good + 1})
 
 
 @pytest.mark.parametrize(
-    ("engine", "drafter"),
-    [("transformers", "ngram"), ("transformers", "small"), ("emulated:", "suffix")],
+    ("settings", "says"),
+    [
+        ({"draft_model": "n-gram"}, "draft_model: .*did you mean ngram?"),
+        ({"draft_model": "hybrid:suffix,Demo-Drafter"}, "draft_model: .*did you mean demo-drafter"),
+        ({"draft_model": "emulated"}, "draft_model: .*an emulated target alone"),
+        ({"engine": "emulated:size=3"}, "engine: "),
+    ],
 )
-def test_coordinators_are_told_of_a_look_up_that_drafts_alone(
-    tiny: Path, engine: str, drafter: str
+def test_a_slip_in_a_name_is_told_before_a_start(
+    tiny: Path, settings: dict[str, str], says: str
 ) -> None:
-    """A model has a replica of its own."""
-    named = str(tiny) if drafter == "small" else drafter
-    config = resolve_models(
-        load_config({"model": str(tiny), "engine": engine, "draft_model": named}, {})
-    )
-    assert config.coordinator.lookup == (None if drafter == "small" else DraftConfig(model=named))
+    """What may be a name at the hub is none."""
+    with pytest.raises(SettingError, match=says):
+        check_before_start(load_config({"model": str(tiny)} | settings, {}))
+    check_before_start(load_config({"model": str(tiny), "draft_model": "owner/ngrams"}, {}))
 
 
-def test_coordinators_are_told_nothing_of_draft_replicas(tiny: Path) -> None:
+def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: Path) -> None:
     """Another setting of those replaces no coordinator; one of the look-up does."""
-    models = {"model": str(tiny), "draft_model": f"hybrid:suffix,{tiny}"}
 
     def lookup(**settings: object) -> object:
-        return resolve_models(load_config({**models, **settings}, {})).coordinator.lookup
+        return resolved(tiny, **settings).coordinator.lookup
 
-    assert lookup(draft_num_threads=2, draft_port=7001, draft_dtype="float32") == lookup()
-    assert lookup(suffix_depth=8) != lookup()
+    assert lookup(draft_model="ngram") == DraftConfig(model="ngram")
+    assert lookup(draft_model="suffix", engine="emulated:") == DraftConfig(model="suffix")
+    assert lookup(draft_model=str(tiny)) is None
+    hybrid = f"hybrid:suffix,{tiny}"
+    before = lookup(draft_model=hybrid)
+    assert lookup(draft_model=hybrid, draft_num_threads=2, draft_port=7001) == before
+    assert lookup(draft_model=hybrid, suffix_depth=8) != before
 
 
 @pytest.mark.parametrize(
@@ -129,50 +103,33 @@ def test_a_target_has_the_heads_that_were_made_for_it(
 ) -> None:
     """It gets their place, and the draft loads nothing; other targets and drafters are refused."""
     heads = save(tmp_path / "heads", tiny, (1, 2, 5))
-    models = {"model": str(tiny), "draft_model": f"{kind}:{heads}", "draft_support_entries": 8}
-    config = resolve_models(load_config(models, {}))
-    check_before_start(config)
-    assert (config.target.heads, config.target.heads_directory) == (str(heads), str(heads))
-    assert config.target.heads_kind == kind
-    assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
-    assert config.coordinator.lookup is None
-    hybrid = resolve_models(
-        load_config({**models, "draft_model": f"hybrid:ngram,{kind}:{heads}"}, {})
-    )
-    assert hybrid.target.heads == str(heads)
-    assert hybrid.coordinator.lookup == DraftConfig(model=f"hybrid:ngram,{kind}:{heads}")
+    for draft_model in (f"{kind}:{heads}", f"hybrid:ngram,{kind}:{heads}"):
+        config = resolved(tiny, draft_model=draft_model, draft_support_entries=8)
+        assert (config.target.heads_directory, config.target.heads_kind) == (str(heads), kind)
+        assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
+        assert (config.coordinator.lookup is not None) == draft_model.startswith("hybrid")
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
         (other, f"{kind}:{heads}", "was made for the target tiny"),
         (tiny, f"{kind}:{tiny}", r"no drafter\.json"),
         (tiny, f"{other_kind}:{heads}", f"kind `{kind}`, and is named as a `{other_kind}`"),
         (tiny, str(heads), f"draft heads go by `{kind}:"),
-        (tiny, f"{kind}:{tmp_path / 'none'}", "no such file"),
     ):
-        with pytest.raises(SettingError, match=message) as bad:
-            resolve_models(load_config({"model": str(model), "draft_model": named}, {}))
-        assert bad.value.key == "draft_model"
+        with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
+            resolved(model, draft_model=named)
 
 
 def test_a_draft_that_reads_features_has_a_target_that_shows_them(
     tiny: Path, tmp_path: Path
 ) -> None:
     eagle = save_tiny_eagle(tmp_path / "eagle", tiny, (1, 2, 5))
-    models = {"model": str(tiny), "draft_model": f"hybrid:ngram,eagle:{eagle}"}
-    config = resolve_models(load_config(models, {}))
-    check_before_start(config)
+    config = resolved(tiny, draft_model=f"hybrid:ngram,eagle:{eagle}")
     assert config.target.shows_features
-    assert not resolve_models(load_config({"model": str(tiny)}, {})).target.shows_features
+    assert not resolved(tiny).target.shows_features
     assert (config.draft.directory, config.draft.target_directory) == (str(eagle), str(tiny))
-    heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
-    for named, message in (
-        (f"eagle:{heads}", "is of the kind `medusa`, and is named as a `eagle`"),
-        (str(eagle), "draft heads go by `eagle:"),
-        (f"eagle:{tiny}", r"no drafter\.json"),
-    ):
-        with pytest.raises(SettingError, match=message) as bad:
-            resolve_models(load_config({**models, "draft_model": named}, {}))
-        assert bad.value.key == "draft_model"
+    for named, message in ((str(eagle), "draft heads go by `eagle:"), (f"eagle:{tiny}", "drafter")):
+        with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
+            resolved(tiny, draft_model=named)
 
 
 @pytest.mark.parametrize(
@@ -188,121 +145,61 @@ def test_a_draft_that_reads_features_has_a_target_that_shows_them(
 def test_what_reading_the_target_does_not_go_with_is_refused(
     settings: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(SettingError, match=r"(medusa|eagle):heads") as bad:
+    with pytest.raises(SettingError, match=rf"^{key}: .*(medusa|eagle):heads"):
         load_config({"draft_model": "medusa:heads", **settings}, {})
-    assert bad.value.key == key
 
 
-def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -> None:
-    """And one that has one is not."""
-    config = resolve_models(load_config({"model": str(tiny)}, {}))
-    [warning] = warnings(config)
-    assert "\n" not in warning
-    assert "--token-ids" in warning
-    speaking = save_tiny_model(tmp_path / "speaking")
-    byte_level_tokenizer(32).save_pretrained(speaking)
-    config = resolve_models(load_config({"model": str(speaking)}, {}))
-    assert not [*warnings(config)]
-
-
-@pytest.mark.parametrize("key", ["tensor_parallel_size", "draft_tensor_parallel_size"])
-def test_a_number_of_ranks_that_a_model_cannot_have_is_refused(tiny: Path, key: str) -> None:
-    """With the setting's name and the numbers that do."""
-    models = {"model": str(tiny), "draft_model": str(tiny)}
-    resolve_models(load_config({**models, key: 2}, {}))
-    with pytest.raises(SettingError, match="1, 2 do") as bad:
-        resolve_models(load_config({**models, key: 3}, {}))
-    assert bad.value.key == key
+def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
+    """A draft that only copies, too: it is cut where a constraint ends it. That there is none is
+    warned of."""
+    spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
+    for model, told in ((spoken, str(spoken)), (tiny, "")):
+        for draft_model in ("ngram", str(model)):
+            config = resolved(model, draft_model=draft_model)
+            places = (config.target, config.draft, config.coordinator)
+            assert [place.tokenizer_directory for place in places] == [told] * 3
+            assert sum("--token-ids" in line for line in warnings(config)) == (not told)
 
 
 def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_path: Path) -> None:
     def target(model: Path, **settings: object) -> TargetConfig:
-        return resolve_models(load_config({"model": str(model), **settings}, {})).target
+        return resolved(model, **settings).target
 
     tokenizer = byte_level_tokenizer()
     spoken = target(save_tiny_model(tmp_path / "a", vocab_size=320, tokenizer=tokenizer))
-    check_same_tokens(spoken, spoken)
     alike = save_tiny_model(tmp_path / "b", vocab_size=320, tokenizer=tokenizer, seed=9)
     check_same_tokens(spoken, target(alike))
     wider = save_tiny_model(tmp_path / "c", vocab_size=328, tokenizer=tokenizer)
     other = save_tiny_model(tmp_path / "d", vocab_size=320, tokenizer=byte_level_tokenizer(300))
-    emulated = target(tiny, engine="emulated:vocab_size=320")
-    for one, key in ((wider, "model"), (other, "model"), (tiny, "model"), (None, "engine")):
-        with pytest.raises(SettingError, match=r"another vocabulary or tokenizer") as bad:
-            check_same_tokens(spoken, emulated if one is None else target(one))
-        assert bad.value.key == key
+    for model in (wider, other, tiny):
+        with pytest.raises(SettingError, match=r"model: .*another vocabulary or tokenizer"):
+            check_same_tokens(spoken, target(model))
+    with pytest.raises(SettingError, match=r"engine: .*another vocabulary or tokenizer"):
+        check_same_tokens(spoken, target(tiny, engine="emulated:vocab_size=320"))
     gone = replace(spoken, directory=str(tmp_path / "gone"))
     check_same_tokens(gone, target(wider))
 
 
-def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
-    """A draft that only copies, too: it is cut where a constraint ends it."""
-    spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
-    for model, told in ((spoken, str(spoken)), (tiny, "")):
-        for draft_model in ("ngram", str(model)):
-            config = resolve_models(
-                load_config({"model": str(model), "draft_model": draft_model}, {})
-            )
-            places = (config.target, config.draft, config.coordinator)
-            assert [place.tokenizer_directory for place in places] == [told] * 3
-
-
-EMULATED = {
-    "engine": "emulated:vocab_size=100",
-    "draft_model": "emulated",
-    "grpc_port": 0,
-    "port": 0,
-}
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    """A port in use behind two free ones, below those that the system gives to any program."""
-    for port in range(20_002, 32_000, 3):
-        try:
-            for free in (port - 2, port - 1):
-                socket.create_server(("127.0.0.1", free)).close()
-            server = socket.create_server(("127.0.0.1", port))
-        except OSError:
-            continue
-        with server:
-            yield port
-        return
-    pytest.fail("no three ports in a row are free")
-
-
-def test_every_port_that_a_role_counts_up_to_must_be_free(taken_port: int) -> None:
-    settings = {"target_port": taken_port - 2, "num_targets": 2}
-    check_ports(load_config(EMULATED | settings, {}))
-    with pytest.raises(SettingError, match=f"cannot listen on 127.0.0.1:{taken_port}") as bad:
-        check_ports(load_config(EMULATED | settings | {"num_targets": 3}, {}))
-    assert bad.value.key == "target_port"
-
-
-def test_a_host_of_another_machine_is_blamed_in_the_ports_place() -> None:
-    settings = {"host": "192.0.2.1", "insecure": True, "target_port": 47001}
-    with pytest.raises(SettingError, match=r"cannot listen on 192\.0\.2\.1:47002: ") as bad:
-        check_ports(load_config(EMULATED | settings | {"grpc_port": 47002}, {}))
-    assert bad.value.key == "host"
-    assert "another port" not in bad.value.reason
+def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = EMULATED | {"grpc_port": 0, "target_port": port - 1, "num_targets": 2}
+        said = re.escape(f"target_port: cannot listen on 127.0.0.1:{port}: ")
+        with pytest.raises(SettingError, match=f"{said}.*another port with --target-port"):
+            check_ports(load_config(settings, {}))
+    settings = {"host": "192.0.2.1", "insecure": True, "grpc_port": 47002}
+    with pytest.raises(SettingError, match=r"^host: cannot listen on 192\.0\.2\.1:47002: "):
+        check_ports(load_config(EMULATED | settings, {}))
 
 
 @pytest.mark.parametrize(
-    ("settings", "key", "reason"),
+    ("settings", "reason"),
     [
-        (
-            {"target_port": 47001, "num_targets": 2, "draft_port": 47002},
-            "draft_port",
-            "target_port",
-        ),
-        ({"target_port": 47001, "draft_port": 47001}, "draft_port", "a port of target_port, too"),
-        ({"grpc_port": 65_535, "num_coordinators": 2}, "grpc_port", "no ports for 2"),
-        ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "port", "a port of grpc_port"),
+        ({"target_port": 47001, "num_targets": 2, "draft_port": 47002}, "draft_port: .*target_por"),
+        ({"grpc_port": 65_535, "num_coordinators": 2}, "grpc_port: .*no ports for 2"),
+        ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "port: .*a port of grpc_port"),
     ],
 )
-def test_roles_count_up_to_ports_of_their_own(
-    settings: dict[str, object], key: str, reason: str
-) -> None:
-    with pytest.raises(SettingError, match=reason) as bad:
+def test_roles_count_up_to_ports_of_their_own(settings: dict[str, object], reason: str) -> None:
+    with pytest.raises(SettingError, match=f"^{reason}"):
         check_before_start(load_config(EMULATED | settings, {}))
-    assert bad.value.key == key

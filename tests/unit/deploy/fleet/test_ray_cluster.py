@@ -38,21 +38,6 @@ async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs(
         await actor_that(died).find_place(20.0)
 
 
-@pytest.mark.parametrize("num_turns", range(6))
-async def test_a_call_that_is_cancelled_while_its_answer_comes_is_cancelled(num_turns: int) -> None:
-    """Whoever ends a fleet's task must not find it going on."""
-    answer: Future[Any] = Future()
-    calling = asyncio.create_task(actor_that(answer).call("ping", timeout_s=20.0))
-    await asyncio.sleep(0.01)
-    answer.set_result(Place(1, "here"))
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
-    if not calling.cancel():
-        return  # It was over.
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-
-
 async def _after(delay_s: float, outcome: object) -> object:
     await asyncio.sleep(delay_s)
     if isinstance(outcome, Exception):

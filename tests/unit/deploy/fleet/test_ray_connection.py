@@ -21,7 +21,6 @@ from deploy.fleet import ray_connection as ray_token
 from deploy.fleet.ray_connection import (
     RayConnection,
     SecretFiles,
-    _without_secrets,
     check_asks_for_token,
 )
 from outrider.errors import SettingError
@@ -87,18 +86,6 @@ def test_a_users_own_variables_are_as_before_once_a_token_is_forgotten(
     assert found == {ray_token.MODE: "token", ray_token.TOKEN: "own"}
 
 
-def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Path) -> None:
-    place = tmp_path / "state" / "secrets"
-    secrets = SecretFiles(place)
-    path = secrets.hide("one", "first")
-    assert secrets.hide("two", "second").read_text() == "second"
-    assert path.read_text() == "first"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    secrets.forget()
-    assert not place.exists()
-
-
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,14 +106,3 @@ def test_other_users_do_not_enter_the_directory_of_a_local_ray(
     assert stat.S_IMODE(Path("/tmp", ours).stat().st_mode) == 0o700
     asyncio.run(connection.disconnect())
     assert not Path("/tmp", ours).exists()
-
-
-def test_what_is_started_has_no_variables_with_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "planted")
-    monkeypatch.setenv("OUTRIDER_API_KEY", "planted")
-    monkeypatch.setenv("OUTRIDER_REDIS_USERNAME", "me")
-    with _without_secrets():
-        assert "planted" not in os.environ.values()
-        assert os.environ["OUTRIDER_REDIS_USERNAME"] == "me"
-    names = ("OUTRIDER_REDIS_PASSWORD", "OUTRIDER_API_KEY")
-    assert {os.environ[name] for name in names} == {"planted"}

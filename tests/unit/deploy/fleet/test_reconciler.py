@@ -15,10 +15,10 @@ import ray
 from fleet_world import SavedInMemory, World
 
 from deploy.fleet import reconciler as module
-from deploy.fleet.reconciler import Reconciler
+from deploy.fleet.reconciler import Reconciler, changed
 from deploy.fleet.replica_set import Fleet
 from outrider.clock import run_virtually
-from outrider.config import DeploymentConfig
+from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.replica.process_setup import Place, log_at
 
@@ -77,23 +77,6 @@ def play(monkeypatch: pytest.MonkeyPatch, scene: Callable[[Host, Reconciler], Aw
             task.cancel()
 
     run_virtually(main())
-
-
-async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ray may restart it while it places. In the end nothing is kept, unless the head is away."""
-    host = Host(monkeypatch)
-    seen = []
-    monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=lambda: seen.append(host.saved.text)))
-    for failure in (None, Unavailable("the Ray head does not answer")):
-        host.saved.text = "of an earlier one"
-        found = Reconciler(host.world.spec, "outrider-d")
-        await found.start()
-        host.saved.text, host.saved.failure = "changes", failure
-        await found.close()
-        assert host.saved.text == ("changes" if failure else "")
-        assert seen.pop() == ""
 
 
 async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
@@ -303,3 +286,10 @@ def test_drafts_come_where_there_were_none_for_want_of_use(monkeypatch: pytest.M
         assert (await host.world.registry.wanted())["draft"] == 1
 
     play(monkeypatch, scene, draft_model="suffix")
+
+
+def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:
+    before = load_config({"model": "demo", "draft_model": "hybrid:suffix,demo-drafter"}, {})
+    assert changed(before, {"model": "other"}).draft.model == "suffix"
+    assert changed(before, {"model": "demo"}).draft.model == "hybrid:suffix,demo-drafter"
+    assert changed(before, {"model": "other", "draft_model": "suffix"}).draft.model == "suffix"

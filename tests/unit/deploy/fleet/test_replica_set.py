@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,7 @@ from fleet_world import World, play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.fleet.ray_cluster import Actor
-from deploy.fleet.replica import ReplicaView, role_and_age
+from deploy.fleet.replica import Overview, ReplicaView, role_and_age
 from deploy.fleet.replica_set import HOPELESS_AFTER, next_steps
 from outrider.clock import run_virtually
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
@@ -124,34 +122,6 @@ def test_one_that_is_not_wanted_any_more_never_starts() -> None:
     play(scene)
 
 
-def test_one_that_leaves_while_it_is_removed_is_known_until_it_has_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`close` would not end its task else."""
-
-    async def scene(world: World) -> None:
-        removed, remove = asyncio.Event(), world.machines.remove
-
-        async def remove_later(actors: Sequence[Actor]) -> None:
-            await removed.wait()
-            await remove(actors)
-
-        await world.registry.want({"draft": 2})
-        await asyncio.sleep(2)
-        monkeypatch.setattr(world.machines, "remove", remove_later)
-        name = world.names("draft")[0]
-        world.actor(name).end.set_result(None)
-        await asyncio.sleep(1)
-        await world.registry.want({"draft": 1})
-        await asyncio.sleep(1)
-        assert name in world.fleet._tasks
-        removed.set()
-        await asyncio.sleep(1)
-        assert name not in world.fleet._tasks
-
-    play(scene)
-
-
 def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
     async def scene(world: World) -> None:
         world.machines.failures["target"] = ConfigError("no such file")
@@ -161,22 +131,6 @@ def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
                 await asyncio.sleep(0.1)
         assert world.fleet.hopeless == "target"
         assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
-
-    play(scene)
-
-
-def test_a_fleet_is_not_hopeless_for_want_of_a_registry() -> None:
-    """In which what has started would have to be announced."""
-
-    async def scene(world: World) -> None:
-        world.machines.failures["target"] = StoreUnavailable("away")
-        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
-        await asyncio.sleep(60)
-        assert world.running is not None
-        assert not world.running.done()
-        world.machines.failures.clear()
-        await asyncio.sleep(3)
-        assert len(world.names("target")) == 1
 
     play(scene)
 
@@ -210,24 +164,6 @@ def test_no_coordinator_is_started_before_there_is_a_target() -> None:
         assert world.machines.starts == ["target", "coordinator"]
 
     play(scene)
-
-
-def test_names_go_on_where_a_deployment_of_the_same_name_ended() -> None:
-    """And as many are wanted as its settings say, whatever the earlier one was told."""
-
-    async def main() -> None:
-        world = World()
-        await world.registry.want({"draft": 3, "target": 1, "coordinator": 2})
-        await world.registry.note_started(9)
-        await world.start()
-        assert [world.names(role) for role in ROLES] == [
-            ["coordinator-9"],
-            ["target-10"],
-            ["draft-11"],
-        ]
-        await world.close()
-
-    run_virtually(main())
 
 
 def test_all_are_started_or_none() -> None:
@@ -271,15 +207,6 @@ def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None
         assert len(world.names("target")) == 2, "those taken over are watched"
 
     play(scene, num_targets=2, target_port=7000)
-
-
-async def one_that_loads(world: World) -> str:
-    """The name of a draft that has its place, and does not serve yet."""
-    world.machines.loading.clear()
-    await world.registry.want({"draft": 2})
-    await asyncio.sleep(2)
-    [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
-    return loading
 
 
 def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
@@ -415,110 +342,52 @@ def test_replicas_of_other_ranks_than_the_plans_serve_until_they_are_replaced() 
     play(scene, engine="transformers", model="m")
 
 
-Steps = tuple[list[Role], list[str]]
-WANTED = st.dictionaries(st.sampled_from(ROLES), st.integers(0, 5))
-HELD_BACK = st.sets(st.sampled_from(ROLES))
-
-
 def view(
     role: Role, age: int, serves: bool = True, leaves: bool = False, stale: bool = False
 ) -> ReplicaView:
     return ReplicaView(f"{role}-{age}", role, "h:1" if serves else "", leaves, stale)
 
 
-@st.composite
-def fleets(draw: st.DrawFn) -> list[ReplicaView]:
-    kinds = draw(
-        st.lists(st.tuples(st.sampled_from(ROLES), st.booleans(), st.booleans()), max_size=12)
-    )
-    return [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
-
-
-def after(fleet: Sequence[ReplicaView], steps: Steps) -> list[ReplicaView]:
-    """The fleet once the steps are done."""
-    age = 1 + max((int(one.name.rpartition("-")[2]) for one in fleet), default=0)
-    left = [replace(one, leaves=one.leaves or one.name in steps[1]) for one in fleet]
-    return left + [view(role, age + n, serves=False) for n, role in enumerate(steps[0])]
-
-
-def staying(fleet: Sequence[ReplicaView]) -> Counter[Role]:
-    return Counter(one.role for one in fleet if not one.leaves)
-
-
-@given(WANTED, fleets())
+@given(
+    st.dictionaries(st.sampled_from(ROLES), st.integers(0, 5)),
+    st.lists(st.tuples(st.sampled_from(ROLES), st.booleans(), st.booleans()), max_size=12),
+)
 def test_then_there_are_as_many_as_are_wanted(
-    wanted: Mapping[Role, int], fleet: list[ReplicaView]
+    wanted: Mapping[Role, int], kinds: list[tuple[Role, bool, bool]]
 ) -> None:
-    """None of a role that nobody wants; those that leave already are not counted. No more is done
-    than is needed."""
-    starts, leaves = steps = next_steps(wanted, fleet)
-    before, done = staying(fleet), after(fleet, steps)
-    assert staying(done) == Counter(wanted)
-    assert next_steps(wanted, done) == ([], [])
-    num_other = sum(abs(wanted.get(role, 0) - before[role]) for role in ROLES)
-    assert len(starts) + len(set(leaves)) == len(starts) + len(leaves) == num_other
+    """Those that leave already are not counted. No more is done than is needed; those that serve
+    stay before others, and the oldest before later ones."""
+    fleet = [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
+    starts, leaving = next_steps(wanted, fleet)
+    for role in ROLES:
+        before = [one for one in fleet if one.role == role and not one.leaves]
+        left = [one for one in before if one.name in leaving]
+        number = wanted.get(role, 0)
+        assert starts.count(role) == max(0, number - len(before))
+        ranked = sorted(before, key=lambda one: not one.address)
+        assert {*left} == {*ranked[number:]}
 
 
-@given(WANTED, fleets(), HELD_BACK)
-def test_what_is_held_back_is_not_started_but_may_leave(
-    wanted: Mapping[Role, int], fleet: list[ReplicaView], held_back: Collection[Role]
+STALE = view("target", 0, stale=True)
+LEAVING = view("target", 0, leaves=True, stale=True)
+STARTING = view("target", 1, serves=False)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "num_stale"),
+    [
+        ((STALE, STARTING), 1),
+        ((LEAVING, view("target", 1)), 1),
+        ((), 1),
+        ((view("target", 1),), 0),
+        ((view("target", 1), view("target", 2, serves=False, leaves=True)), 0),
+        ((STALE, STARTING, view("draft", 0, stale=True)), 2),
+    ],
+)
+def test_a_replica_that_is_replaced_counts_once(
+    replicas: tuple[ReplicaView, ...], num_stale: int
 ) -> None:
-    freely, held = next_steps(wanted, fleet), next_steps(wanted, fleet, held_back)
-    assert held[0] == [role for role in freely[0] if role not in held_back]
-    assert held[1] == freely[1]
-
-
-@given(st.lists(st.booleans(), min_size=2, max_size=6))
-def test_those_that_serve_stay_before_others_and_then_the_oldest(serving: list[bool]) -> None:
-    """However many stay."""
-    fleet = [view("draft", age, serves) for age, serves in enumerate(serving)]
-    for num_wanted in range(1, len(fleet)):
-        left = next_steps({"draft": num_wanted}, fleet)[1]
-        worth = {one.name: (bool(one.address), -age) for age, one in enumerate(fleet)}
-        assert max(worth[name] for name in left) < min(
-            value for name, value in worth.items() if name not in left
-        )
-
-
-class Rolling:
-    """A fleet of which the plan has changed."""
-
-    def __init__(self, **counts: int) -> None:
-        self.wanted: dict[Role, int] = dict(counts)  # type: ignore[arg-type]
-        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))]
-        self.fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
-
-    def step(self) -> Steps:
-        """What is done next; whatever was begun before has ended."""
-        self.fleet = [replace(one, address="h:1") for one in self.fleet if not one.leaves]
-        steps = next_steps(self.wanted, self.fleet)
-        self.fleet = after(self.fleet, steps)
-        return steps
-
-    def serving(self, role: Role) -> int:
-        return sum(one.role == role and bool(one.address) and not one.leaves for one in self.fleet)
-
-
-def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
-    """Never fewer serve than are wanted, nor are there more than one more; while the new one loads
-    nothing else is done."""
-    world = Rolling(draft=1, target=2, coordinator=1)
-    order: list[str] = []
-    while (steps := world.step()) != ([], []):
-        order += [f"+{role}" for role in steps[0]] + [f"-{name}" for name in steps[1]]
-        if steps[0]:
-            assert next_steps(world.wanted, world.fleet) == ([], [])
-        assert all(world.serving(role) >= world.wanted[role] for role in ROLES)
-    assert order == [
-        "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
-        "-coordinator-0",
-    ]  # fmt: skip
-    assert not any(one.stale for one in world.fleet)
-
-
-def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
-    """Unless it is the only one that is wanted."""
-    last = view("target", 0, stale=True)
-    roles: tuple[Role, ...] = ("target",)
-    assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])
-    assert next_steps({"target": 1}, [last], (), roles, roles) == ([], ["target-0"])
+    """From before another one is started until the old one has ended and the other serves."""
+    overview = Overview({"target": 1}, replicas, None, upgrades=True)
+    assert overview.num_stale == num_stale
+    assert replace(overview, upgrades=False).num_stale == 0
