@@ -28,12 +28,8 @@ class Reply:
     """Of an answer that is not 200, or in the stream behind the chunks."""
     breaks: bool = False
     """Whether the connection is closed behind the chunks."""
-    stops: bool = False
-    """Whether the stream ends properly behind the chunks, but without its last events."""
     gap_s: float = 0.0
     """Before each chunk."""
-    waits_for: int = 0
-    """How many requests must be there before any of them is answered."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +46,6 @@ class OpenAiServer:
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self._crowd = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.paths.append(scope["path"])
@@ -65,10 +60,6 @@ class OpenAiServer:
         body = json.loads(raw)
         self.bodies.append(body)
         reply = self._script(body)
-        if reply.waits_for:
-            if len(self.bodies) >= reply.waits_for:
-                self._crowd.set()
-            await self._crowd.wait()
         if reply.status != 200:
             await _whole(send, reply.status, {"error": {"message": reply.error, "type": "x"}})
             return
@@ -103,7 +94,7 @@ async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
         return
     if reply.error:
         yield {"error": {"message": reply.error, "type": "x"}}
-    elif not reply.stops:
+    else:
         yield choice(finish_reason="length")
         if reply.num_tokens and body["stream_options"]["include_usage"]:
             usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.num_tokens}

@@ -8,43 +8,44 @@ import venv
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.libraries import TargetInputs
+from outrider.config import TargetConfig
+
 EOS: Final = 40
 _RECORD: Final = """
 import json, os
-def note(value):
+from types import SimpleNamespace
+def note(**value):
     with open(os.environ["RECORD"], "a") as file:
         file.write(json.dumps(value) + "\\n")
 """
 _VLLM: Final = (
     _RECORD
     + """
-import sys
 import time
-from types import SimpleNamespace
 
 print("what a library prints when it is imported", flush=True)
 
 def SamplingParams(**options):
-    note(options)
+    note(temperature=options["temperature"])
     return SimpleNamespace(**options)
 
 class LLM:
-    def __init__(self, **options):
-        note(options)
-        drafting = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    def __init__(self, model, max_num_seqs, speculative_config={}, **options):
+        drafting = speculative_config.get("num_speculative_tokens", 0)
         if drafting == 3:
             raise RuntimeError("no such drafts")
-        self.llm_engine = Engine(options["max_num_seqs"], drafting == 8)
+        self.llm_engine = Engine(drafting == 8)
 
 class Engine:
-    def __init__(self, batch, is_fast):
-        self.batch, self.is_fast, self.running = batch, is_fast, {}
+    def __init__(self, is_fast):
+        self.is_fast, self.running = is_fast, {}
 
     def add_request(self, request_id, prompt, params):
         if not prompt["prompt_token_ids"]:
             raise ValueError("an empty prompt")
         self.running[request_id] = [prompt["prompt_token_ids"][-1], params.max_tokens]
-        note({"running": sorted(self.running)})
+        note(running=len(self.running))
 
     def step(self):
         # The fast setting outruns whatever else a busy machine does.
@@ -52,7 +53,7 @@ class Engine:
         outputs = []
         for name, state in list(self.running.items()):
             state[0], state[1] = state[0] + 1, state[1] - 1
-            ended = state[0] in (40,) or not state[1]
+            ended = state[0] == 40 or not state[1]
             if ended:
                 del self.running[name]
             tokens = SimpleNamespace(token_ids=[state[0]])
@@ -63,38 +64,38 @@ class Engine:
 _LLAMA: Final = (
     _RECORD
     + """
-from types import SimpleNamespace
 class common_speculative_type:
     COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE = "simple"
+
 class CommonParams:
     def __init__(self):
-        self.model = SimpleNamespace(path="")
-        self.cpuparams, self.cpuparams_batch = SimpleNamespace(), SimpleNamespace()
-        self.speculative = SimpleNamespace(types=[], ngram_simple=SimpleNamespace())
+        self.model, self.cpuparams, self.cpuparams_batch, self.speculative = (
+            SimpleNamespace(ngram_simple=SimpleNamespace()) for _ in range(4)
+        )
+
 class Server:
     def __init__(self, params):
-        note({"model": params.model.path, "n_ctx": params.n_ctx, "parallel": params.n_parallel,
-              "threads": params.cpuparams.n_threads, "types": params.speculative.types,
-              "ngram": vars(params.speculative.ngram_simple)})
+        assert params.model.path and params.n_ctx and params.cpuparams.n_threads
+
     def handle_completions(self, body, take):
-        note(body)
+        note(temperature=body["temperature"])
         if not body["prompt"]:
             take({"error": {"message": "an empty prompt"}})
             return
-        token = body["prompt"][-1]
+        token, reason = body["prompt"][-1], "length"
         for place in range(body["max_tokens"]):
             token += 1
             if token == 40:
-                take({"choices": [{"finish_reason": "stop"}], "__verbose": {"tokens": []}})
-                return
+                reason = "stop"
+                break
             take({"choices": [{"finish_reason": None}], "__verbose": {"tokens": [token]}})
-        take({"choices": [{"finish_reason": "length"}], "__verbose": {"tokens": []}})
+        take({"choices": [{"finish_reason": reason}], "__verbose": {"tokens": []}})
 """
 )
 
 
-def make_environment(environments: Path, name: str, *, installed: bool = True) -> Path:
-    """Environment `name` with stand-ins for vLLM and xllamacpp; its interpreter."""
+def make_environment(environments: Path, name: str) -> None:
+    """Environment `name` with stand-ins for vLLM and xllamacpp."""
     root = environments / name
     venv.create(root, with_pip=False, symlinks=True)
     [packages] = root.glob("lib/python*/site-packages")
@@ -104,11 +105,18 @@ def make_environment(environments: Path, name: str, *, installed: bool = True) -
     (packages / "vllm" / "sampling_params.py").write_text(
         'class RequestOutputKind:\n    DELTA = "delta"\n'
     )
-    if installed:
-        (root / "installed").touch()
-    return root / "bin" / "python"
+    (root / "installed").touch()
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
     """What stand-ins have written to the file that `RECORD` names."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def inputs(environments: Path, **named: Any) -> TargetInputs:
+    """Of a target that no process opens."""
+    known: dict[str, Any] = {"gguf": "/model.gguf", "token_ids": {}} | named
+    return TargetInputs(
+        target=TargetConfig(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),
+        context_tokens=77, eos_token_ids=(EOS,), environments=environments, **known,
+    )  # fmt: skip

@@ -1,0 +1,339 @@
+"""`bench serve`: when requests are sent, the figures, and the whole of it by gRPC and by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai_server import OpenAiServer, Reply, serving
+from stack import VOCAB, running_stack, toy_text
+from toy_engine import ToyEngine
+
+from benchmarks.measurement import BenchClient, Completion, Decoding
+from benchmarks.prompts import BenchPrompt
+from benchmarks.serve import Load, Record, ServeOptions, arrival_times, is_good, measure, report
+from deploy.cli.main import main
+from outrider.clock import run_virtually
+from outrider.errors import Unavailable
+
+NUMBER = 20_000
+
+
+@pytest.mark.parametrize(("burstiness", "tail"), [(0.25, 24.0), (4.0, 1.5)])
+def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tail: float) -> None:
+    """Gamma of shape k and mean 1/R: the variance is 1 / (k R^2), its excess kurtosis 6 / k. Mean
+    and variance are held to 5 standard errors, which a right one misses with probability 6e-7."""
+    rate = 8.0
+    times = [0.0, *islice(arrival_times(rate, burstiness, 0), NUMBER)]
+    found = np.array([after - before for before, after in pairwise(times)])
+    variance = 1 / (burstiness * rate**2)
+    assert abs(found.mean() - 1 / rate) < 5 * math.sqrt(variance / NUMBER)
+    assert abs(found.var() - variance) < 5 * variance * math.sqrt((tail + 2) / NUMBER)
+
+
+class ScriptedServer(BenchClient):
+    """Answers four tokens, one a second, unless the script says an error."""
+
+    def __init__(self, fails: Callable[[int], str] = lambda _: "") -> None:
+        self.fails = fails
+        self.asked: list[tuple[float, BenchPrompt, int]] = []
+        self.running = self.most_running = 0
+
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        error, started_s = self.fails(len(self.asked)), asyncio.get_running_loop().time()
+        self.asked.append((started_s, prompt, decoding.max_tokens))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(4.0)
+        self.running -= 1
+        if error:
+            raise Unavailable(error)
+        return Completion((1, 2, 3, 4), started_s, 4.0, chunk_s=(1.0, 2.0, 3.0, 4.0))
+
+
+def play(options: ServeOptions, server: ScriptedServer) -> Load:
+    found: list[Load] = []
+
+    async def run() -> None:
+        found.append(await measure(options, server, lambda line: None))
+
+    run_virtually(run())
+    return found[0]
+
+
+def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
+    """A prompt may say how long its answer is."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
+    server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
+    load = play(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server)
+    assert [at for at, _, _ in server.asked] == [0.0] * 100
+    assert server.most_running == load.most_running == 100
+    assert load.duration_s == pytest.approx(4.0)
+    assert (len(load.completed), load.errors) == (99, {"no room": 1})
+    assert {prompt.text: most for _, prompt, most in server.asked} == {"a": 7, "b": 9}
+
+
+def test_a_rate_sends_at_its_own_times_whoever_is_answered() -> None:
+    server = ScriptedServer()
+    load = play(ServeOptions(num_prompts=30, request_rate=2.0, burstiness=0.5, seed=4), server)
+    due = list(islice(arrival_times(2.0, 0.5, 4), 30))
+    assert [at for at, _, _ in server.asked] == pytest.approx(due)
+    assert [record.due_s for record in load.records] == pytest.approx(due)
+    assert server.most_running > 4
+
+
+def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
+    server = ScriptedServer()
+    load = play(ServeOptions(num_prompts=10, max_concurrency=3), server)
+    assert server.most_running == 3
+    assert load.duration_s == pytest.approx(16.0)
+    assert all(record.due_s == record.started_s for record in load.records)
+
+
+def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
+    """One a second, and each takes four: the i-th waits 3 i seconds here, and takes four."""
+    options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
+    load = play(options, ScriptedServer())
+    waits = [record.started_s - record.due_s for record in load.records]
+    assert waits == pytest.approx([0.0, 3.0, 6.0, 9.0, 12.0])
+    found = report(options, options.settings("b", "s", "m"), load).values
+    assert (found["mean_client_queue_time_ms"], found["mean_e2el_ms"]) == pytest.approx((6e3, 4e3))
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        (ServeOptions(duration=10, max_concurrency=2), 6),
+        (ServeOptions(duration=10, request_rate=1.0, burstiness=math.inf), 9),
+        (ServeOptions(duration=10, max_concurrency=2, num_prompts=4), 4),
+    ],
+)
+def test_a_duration_ends_the_sending_and_not_what_runs(options: ServeOptions, number: int) -> None:
+    assert len(play(options, ScriptedServer()).completed) == number
+
+
+def test_a_late_event_loop_is_noticed() -> None:
+    """Which makes all times too long."""
+
+    class Busy(ScriptedServer):
+        async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+            await asyncio.sleep(0.06)
+            time.sleep(0.15)  # noqa: ASYNC251 (a client that computes)
+            await asyncio.sleep(0.05)
+            return Completion((1,), 0.0, 0.26, chunk_s=(0.2,))
+
+    options = ServeOptions(num_prompts=1)
+    load = asyncio.run(measure(options, Busy(), lambda line: None))
+    assert "ms late itself" in report(options, options.settings("b", "s", "m"), load).warnings[0]
+
+
+ANSWER = Completion(
+    (), 0.0, 2.5, num_rounds=4, num_draft_tokens=8, num_accepted_draft_tokens=6,
+    chunk_s=(0.5, 1.0, 2.5), prompt_tokens=10, counted_tokens=7,
+)  # fmt: skip
+ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
+"""Has no TPOT and no ITL."""
+
+
+def test_the_figures_of_a_load() -> None:
+    """TTFT to the first chunk; TPOT by the six tokens behind the first one; ITL by chunk; tokens
+    are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s."""
+    options = ServeOptions(goodput=(("tpot", 334.0),))
+    records = [Record(1.0, 1.0, ANSWER), Record(1.0, 4.0, ONE), Record(0.0, 0.0, "no room")]
+    load = Load(5.0, 2, records, [0.001])
+    found = report(options, options.settings("openai", "h:1", "m"), load)
+    expected = {
+        "completed": 2, "failed": 1, "total_input_tokens": 10, "total_output_tokens": 8,
+        "request_throughput": 0.4, "request_goodput": 0.4, "output_throughput": 1.6,
+        "total_token_throughput": 3.6, "max_output_tokens_per_s": 7 / 3, "mean_ttft_ms": 500.0,
+        "mean_tpot_ms": 2000 / 6, "mean_itl_ms": 1000.0, "std_itl_ms": 500.0,
+        "median_e2el_ms": 1550.0, "p99_e2el_ms": 2481.0, "spec_decode_acceptance_rate": 75.0,
+        "spec_decode_acceptance_length": 2.5, "client_lag_p99_ms": 1.0,
+    }  # fmt: skip
+    assert {name: found.values[name] for name in expected} == pytest.approx(expected)
+    assert found.values["mean_client_queue_time_ms"] is None
+    assert (found.values["backend"], found.values["request_rate"]) == ("openai", "inf")
+    assert found.warnings == ["warning: 1 of 3 requests failed: 1x no room"]
+
+
+@pytest.mark.parametrize(
+    ("goals", "good"),
+    [
+        ({"ttft": 500.0, "tpot": 334.0}, True),
+        ({"ttft": 499.9}, False),
+        ({"ttft": 500.0, "tpot": 333.0}, False),
+        ({"e2el": 2499.0, "ttft": 9999.0}, False),
+    ],
+)
+def test_a_good_request_meets_every_goal(goals: dict[str, float], good: bool) -> None:
+    assert is_good(ANSWER, goals) is good
+    assert is_good(ONE, {"tpot": 0.0})
+
+
+def measured(
+    capsys: pytest.CaptureFixture[str], server: OpenAiServer, *flags: str, code: int = 0
+) -> tuple[dict[str, Any], str]:
+    """The one JSON object, and what was said beside it."""
+    assert main(["bench", "serve", "--json", "--base-url", server.base_url, *flags]) == code
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found, err
+
+
+def test_a_chat_by_http(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks of six tokens, 20 ms apart: TPOT is by token, ITL by chunk. What a busy machine
+    adds to a time is in both sides of what is compared."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    told = {
+        "speculative_decoding": {
+            "num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 6,
+        }
+    }  # fmt: skip
+    with serving(lambda body: Reply(gap_s=0.02, metrics=told)) as server:
+        found, err = measured(capsys, server, "--num-prompts", "4", "--max-tokens", "9")
+    assert (found["completed"], found["failed"]) == (4, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 24)
+    assert (found["backend"], found["model_id"]) == ("openai-chat", "served")
+    assert found["mean_ttft_ms"] >= 20
+    decoding_ms = found["mean_e2el_ms"] - found["mean_ttft_ms"]
+    assert found["mean_tpot_ms"] == pytest.approx(decoding_ms / 5, abs=1e-2)
+    assert 0 < found["mean_itl_ms"] <= decoding_ms / 2 + 1e-2
+    assert found["spec_decode_acceptance_length"] == 2.5
+    body = server.bodies[-1]
+    assert body["messages"] == [{"role": "user", "content": body["messages"][0]["content"]}]
+    assert (body["max_completion_tokens"], body["model"]) == (9, "served")
+    assert "ignore_eos" not in body
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-secret"}
+    assert "sk-secret" not in json.dumps(found) + err
+
+
+def test_texts_by_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda body: Reply()) as server:
+        flags = ("--raw", "--ignore-eos", "--temperature", "0.5", "--model", "mine")
+        found, _ = measured(capsys, server, *flags, "--num-prompts", "2")
+    assert set(server.paths) == {"/v1/completions"}
+    body = server.bodies[0]
+    assert isinstance(body["prompt"], str)
+    assert (body["max_tokens"], body["model"], body["temperature"]) == (128, "mine", 0.5)
+    assert body["ignore_eos"] is True
+    assert found["backend"] == "openai"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (Reply(status=429, error="try\n later \x1b[2J"), '1x HTTP 429: {"error": {"message": "try'),
+        (Reply(breaks=True), "1x RemoteProtocolError"),
+        (Reply(error="out of\x07 memory"), "the stream ended with an error: {'message': 'out of"),
+        (Reply(num_tokens=0), "or before its usage"),
+        (Reply(metrics={"speculative_decoding": 3}), "the stream is not as OpenAI's"),
+    ],
+)
+def test_a_request_that_fails_is_counted_and_told(
+    reply: Reply, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(lambda body: reply) as server:
+        found, err = measured(capsys, server, "--num-prompts", "1", code=1)
+    assert (found["completed"], found["failed"]) == (0, 1)
+    assert "warning: 1 of 1 requests failed: 1x " in err
+    assert said in err
+    assert err.isprintable() or err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model's name nothing can begin; with one, every request fails."""
+    url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
+    assert main(["bench", "serve", *url]) == 1
+    assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err
+    assert main(["bench", "serve", "--json", "--model", "m", *url]) == 1
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["failed"], json.loads(out)["mean_ttft_ms"]) == (2, None)
+    assert "2 of 2 requests failed: 2x ConnectError" in err
+
+
+def test_the_report_is_one_page_with_the_same_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It loads nothing. What a model is called cannot leave its text. One of nothing but failures
+    is a page as well."""
+    path = tmp_path / "report.html"
+    flags = ("--num-prompts", "3", "--report", str(path), "--model", '</script><script src="x">&')
+    with serving(lambda body: Reply(gap_s=0.01)) as server:
+        found, _ = measured(capsys, server, *flags)
+    text = path.read_text("utf-8")
+    assert not re.search(r"""(src|href|action)=["'](?!#)|url\((?!#)|@import|<script""", text)
+    shown = " ".join(re.sub("<[^>]*>", "", text).split())
+    assert f"mean ttft ms │ {found['mean_ttft_ms']:.3f}" in shown
+    with serving(lambda body: Reply(status=503, error="away")) as server:
+        measured(capsys, server, *flags, code=1)
+    assert "<svg" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--request-rate", "fast"), "--request-rate: 'fast' is wrong; it must be from 0.001"),
+        (("--goodput", "ttft"), "--goodput: 'ttft' is wrong; it must be NAME:MS"),
+        (("--goodput", "itl:5"), "--goodput: 'itl:5' is wrong; it must be NAME:MS"),
+        (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
+        (("--report", "/nowhere/x.html"), "--report: /nowhere is no folder"),
+        (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
+        (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line, nothing on standard output, nothing started."""
+    try:
+        code: object = main(["bench", "serve", *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"outrider: error: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.xdist_group("redis")
+async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Draft and target are one model. One request is refused, with the coordinator's words."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 5000}\n', "utf-8")
+    target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=4096) for _ in range(2))
+    async with running_stack(target, draft, tmp_path / "redis", text=toy_text()) as stack:
+        words = [
+            "bench", "serve", "--server", stack.server.address, "--json", "--num-prompts", "7",
+            "--max-tokens", "16", "--ignore-eos", "--num-draft-tokens", "3", "--max-concurrency",
+            "1", "--prompts", str(file),
+        ]  # fmt: skip
+        assert await asyncio.to_thread(main, words) == 1
+        address = stack.server.address
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["backend"], found["model_id"]) == ("outrider-grpc", "model")
+    assert found["server"] == address
+    done = found["completed"]
+    assert done + found["failed"] == 7
+    assert done in (3, 4)
+    assert found["total_output_tokens"] == 16 * done
+    rounds = found["spec_decode_num_drafts"]
+    assert found["spec_decode_accepted_tokens"] == 16 * done - rounds
+    assert found["spec_decode_acceptance_length"] == pytest.approx(16 * done / rounds, abs=1e-3)
+    assert found["max_concurrent_requests"] == 1
+    assert f"warning: {7 - done} of 7 requests failed: {7 - done}x max_tokens: " in err
