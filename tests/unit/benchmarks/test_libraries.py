@@ -146,9 +146,7 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     ]
     with pytest.raises(BadRequest):
         _decode(sides[0], request | {"prompts": [[1] * 100_000]})
-    engine, *others = (
-        [one["token_ids"] for one in _decode(side, request)] for side in sides
-    )
+    engine, *others = ([one["token_ids"] for one in _decode(side, request)] for side in sides)
     assert others == [engine, engine]
     assert [len(text) for text in engine] == [12, 12]
     eos = engine[0][5]
