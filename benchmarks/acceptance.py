@@ -31,7 +31,7 @@ from outrider.speculation.outcome_prediction import RANKS_MAX
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
-from outrider.speculation.text_acceptance import NUM_DEPTHS, acceptance_of_windows
+from outrider.speculation.text_acceptance import conditional_acceptance
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText
 
@@ -46,16 +46,16 @@ OUTCOMES: Final = (4, 8, 12, 16, 24)
 """Of a round, the likeliest first."""
 AT_ONCE: Final = 8
 """Prompts that are answered side by side; p of all their tokens is kept until they are read."""
+MODEL: Final = "model"
+MEDUSA: Final = "medusa"
+EARLY_EXIT: Final = "early-exit"
+EAGLE: Final = "eagle"
+"""Kinds of readers."""
 _SEQUENCE: Final = "bench"
 
 Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]
 """A prompt's token ids, under the chat template or without."""
-Depths = Sequence[Sequence[DraftDistribution | None]]
-"""q as it goes on the wire, of each place of a text; None = nothing would be proposed. [n] of draft
-token 1 of the chains that begin at each place; [n - 1] of draft token 2 of these, were token 1 the
-text's; and so on, as far as there are drafts. [n] alone where q depends on nothing but the tokens
-before it, wherever the chain begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,8 @@ class Answer:
     """That are allowed."""
     token_ids: tuple[int, ...] = ()
     """With the EOS, if there is one."""
-    ratios: tuple[tuple[float, ...], ...] = ()
-    """q(x) / p(x) of each token, for `Depths`; at temperature 0 whether x is the draft's likeliest,
-    as 1 or 0."""
+    ratios: tuple[float, ...] = ()
+    """q(x) / p(x) of each token; at temperature 0 whether x is the draft's likeliest, as 1 or 0."""
     overlaps: tuple[float, ...] = ()
     """sum over v of min(p(v), q(v))."""
     matches: tuple[float, ...] = ()
@@ -79,7 +78,7 @@ class Answer:
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
         """What decides about each token under a rule."""
-        return self.matches if rule is Rule.COUPLED else self.ratios[0]
+        return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
@@ -123,14 +122,9 @@ class Sample:
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chance that draft token 1, 2, ... is accepted given that those before it were, in
         chains that begin at any place; None where no chain came so far. Not under block."""
-        windows = []
-        for text in self.texts:
-            depths = text.ratios if rule is Rule.TOKEN else (text.steps(rule),)
-            found = [np.minimum(depth, 1.0) for depth in depths]
-            windows.append(
-                found if len(found) > 1 else [found[0][depth:] for depth in range(NUM_DEPTHS)]
-            )
-        return acceptance_of_windows(windows, NUM_DEPTHS)
+        return conditional_acceptance(
+            [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
+        )
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
@@ -145,10 +139,12 @@ class Reader:
     def __init__(
         self,
         engine: Any,
+        kind: str = MODEL,
         head: LoadedHead[Any] | None = None,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
     ) -> None:
-        """`engine` is the draft's own; or the target's, for a `LoadedHead`."""
+        """`engine` is the draft's own; or the target's, for a head of this kind."""
+        self.kind = kind
         self._engine = engine
         self._head: Any = head and head.module
         token_ids = head.token_ids if head else engine.info.logit_token_ids
@@ -156,80 +152,43 @@ class Reader:
         self._entries_max = entries_max
         self.max_model_len = engine.info.max_model_len
 
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """[n, N], [n - 1, N], ..: of the places of `Depths`."""
-        raise NotImplementedError
+    def _logits(self, token_ids: Sequence[int], first: int) -> Any:
+        """[n, N]: of the places of `distributions`."""
+        engine, num = self._engine, len(token_ids) - first
+        if self.kind == MODEL:
+            return self._run(engine.forward, token_ids, num)
+        if self.kind == EARLY_EXIT:
+            return self._head.logits(self._run(engine.forward_shallow, token_ids, num))
+        if first < 2:
+            raise SettingError("prompts", "one has a single token; heads go on from two or more")
+        run = lambda steps: (engine.forward(steps), engine.features())[1]  # noqa: E731
+        # From the place before the prompt's newest token on, as when an answer begins.
+        features = self._run(run, token_ids, num + 1)[:num]
+        newest = torch.tensor(token_ids[first - 1 : -1], device=features.device)
+        if self.kind == MEDUSA:
+            guessed = self._head.advance(0, features, newest)
+        else:
+            features = features.to(self._head.embeddings)
+            guessed = next(iter(self._head.unroll(features[None], newest[None], 1)))[0]
+        return self._head.logits(guessed)
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> Depths:
-        """Of `token_ids[first:]`. At temperature 0 the order of the tokens alone counts."""
+    ) -> list[DraftDistribution | None]:
+        """q of draft token 1 at each place of `token_ids[first:]`, as it goes on the wire; None =
+        nothing would be proposed. At temperature 0 the order of the tokens alone counts."""
         params = SAMPLED if params.greedy else params
         return [
-            [
-                quantise(row, self._entries_max, self._vocabulary)
-                for row in target_probabilities(logits, params)
-            ]
-            for logits in self._logits(token_ids, first)
+            quantise(row, self._entries_max, self._vocabulary)
+            for row in target_probabilities(self._logits(token_ids, first), params)
         ]
 
-    def _run(self, run: Any, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+    def _run(self, run: Any, token_ids: Sequence[int], num_rows: int) -> Any:
         """What an engine's call gives of the last so many places."""
         try:
-            found: torch.Tensor = run([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_rows)])[0]
-            return found
+            return run([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_rows)])[0]
         finally:
             self._engine.release(_SEQUENCE)
-
-    def _features(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """[n + 1, D] of the places from that before the newest token of the prompt on, as when an
-        answer begins."""
-        if first < 2:
-            raise SettingError("prompts", "one has a single token; heads go on from two or more")
-        engine = self._engine
-        run = lambda steps: (engine.forward(steps), engine.features())[1]  # noqa: E731
-        return self._run(run, token_ids, len(token_ids) - first + 1)
-
-
-class ModelReader(Reader):
-    """A draft model."""
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        yield self._run(self._engine.forward, token_ids, len(token_ids) - first)
-
-
-class ExitReader(Reader):
-    """The target's first layers, and a head behind them."""
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        hidden = self._run(self._engine.forward_shallow, token_ids, len(token_ids) - first)
-        yield self._head.logits(hidden)
-
-
-class HeadsReader(Reader):
-    """Heads on the target, whose features of the text they read."""
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        features = self._features(token_ids, first)[:-1]
-        text = torch.tensor(token_ids[first - 1 : -1], device=features.device)
-        for depth in range(min(len(text), len(self._head.heads))):
-            newest = text[depth:]
-            features = self._head.advance(depth, features[: len(newest)], newest)
-            yield self._head.logits(features)
-
-
-class EagleReader(Reader):
-    """A head that reads the target's features of the text. Chains have `NUM_DEPTHS` tokens at
-    most."""
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        num = len(token_ids) - first
-        features = self._features(token_ids, first).to(self._head.embeddings)
-        behind = torch.tensor(token_ids[first - 1 :], device=features.device)
-        padded = torch.nn.functional.pad(behind, (0, NUM_DEPTHS))[: num + NUM_DEPTHS - 1]
-        chains = self._head.unroll(features[None, :num], padded[None], min(num, NUM_DEPTHS))
-        for depth, guessed in enumerate(chains):
-            yield self._head.logits(guessed[0, : num - depth])
 
 
 class LookupReader(Reader):
@@ -238,13 +197,13 @@ class LookupReader(Reader):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self.kind = "lookup"
         self._num_read = 0
         self.max_model_len = 2**31
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> Depths:
-        """See `Reader.distributions`."""
+    ) -> list[DraftDistribution | None]:
         # As in a deployment every text is a session of its own, with its own seed. What is written
         # at one temperature is no history of another one.
         self._num_read += 1
@@ -260,7 +219,7 @@ class LookupReader(Reader):
             drafted = proposal.token_ids
             found.append(DraftDistribution(drafted, (COUNT_TOTAL,)) if drafted else None)
         self._drafter.release(name)
-        return [found]
+        return found
 
 
 def decode(
@@ -325,16 +284,15 @@ def load_reading(
     reader: Reader
     if draft.drafter.model is None and lookup is not None and not kind:
         reader = LookupReader(lookup)
-    elif kind == "medusa":
-        reader = HeadsReader(target, target.draft_heads, draft.support_entries)
     elif kind:
-        reader = ExitReader(target, target.exit_head, draft.support_entries)
+        head = target.draft_heads if kind == MEDUSA else target.exit_head
+        reader = Reader(target, kind, head, draft.support_entries)
     elif config.target.shows_features:
-        reader = EagleReader(target, build_eagle(draft)[0], draft.support_entries)
+        reader = Reader(target, EAGLE, build_eagle(draft)[0], draft.support_entries)
     else:
         progress("loading the draft")
         engine = build_engine(draft, "draft", draft.num_threads or num_threads)
-        reader = ModelReader(engine, None, draft.support_entries)
+        reader = Reader(engine, entries_max=draft.support_entries)
     if lookup is not None and not isinstance(reader, LookupReader) and not kind:
         name = f"the model of {name}"
     return Reading(target, reader, name, prompts, encoder(text, raw), max_tokens)
@@ -394,16 +352,12 @@ class Reading:
     ) -> Answer:
         """The text with what the draft makes of it; `rows` are p [V] of each token."""
         ids = (*text.prompt_ids, *text.token_ids)
-        depths = self.reader.distributions(ids, len(text.prompt_ids), params)
+        drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
         places = [
-            [
-                self._place(*each, params, {} if depth else guessing)
-                for each in zip(rows[depth:], text.token_ids[depth:], drafted, strict=True)
-            ]
-            for depth, drafted in enumerate(depths)
+            self._place(*each, params, guessing)
+            for each in zip(rows, text.token_ids, drafted, strict=True)
         ]
-        ratios = tuple(tuple(ratio for ratio, _, _ in depth) for depth in places)
-        _, overlaps, matches = zip(*places[0], strict=True)
+        ratios, overlaps, matches = zip(*places, strict=True)
         return replace(text, ratios=ratios, overlaps=overlaps, matches=matches)
 
     def _place(
@@ -423,7 +377,7 @@ class Reading:
             drafted, counts = drafted[:1], counts and (COUNT_TOTAL,)
         ours, theirs, own = _both(row, token_id, drafted, counts)
         ratio, overlap = float(theirs[own] / ours[own]), float(np.minimum(ours, theirs).sum())
-        if guessing and not params.greedy:
+        if not params.greedy:
             rank = race_rank(ours, theirs, own, self._generator)
         lost, residual = np.maximum(theirs - ours, 0.0), np.maximum(ours - theirs, 0.0)
         for rule, guesses in guessing.items():
@@ -493,11 +447,14 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
     """At temperature 0 and 1."""
-    if options.hits and not isinstance(reading.reader, ModelReader):
+    if options.hits and reading.reader.kind != MODEL:
         raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
     samples = [reading.sample(temperature, progress) for temperature in (0.0, 1.0)]
     found = {"model": reading.target.info.name, "draft_model": reading.name}
-    return Report.of("How much of the target's text is drafted", found | figures(options, *samples))
+    found |= figures(options, *samples)
+    if reading.reader.kind in (MEDUSA, EAGLE):  # Whose later tokens are drawn otherwise.
+        del found["by_position"]
+    return Report.of("How much of the target's text is drafted", found)
 
 
 def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict[str, Any]:
