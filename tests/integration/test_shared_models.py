@@ -16,11 +16,11 @@ import pytest
 import torch
 from library_text import library_text
 from models import save_tiny_model, tiny_config, tiny_module
-from paged_engines import WatchedEngine
 from rank_processes import JOIN_S, follow_model, processes
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.errors import BadRequest, ConfigError, EngineLost
@@ -57,11 +57,11 @@ def _tiny(directory: Path) -> Path:
     return directory
 
 
-def _whole(config: TargetConfig) -> WatchedEngine:
+def _whole(config: TargetConfig) -> PagedEngine:
     module, info = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device="cpu"
     )
-    return WatchedEngine(module, info, max_num_seqs=config.max_num_seqs)
+    return PagedEngine(module, info, max_num_seqs=config.max_num_seqs)
 
 
 def _run(engine: Engine) -> list[torch.Tensor]:

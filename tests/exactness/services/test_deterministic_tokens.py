@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from models import depth_cut, tiny_config, tiny_module
-from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
@@ -31,9 +30,9 @@ MAX_MODEL_LEN = 256
 Prompt = tuple[int, ...]
 
 
-def engine_of(module: Any, info: ModelInfo) -> WatchedEngine:
+def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
     speed_up(module)
-    return WatchedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
+    return PagedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
 
 
 def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
@@ -48,7 +47,7 @@ def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
     return engine
 
 
-def tiny_engine(family: str, seed: int) -> WatchedEngine:
+def tiny_engine(family: str, seed: int) -> PagedEngine:
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     module = tiny_module(config, seed, torch.bfloat16)
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))

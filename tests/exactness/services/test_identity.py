@@ -15,12 +15,12 @@ import pytest
 import torch
 from library_text import LibraryText, library_text
 from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, twin
-from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
@@ -73,7 +73,7 @@ class Real:
     text: TokenizerText
 
 
-class Target(WatchedEngine):
+class Target(PagedEngine):
     """Counts the sequences of its fullest step."""
 
     most_at_once = 0
@@ -120,24 +120,24 @@ async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIt
     """A cut of the target drafts."""
     cut = depth_cut(real.directory, directory / "cut", DRAFT_LAYERS)
     module, info = load_model(cut, name="cut", dtype="float32")
-    draft = WatchedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=CACHE_BYTES)
+    draft = PagedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=CACHE_BYTES)
     async with running_stack(target, draft, directory) as stack:
         yield stack
 
 
-def shipped_engine(real: Real) -> WatchedEngine:
+def shipped_engine(real: Real) -> PagedEngine:
     """The drafter that is made for the demo target and comes with the package."""
     module, info = load_drafter(
         resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
         dtype="float32",
     )  # fmt: skip
-    return WatchedEngine(module, info, max_num_seqs=32, kv_cache_memory_bytes=CACHE_BYTES)
+    return PagedEngine(module, info, max_num_seqs=32, kv_cache_memory_bytes=CACHE_BYTES)
 
 
-def rounded_engine(real: Real) -> WatchedEngine:
+def rounded_engine(real: Real) -> PagedEngine:
     module = twin(real.module)
     speed_up(module, bits=8)
-    return WatchedEngine(module, real.info, max_num_seqs=8, kv_cache_memory_bytes=CACHE_BYTES)
+    return PagedEngine(module, real.info, max_num_seqs=8, kv_cache_memory_bytes=CACHE_BYTES)
 
 
 @pytest.fixture

@@ -175,19 +175,6 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
         assert dependent_at(engine, 16) is None
 
 
-@pytest.mark.parametrize("max_model_len", [1, 7, 40])
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
-    """With room for few tokens, few sequences, or few pages."""
-    with checked_engines() as maker:
-        engine = maker(
-            tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            num_bytes=2**15, deterministic=True,
-        )  # fmt: skip
-        assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
-        assert engine.page_counts().num_evictable == 0
-
-
 FUNCTIONS = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid())
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
 from outrider.engine.interface import SequenceStep
-from outrider.engine.paged_engine import WIDE_STEP_ROWS
-from outrider.engine.threads import SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 from outrider.errors import BadRequest, InvariantError
 
 FAMILIES = (
@@ -198,7 +195,6 @@ def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None
         [SequenceStep(str(i), (1,), 1) for i in range(17)],
         [SequenceStep("a", (1, 2), 1, (-1,))],
         [SequenceStep("a", (1, 2), 1, (-1, 1))],
-        [SequenceStep("a", (1, 2), 1, (-2, 0))],
     ],
 )
 def test_a_services_mistake_is_an_invariant_error(
@@ -274,38 +270,3 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
-
-
-def test_a_step_of_few_tokens_leaves_a_core_while_others_use_them(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in the trial, and steps of many tokens have all threads whatever they take."""
-    module, threads = tiny_module(tiny_config("llama")), []
-    times, now = {2: 0.012, 3: 0.010}, 0.0
-
-    def pass_time(*_: object) -> None:
-        nonlocal now
-        threads.append(torch.get_num_threads())
-        now += times[threads[-1]]
-
-    module.get_input_embeddings().register_forward_pre_hook(pass_time)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        monkeypatch.setattr(
-            "outrider.engine.paged_engine.ContendedThreads",
-            partial(ContendedThreads, clock=lambda: now),
-        )
-        engine = make_engine(module, contended_threads=2)
-        assert threads[-1] == 3
-        for seconds in (0.010, 0.5):
-            times[3] = seconds
-            threads.clear()
-            for _ in range(16):
-                engine.forward([SequenceStep("a", (1,), num_logits=1)])
-        begun = [3] * SLOW_STEPS + [2, 3] * TRIAL_STEPS
-        assert threads == begun + [2] * (16 - len(begun))
-        engine.forward([SequenceStep("b", (1,) * WIDE_STEP_ROWS, num_logits=1)])
-        assert threads[-1] == 3
-    finally:
-        torch.set_num_threads(before)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import TRIES, StepCosts, measure_step_costs
+from outrider.engine.step_costs import StepCosts, measure_step_costs
 
 COSTS = StepCosts((1, 4, 8), (1.0, 1.6, 4.0), session_s=0.5, slot_s=0.01, row_slot_s=0.001)
 
@@ -78,53 +74,3 @@ def test_a_slow_engine_is_not_measured_for_long() -> None:
     costs = measure_step_costs(engine, 512, 64, lambda: engine.now, limit_s=0.1)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
     assert 0.1 < engine.now < 0.2
-
-
-def test_a_disturbed_measurement_does_not_make_small_steps_slow() -> None:
-    """Every step of 8 rows is disturbed; more rows are known to take less."""
-
-    class Disturbed(Clocked):
-        def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
-            self.now += sum(len(step.token_ids) for step in steps) == 8
-            return super().forward(steps)
-
-    engine = Disturbed(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=1e9)
-    assert costs.seconds == pytest.approx([0.001, 0.002, 0.004, 0.016, 0.016, 0.032, 0.064])
-
-
-class _Behind(EmulatedEngine):
-    """States no time; on its clock the first step of each shape takes 5 s more than the others. Its
-    logits say that they are on a device."""
-
-    now = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(EmulatedSpec(vocab_size=50, support=4), "target")
-        self.num_runs: Counter[tuple[int, ...]] = Counter()
-
-    def forward(self, steps: Sequence[SequenceStep]) -> list[Any]:
-        super().forward(steps)
-        super().take_step_seconds()
-        shape = tuple(len(step.token_ids) for step in steps)
-        self.now += sum(shape) + (0.0 if shape in self.num_runs else 5.0)
-        self.num_runs[shape] += 1
-        return [_OnDevice()]
-
-    def take_step_seconds(self) -> float:
-        return 0.0
-
-
-class _OnDevice:
-    device = torch.device("cuda")
-
-    def __getitem__(self, _: slice) -> torch.Tensor:
-        return torch.zeros(1)
-
-
-def test_what_is_made_on_first_use_does_not_count() -> None:
-    engine = _Behind()
-    costs = measure_step_costs(engine, 8, 64, lambda: engine.now, limit_s=100.0)
-    assert costs.rows == (1, 2, 4, 8)
-    assert costs.seconds == (1.0, 2.0, 4.0, 8.0)
-    assert engine.num_runs[2,] == 1 + TRIES  # The first takes 7 s; tries begin for 5 s after it.

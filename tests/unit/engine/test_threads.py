@@ -48,11 +48,6 @@ class Machine:
 TRIAL = [1, 2] * TRIAL_STEPS
 
 
-def test_all_threads_run_while_nothing_else_does() -> None:
-    machine = Machine(one=0.013, two=0.010)
-    assert set(machine.run(100)) == {2}
-
-
 def test_fewer_threads_run_while_others_use_the_cores() -> None:
     """And all again some time later, which shows soon whether that still holds."""
     machine = Machine(one=0.013, two=0.010)
@@ -65,14 +60,6 @@ def test_fewer_threads_run_while_others_use_the_cores() -> None:
     machine.now += RETREAT_S
     machine.times = {1: 0.013, 2: 0.010}
     assert set(machine.run(20)) == {2}
-
-
-def test_longer_steps_keep_their_threads() -> None:
-    """As of longer contexts: there is one trial, and no other at the new length."""
-    machine = Machine(one=0.013, two=0.010)
-    machine.run(10)
-    machine.times = {1: 0.13, 2: 0.1}
-    assert machine.run(100).count(1) == TRIAL_STEPS
 
 
 def test_steps_are_held_against_their_kind() -> None:

@@ -66,22 +66,11 @@ def test_what_a_constraint_accepts(
     assert [text for text in not_whole if accepts(constraint, text)] == []
 
 
-def test_a_schema_that_says_how_it_is_spaced_is_heard() -> None:
-    schema = Constraint.of_schema({"type": "object", "x-guidance": {"whitespace_pattern": "\n"}})
-    assert accepts(schema, '{"a":\n1}')
-    assert not accepts(schema, '{"a": 1}')
-
-
 @pytest.mark.parametrize(
     ("constraint", "said"),
     [
         (Constraint.of_schema({"type": "striing"}), "json_schema: cannot be compiled: .*striing"),
         (Constraint.of_schema({"uniqueItems": True}), "json_schema: .*uniqueItems"),
-        (Constraint.of_schema({"$ref": "http://example.com/x"}), "json_schema: cannot be compiled"),
-        (
-            Constraint.of_schema('{"type": "integer", "maximum": 1' + "0" * 310 + "}"),
-            "json_schema: cannot be compiled: number out of range",
-        ),
         (
             Constraint.of_schema({"uniqueItems": True, "x-guidance": {"lenient": True}}),
             "json_schema: x-guidance.lenient is not allowed",
@@ -117,16 +106,6 @@ async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
     await known.prepare(constraint)
     assert known.get(constraint).constraint == constraint
     assert len(compiled) == 1
-    known.close()
-
-
-async def test_the_longest_unused_grammar_makes_room() -> None:
-    known = Grammars(tokens, grammars_max=2)
-    for name in ("regex", "choice", "regex", "schema"):
-        await known.prepare(CONSTRAINTS[name])
-    there = [known.find(CONSTRAINTS[name].digest()) for name in ("regex", "choice", "schema")]
-    assert [found is None for found in there] == [False, True, False]
-    assert known.get(CONSTRAINTS["choice"]).constraint == CONSTRAINTS["choice"]
     known.close()
 
 
@@ -172,20 +151,6 @@ async def test_what_takes_too_long_is_refused_and_tried_again_after_a_while() ->
     now[0] = TOO_SLOW_S
     await known.prepare(CONSTRAINTS["regex"])
     assert known.get(CONSTRAINTS["regex"]).compile_s == pytest.approx(0.1)
-    known.close()
-
-
-async def test_others_on_the_machine_do_not_make_a_constraint_slow() -> None:
-    """What counts is what its own thread works."""
-
-    class Waiting(GrammarTokenizer):
-        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
-            time.sleep(0.5)
-            return super().compile(constraint)
-
-    known = Grammars(lambda: Waiting(hf_tokenizer(), (0,)))
-    await known.prepare(CONSTRAINTS["regex"])
-    assert known.get(CONSTRAINTS["regex"]).compile_s < 0.4
     known.close()
 
 
@@ -284,11 +249,8 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
         Constraint.of_regex(r"((a{0,100}){0,100}){0,100}"),
         Constraint.of_regex("|".join(f"(.{{0,{100 + i}}}x){{1,9}}" for i in range(400))),
         Constraint.of_choices([f"choice {i} " + "z" * 40 for i in range(1024)]),
-        Constraint.of_schema({"enum": list(range(10_000))}),
         alike(1000, {"type": "array", "items": ITSELF}),
-        alike(64, {"type": "array", "items": ITSELF}),
         alike(64, {"items": ITSELF}),
-        alike(256, {"type": "object", "additionalProperties": ITSELF}),
         Constraint.of_schema(
             {"properties": {f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,{i + 9}}}"}
                             for i in range(900)}}
@@ -328,37 +290,24 @@ def of(count: int) -> dict[str, Any]:
 USUAL = [
     {"type": "object"},
     unions(1000, {"anyOf": [LIST, {"type": "null"}]}),
-    unions(1000, {"anyOf": [LIST, {"enum": ["a", 1, None, True]}, {"const": "x"}]}),
     unions(1000, {"enum": ["a", "b", [1]]}),
-    unions(1000, {"type": ["array", "object", "null"]}),
     {"$defs": {"t": OBJECT, "u": {"$ref": "#/$defs/t"}},
      "anyOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/u"}] * (ALTERNATIVES_MAX // 2)},
-    {"anyOf": [LIST] * LISTS_MAX},
     {"oneOf": [OBJECT] * ALTERNATIVES_MAX},
-    {"properties": {"a": TWO}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {"$defs": {"a": of(40)}, "allOf": [{"$ref": "#/$defs/a"}], "description": "..."},
-    {"allOf": [of(5), of(5)]},
     {"$ref": "#/$defs/none", "anyOf": "none", "allOf": {"a": 3}, "type": 7, "enum": {}},
 ]  # fmt: skip
 TOO_MANY = [
     {"anyOf": [LIST] * (LISTS_MAX + 1)},
-    {"anyOf": [{"items": {}}] * (LISTS_MAX + 1)},
     {"anyOf": [{"$ref": "#"}] * (LISTS_MAX + 1)},
-    {"anyOf": [True] * (LISTS_MAX + 1)},
-    {"anyOf": [{"type": ["array", "null"]}] * (LISTS_MAX + 1)},
     {"oneOf": [OBJECT] * (ALTERNATIVES_MAX + 1)},
     {"enum": [[index] for index in range(LISTS_MAX + 1)]},
-    {"enum": [{"a": index} for index in range(LISTS_MAX + 1)]},
     unions(LISTS_MAX // 2 + 1, TWO),
     {"anyOf": [of(LISTS_MAX // 2), of(LISTS_MAX // 2 + 1)]},
     {"allOf": [of(10), of(10)]},
-    {"allOf": [unions(10, TWO), unions(10, TWO)]},
     {"$defs": {"a": of(10)}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
-    {"$defs": {"a": of(10)}, "$ref": "#/$defs/a", "anyOf": of(10)["anyOf"]},
     {"$defs": {"a": of(10)}, "$ref": "#/%24defs/a", "anyOf": of(10)["anyOf"]},
     {"anyOf": of(10)["anyOf"], "oneOf": of(10)["anyOf"]},
-    {"properties": {"a": of(10)}, "patternProperties": {"a": of(10)}},
-    {"$defs": {"a/b": of(10)}, "items": of(10), "$ref": "#/$defs/a~1b"},
     {"allOf": [{"items": {"$ref": "#"}}, of(10)]},
 ]
 

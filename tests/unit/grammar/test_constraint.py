@@ -6,11 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.errors import BadRequest, InvariantError
-from outrider.grammar.constraint import Constraint, ConstraintKind
+from outrider.grammar.constraint import Constraint
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": [1, "é"]}}}
 
@@ -63,48 +61,24 @@ def test_anchors_around_an_expression_say_nothing() -> None:
     assert Constraint.of_regex("^^ab$$").text == "ab"
 
 
-@given(st.text("^$\\ab", max_size=12))
-def test_an_expression_that_was_read_is_read_as_itself(regex: str) -> None:
-    try:
-        made = Constraint.of_regex(regex)
-    except BadRequest:
-        return
-    assert Constraint.read("regex", made.text) == made
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: Constraint.of_schema("{"), "json_schema: is no JSON"),
-        (lambda: Constraint.of_schema("[]"), "json_schema: is no JSON object"),
         (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: is no JSON: NaN"),
         (lambda: Constraint.of_schema('{"a": 1e999}'), "json_schema: cannot be written"),
-        (lambda: Constraint.of_schema({"a": object()}), "json_schema: cannot be written"),
         (lambda: Constraint.of_schema(r'{"a": "\ud800"}'), "json_schema: is not Unicode"),
         (lambda: Constraint.of_schema(deep(33)), "json_schema: is nested more than 32 deep"),
-        (lambda: Constraint.of_schema("[" * 60_000), "json_schema: is nested more than 32 deep"),
-        (lambda: Constraint.of_schema({"a": "x" * 65_536}), "json_schema: has 65544 bytes"),
         (lambda: Constraint.of_schema(" " * 65_537), "json_schema: has 65537 bytes; at most 65536"),
         (lambda: Constraint.of_regex(""), "regex: is empty"),
-        (lambda: Constraint.of_regex("^$"), "regex: is empty"),
         (lambda: Constraint.of_regex("a" * 16_385), "regex: has 16385 bytes"),
-        (lambda: Constraint.of_regex("\ud800"), "regex: is not Unicode"),
-        (lambda: Constraint.of_regex(3), "regex: is no text"),  # type: ignore[arg-type]
-        (lambda: Constraint.of_choices([]), "choice: got 0 choices; allowed: 1..1024"),
         (lambda: Constraint.of_choices(["a"] * 1025), "choice: got 1025 choices"),
         (lambda: Constraint.of_choices(["a", ""]), r"choice\[1\]: is no text"),
         (lambda: Constraint.of_choices(["x" * 65_536]), "choice: has 65540 bytes"),
         (lambda: Constraint.read("lark", "x"), "constraint.kind: 'lark' is no kind; allowed: json"),
         (lambda: Constraint.read("choice", "{}"), "constraint.text: is no JSON list"),
-        (lambda: Constraint.read("regex", ""), "constraint.text: is empty"),
     ],
 )
 def test_what_is_no_constraint_is_told_by_its_field(make: Any, said: str) -> None:
     with pytest.raises(BadRequest, match=f"^{said}"):
         make()
-
-
-def test_the_largest_that_are_allowed() -> None:
-    assert Constraint.of_schema(deep(32)).kind is ConstraintKind.JSON_SCHEMA
-    assert len(Constraint.of_schema({"a": "x" * (65_536 - 8)}).text) == 65_536
-    assert len(Constraint.of_regex("a" * 16_384).text) == 16_384

@@ -57,22 +57,6 @@ def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_what_a_mask_holds_can_be_written_to_its_end(name: str) -> None:
-    """All that it holds can be consumed, and the least of it leads on; what it leaves out, where
-    more than one text can follow, cannot be."""
-    chosen = random.Random(7)
-    matcher, token_ids = PrefixMatcher(grammar(name)), []
-    for _ in range(12):
-        allowed = allowed_ids(matcher)
-        legal = [v for v in range(400) if matcher.stand(len(token_ids), [v]) == 1]
-        assert set(allowed) <= set(legal)
-        assert len(allowed) == 1 or legal == allowed
-        matcher.stand(len(token_ids), [])
-        token_ids.append(chosen.choice(allowed))
-        assert matcher.stand(len(token_ids) - 1, token_ids[-1:]) == 1
-
-
-@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_tokens_are_legal_as_far_as_their_masks_hold_them(name: str) -> None:
     chosen = random.Random(5)
     for _ in range(20):
@@ -83,19 +67,6 @@ def test_tokens_are_legal_as_far_as_their_masks_hold_them(name: str) -> None:
         wrong = [v for v in range(320) if v not in fresh_mask(name, drafted)]
         assert followed.num_legal([*drafted, chosen.choice(wrong), *drafted]) == len(drafted)
         assert followed.num_legal(drafted) == len(drafted)
-
-
-def test_two_matchers_of_one_grammar_do_not_touch_each_other() -> None:
-    chosen = random.Random(3)
-    pair = [PrefixMatcher(grammar("schema")) for _ in range(2)]
-    written: list[list[int]] = [[], []]
-    for _ in range(60):
-        which = chosen.randrange(2)
-        token_ids = written[which]
-        token_ids.append(chosen.choice(allowed_ids(pair[which])))
-        pair[which].stand(len(token_ids) - 1, token_ids[-1:])
-    for matcher, token_ids in zip(pair, written, strict=True):
-        assert allowed_ids(matcher) == fresh_mask("schema", token_ids)
 
 
 def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_follows() -> None:
@@ -135,15 +106,6 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped() -> None:
     assert ahead.after([eos()]) is None
     matchers.release("a")
     assert len(matchers) == 0
-
-
-def test_another_constraint_of_the_same_session_is_another_matcher() -> None:
-    matchers = Matchers(grammars())
-    for name in ("choice", "regex"):
-        followed = matchers.follow("a", grammar(name), [])
-        mask = followed.after(())
-        assert mask is not None
-        assert list(mask.flags(len(hf_tokenizer())).nonzero()[0]) == fresh_mask(name, [])
 
 
 def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:
@@ -198,31 +160,6 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
             Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())
         again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
         assert again.after(()) is not None
-
-
-async def test_one_that_is_slow_to_compile_is_not_compiled_where_all_wait() -> None:
-    times = iter([0.0, MASK_S_MAX + 0.01])
-    known = with_states(60, clock=lambda: next(times, 0.0))
-    letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
-    first = await known.prepare(MANY_STATES)
-    with pytest.raises(Incompatible, match="is used up here, and slow to compile again"):
-        Matchers(known).follow("a", first, letters).after(())
-    assert known.find(MANY_STATES.digest()) is None
-    second = await known.prepare(MANY_STATES)
-    assert Matchers(known).follow("a", second, letters[:1]).after(()) is not None
-    known.close()
-
-
-def test_what_becomes_too_hard_is_incompatible_whenever_it_is_asked() -> None:
-    """The first token passes; what follows it takes more than a step may."""
-    patterns = [{"type": "string", "pattern": f"^.{{0,{i}}}[a-x].{{0,{i}}}$"} for i in range(699)]
-    compiled = tokens().compile(Constraint.of_schema({"anyOf": patterns}))
-    matchers, quote = Matchers(grammars()), hf_tokenizer().encode('"')
-    for _ in range(2):
-        followed = matchers.follow("a", compiled, quote)
-        for _ in range(2):
-            with pytest.raises(Incompatible, match="json_schema: cannot be followed after 1 token"):
-                followed.after(())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, FOLLOWED_AT_ONCE + 1])

@@ -51,37 +51,6 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_a_released_sequence_is_remembered(pool: BlockPool) -> None:
-    """With no page held by anyone, and nothing is evicted to find it."""
-    append(pool, [step("a", *PROMPT, 7)])
-    pool.release("a")
-    assert pool.counts().num_free == 5
-    assert pool.counts().num_evictable == 3
-    assert pool.attach("b", (*PROMPT, 7)) == 3 * SIZE
-    assert pool.counts().num_evictable == 0
-    pool.check_integrity()
-
-
-def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: BlockPool) -> None:
-    """Its slots lie side by side, but do not follow each other."""
-    run(pool, "a", 1, 2)
-    append(pool, [step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
-    assert pool.attach("b", (1, 2, 3, 4, 5)) == 0
-    first, second = (page * SIZE for page in pool.pages("a"))
-    moves = pool.keep("a", 2, (3, 4, 6, 7))
-    assert moves == [
-        (first + 3, first + 2),
-        (second, first + 3),
-        (second + 2, second),
-        (second + 3, second + 1),
-    ]
-    assert pool.token_ids("a") == (1, 2, 4, 5, 7, 8)
-    run(pool, "a", 9, 9)
-    pool.release("b")
-    assert pool.attach("b", (1, 2, 4, 5, 7, 8, 9, 9, 0)) == 2 * SIZE
-    pool.check_integrity()
-
-
 def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> None:
     """Of a prefix the last page goes first, and all that goes is only what must."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
@@ -106,17 +75,3 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: BlockPool) -> N
     assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
     pool.check_integrity()
-
-
-def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
-    """The page that stands for a prefix is used whenever a twin of it is."""
-    pool = BlockPool(5, SIZE)
-    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
-    pool.keep("a", SIZE)
-    run(pool, "b", 5, 6, 7, 8)
-    pool.release("a")
-    run(pool, "c", 9, 9, 9, 9)
-    pool.release("c")
-    pool.release("b")
-    append(pool, [step("x", *range(3 * SIZE))])
-    assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE

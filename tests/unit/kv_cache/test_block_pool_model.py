@@ -228,28 +228,6 @@ class PoolAndModel(RuleBasedStateMachine):
         sequence.values[length:] = [sequence.values[s] for s in kept]
 
     @precondition(lambda self: self.model)
-    @rule(at=st.integers(0, 9), path=st.integers(0, 255))
-    def keep_in_vain(self, at: int, path: int) -> None:
-        """The slots of a path cannot be moved."""
-        name = sorted(self.model)[at % len(self.model)]
-        length = max(0, len(self.model[name].ids) - 8)
-        kept = [s for s in range(length, len(self.model[name].ids)) if path >> (s - length) & 1]
-        try:
-            moves = self.pool.keep(name, length, kept)
-        except OutOfPages:
-            return
-        self.forget_evicted({name})
-        self.follow_use(name)
-        if moves:
-            self.pool.forget(name)
-            del self.model[name]
-            self.idle.pop(name, None)
-        else:
-            sequence = self.model[name]
-            sequence.ids[length:] = [sequence.ids[s] for s in kept]
-            sequence.values[length:] = [sequence.values[s] for s in kept]
-
-    @precondition(lambda self: self.model)
     @rule(at=st.integers(0, 9), cut=st.integers(1, 7), ids=IDS)
     def cut_and_go_on(self, at: int, cut: int, ids: list[int]) -> None:
         self.keep(at, cut, 0)

@@ -13,7 +13,7 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest, InvariantError
-from outrider.kv_cache.session_table import Aligned, SessionTable
+from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -83,38 +83,9 @@ def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
     assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
 
 
-def test_nothing_to_append_runs_the_last_token_again(replica: Replica) -> None:
-    replica.answer(head([1, 2, 3], 0))
-    aligned = replica.table.align(head([1, 2, 3], 3))
-    assert isinstance(aligned, Aligned)
-    assert (list(aligned.sequence.ids), aligned.new_tokens) == ([1, 2], (3,))
-
-
 def test_an_empty_prefix_is_refused(replica: Replica) -> None:
     with pytest.raises(BadRequest, match="append"):
         replica.table.align(head([], 0))
-
-
-def test_a_drafter_records_only_what_has_slots() -> None:
-    """The last draft token is sampled but not run."""
-    replica = Replica()
-    aligned = replica.table.align(head([1, 2], 0))
-    assert isinstance(aligned, Aligned)
-    assert replica.engine is not None
-    for token in (1, 2, 3, 4):
-        replica.engine.forward([SequenceStep("s", (token,), 1)])
-    assert replica.table.record("s", (1, 2, 3, 4, 5)) == 4
-
-
-def test_recording_what_was_not_run_is_an_invariant_error() -> None:
-    replica = Replica()
-    replica.answer(head([1, 2], 0))
-    assert replica.engine is not None
-    replica.engine.forward([SequenceStep("s", (3, 4), 1)])
-    with pytest.raises(InvariantError):
-        replica.table.record("s", (3,))
-    with pytest.raises(InvariantError, match="not in the table"):
-        replica.table.record("t", (3,))
 
 
 PROMPT = list(range(10)) * 4

@@ -46,8 +46,6 @@ def test_pages_are_copied_all_at_once() -> None:
     cache = numbered(4, 2)
     cache.copy_pages([(0, 1), (1, 3)])
     assert contents(cache) == [0, 1, 0, 1, 4, 5, 2, 3]
-    cache.copy_pages([])
-    assert contents(cache) == [0, 1, 0, 1, 4, 5, 2, 3]
 
 
 def test_slots_are_moved_all_at_once() -> None:
@@ -60,12 +58,9 @@ def test_slots_are_moved_all_at_once() -> None:
     ("free", "num_gpus", "others", "expected"),
     [
         (90, None, 0, 80),
-        (90, 2, 0, 80),
         (90, 0.5, 0, 35),
         (30, 1, 0, 30),
-        (90, 0.1, 0, 0),
         (90, None, 7, 73),
-        (30, 1, 7, 23),
         (30, 1, 31, 0),
     ],
 )

@@ -20,67 +20,36 @@ def refused(module: Any, reason: str, max_model_len: int = 128) -> None:
         EngineMaker()(module.eval(), max_model_len=max_model_len)
 
 
-def from_config(name: str, **sizes: Any) -> Any:
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_local_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("Mamba", {"hidden_size": 16, "state_size": 4}, "tokens cannot be taken back"),
+        ("GPTJ", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "cannot be replaced"),
+        ("Bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "the positions of its tokens"),
+        ("GptOss", {**SMALL, **EXPERTS, "num_experts_per_tok": 1}, "s_aux"),
+        (
+            "Llama4Text",
+            {**SMALL, **EXPERTS, "intermediate_size_mlp": 16, "attention_chunk_size": 8,
+             "layer_types": ["chunked_attention"]},
+            "no sliding window",
+        ),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_attention_are_refused(
+    name: str, sizes: dict[str, Any], reason: str
+) -> None:
     config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def test_a_recurrent_state() -> None:
-    """It cannot be cut back."""
-    config = transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4
-    )
-    refused(transformers.MambaForCausalLM(config), "tokens cannot be taken back")
+    refused(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), reason)
 
 
 def test_one_layer_without_keys_and_values() -> None:
     module = tiny_module(tiny_config("qwen3", VOCAB))
     module.config.layer_types = ["full_attention", "linear_attention"]
     refused(module, "linear_attention")
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "reason"),
-    [
-        ("GPTJ", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "cannot be replaced"),
-        ("Bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "the positions of its tokens"),
-    ],
-)  # fmt: skip
-def test_attention_that_is_the_models_own(name: str, sizes: dict[str, Any], reason: str) -> None:
-    refused(from_config(name, **sizes), reason)
-
-
-def test_attention_sinks() -> None:
-    module = from_config(
-        "GptOss",
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    refused(module, "s_aux")
-
-
-def test_chunked_attention() -> None:
-    """A mask that is no window is found by trying it."""
-    config = transformers.Llama4TextConfig(
-        **SIZES,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        intermediate_size_mlp=16,
-        num_local_experts=1,
-        attention_chunk_size=8,
-        layer_types=["chunked_attention"],
-    )
-    refused(transformers.Llama4ForCausalLM(config), "no sliding window")
 
 
 def test_a_scale_of_positions_that_depends_on_the_batch() -> None:
@@ -115,11 +84,4 @@ def test_a_model_that_does_not_heed_positions() -> None:
         return rotary(states, torch.arange(position_ids.shape[1])[None])
 
     module.model.rotary_emb.forward = counted
-    refused(module, "differ from its own by")
-
-
-def test_a_model_that_reads_its_neighbours() -> None:
-    """One whose tokens change what follows them in a step, whatever sequence that is."""
-    module = tiny_module(tiny_config("llama", VOCAB))
-    module.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out.cumsum(1))
     refused(module, "differ from its own by")

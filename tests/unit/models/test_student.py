@@ -59,13 +59,6 @@ def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
     assert kept == {"layers", "norm"}
 
 
-def test_rows_are_stored_to_half_a_step_of_their_scale() -> None:
-    weight = torch.randn(5, 64) * torch.tensor([1e-6, 1e-2, 1.0, 1e2, 0.0])[:, None]
-    step = weight.abs().amax(1, keepdim=True) / 127
-    assert ((as_stored(weight) - weight).abs() <= 0.5001 * step).all()
-    assert torch.equal(as_stored(weight[0]), weight[0])
-
-
 def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     """From the settings to an engine whose logits are as wide as the head."""
     flags = {"model": str(target), "draft_model": str(drafter)}
@@ -105,14 +98,8 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
             {"kind": "oracle"},
             "kind is 'oracle'; `student`, `medusa`, `early-exit`, `eagle` are known",
         ),
-        ({"kind": "medusa"}, "of the kind `medusa`, and is named as a `student`"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
-        (
-            {"vocab_size": "32"},
-            "vocab_size is missing, wrong or not known: Input should be a valid",
-        ),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
-        ({"draft_vocab_size": -3}, "draft_vocab_size is -3; 1 to vocab_size, 32, are allowed"),
         ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),
     ],
 )
@@ -125,20 +112,11 @@ def test_a_wrong_description_is_refused(
         load(drafter, target)
 
 
-def test_a_quantised_configuration_is_refused_for_what_it_is(target: Path, drafter: Path) -> None:
-    path = drafter / "config.json"
-    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
-    with pytest.raises(ConfigError, match=r"has a quantization_config, .* nor a drafter"):
-        load(drafter, target)
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("draft_token_ids", lambda ids: ids.flip(0), "draft_token_ids do not ascend"),
         ("draft_token_ids", lambda ids: ids + 1, "to below 32"),
-        ("draft_token_ids", lambda ids: ids.float(), r"draft_token_ids are torch.float32 \[7\]"),
         ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[:1], r"is \[1\] for"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.errors import InvariantError
 from outrider.speculation.accept_reject import (
     Origin,
     Outcome,
@@ -71,27 +70,3 @@ def test_survival_against_the_law_of_the_count(rule, accept):
         for n in range(count_accepted(rule, passes)):
             expected[n] += chance
     assert survival(rule, accept) == pytest.approx(expected, abs=1e-12)
-
-
-def test_uniforms_behind_a_refusal_are_not_made():
-    """Each is a cipher's work; only block has to look at all."""
-    for rule, num_taken in ((Rule.TOKEN, 2), (Rule.BLOCK, 3)):
-        uniforms = iter((0.1, 0.9, 0.1))
-        decide(Verdict((0.5, 0.5, 0.5), (1, 2, 3, 4)), PROPOSED, rule, uniforms)
-        assert len(list(uniforms)) == 3 - num_taken
-
-
-@pytest.mark.parametrize(
-    ("verdict", "uniforms"),
-    [
-        (Verdict((0.5, 0.2), (1, 2, 3)), (0.1, 0.1, 0.1)),
-        (Verdict((0.5, 0.2, 0.1), (1, 2, 3)), (0.1, 0.1, 0.1)),
-        (VERDICT, (0.1, 0.1)),
-        (VERDICT, (0.1, 0.0, 0.1)),
-        (VERDICT, (0.1, 1.0, 0.1)),
-    ],
-)
-def test_what_does_not_fit_is_refused(verdict, uniforms):
-    """Lengths that disagree and uniforms outside (0, 1) are our bug and say so."""
-    with pytest.raises(InvariantError):
-        decide(verdict, PROPOSED, Rule.TOKEN, uniforms)

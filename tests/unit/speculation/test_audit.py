@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.errors import InvariantError
 from outrider.speculation.audit import NEAR_TIE, audit
 from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
@@ -75,14 +74,6 @@ def test_greedy_tokens_are_likeliest_near_ties_or_neither() -> None:
     assert audit(logits[:1], (3,), biased) == AuditSums(num_tokens=1)
 
 
-def test_rows_that_are_no_numbers_are_refused() -> None:
-    for params in (GREEDY, SamplingParams()):
-        with pytest.raises(InvariantError):
-            audit(torch.tensor([[math.nan, 0.0]]), (1,), params)
-    with pytest.raises(InvariantError):
-        audit(torch.zeros(2, 3), (1,), GREEDY)
-
-
 @pytest.mark.parametrize(
     ("drawn_at", "is_honest"), [(1.0, True), (0.8, False), (1.25, False), (math.inf, False)]
 )
@@ -99,23 +90,3 @@ def test_z_tells_whose_law_tokens_have(drawn_at: float, is_honest: bool) -> None
         sums += audit(logits, tokens, params)
     assert sums.num_tokens == 4000
     assert abs(z(sums)) < 5 if is_honest else abs(z(sums)) > 10
-
-
-def test_sessions_that_end_by_their_tokens_are_fair_as_long_as_all_count() -> None:
-    """The end of an answer is a surprise, and whoever prefers sessions that are short prefers it:
-    so they are chosen before they have tokens. 2,000 sessions, beyond 5 once in 1.7 million."""
-    end, vocab_size, length_max = 0, 8, 60
-    random = np.random.default_rng(5)
-    logits = torch.from_numpy(random.normal(0, 1, (1, vocab_size)))
-    logits[0, end] = -1.5
-    p = target_probabilities(logits, SamplingParams()).numpy()[0]
-    of_all, of_short = NOTHING_AUDITED, NOTHING_AUDITED
-    for _ in range(2000):
-        drawn = random.choice(vocab_size, size=length_max, p=p).tolist()
-        tokens = drawn[: drawn.index(end) + 1] if end in drawn else drawn
-        sums = audit(logits.expand(len(tokens), -1), tokens, SamplingParams())
-        of_all += sums
-        if len(tokens) < 5:
-            of_short += sums
-    assert abs(z(of_all)) < 5
-    assert z(of_short) > 8

@@ -20,7 +20,6 @@ from outrider.speculation.draft_sampling import (
     Drawing,
     can_draw,
     draw_from_logits,
-    place_of,
     quantise,
 )
 from outrider.speculation.gumbel_max import race, token_keys, uniforms
@@ -29,7 +28,7 @@ from outrider.speculation.logits_processing import (
     TokenHistory,
     target_probabilities,
 )
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
+from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -57,32 +56,6 @@ def test_quantise(weights, entries_max):
     for token_id, weight, count in zip(q.token_ids, ranked, counts, strict=False):
         assert weights[token_id] == weight
         assert abs(count - weight / sum(ranked) * COUNT_TOTAL) < 1 + 1e-6
-
-
-def test_quantise_drops_what_gets_no_count():
-    """A token too light for one of 2^16 counts is left out, so that no listed q is zero."""
-    q = quantise(distribution(1.0, 1.0, 1e-9), 64)
-    assert q == DraftDistribution((0, 1), (COUNT_TOTAL // 2, COUNT_TOTAL // 2))
-    with pytest.raises(InvariantError):
-        quantise(distribution(1.0), 0)
-
-
-def test_a_row_without_mass_is_no_distribution():
-    for bad in (torch.nan, 0.0):
-        with pytest.raises(InvariantError):
-            quantise(torch.full((3,), bad, dtype=torch.float64), 3)
-
-
-def test_a_uniform_falls_on_each_count_as_often_as_it_says():
-    """By every level that there is, and at the ends of each; on arrays and on tensors."""
-    counts = np.array([[60_000.0, 5_000.0, 0.0, 536.0]])
-    levels = np.repeat(counts.cumsum(1), COUNT_TOTAL, axis=0)
-    for inside in (0.5**40, 0.5, 1 - 0.5**30):
-        uniform = (np.arange(COUNT_TOTAL)[:, None] + inside) / COUNT_TOTAL
-        places = place_of(levels, uniform)
-        assert np.bincount(places, minlength=4).tolist() == counts[0].tolist()
-        on_device = place_of(torch.from_numpy(levels), torch.from_numpy(uniform))
-        assert on_device.tolist() == places.tolist()
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
@@ -113,15 +86,6 @@ def test_coupled_draws_as_the_target_does():
     assert draft_token(probabilities, noise, 2) == (expected, None)
     moved = RoundNoise(11, Rule.COUPLED, 42)
     assert draft_token(probabilities, moved, 0) == (expected, None)
-
-
-def test_one_hot_draws_have_no_distribution():
-    """A support of one, and everything greedy, is one-hot: None."""
-    sharp = distribution(0, 0, 1, 0)
-    for rule in Rule:
-        assert draft_token(sharp, RoundNoise(1, rule, 9), 0) == (2, None)
-    flat = distribution(1, 2, 2)
-    assert draft_token(flat, RoundNoise(1, Rule.GREEDY, 9), 0) == (1, None)
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -289,16 +253,3 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
     assert draft_tokens(small, noises(rule), places, 16, vocabulary) == got
-
-
-def test_columns_are_found_by_token(vocabulary: DraftVocabulary) -> None:
-    listed = vocabulary.token_ids
-    known, columns = vocabulary.columns([0, int(listed[7]), VOCAB, int(listed[-1]), 1])
-    assert known.tolist() == [1, 3]
-    assert columns.tolist() == [7, NUM_COLUMNS - 1]
-
-
-def test_tokens_out_of_order_are_refused() -> None:
-    with pytest.raises(InvariantError, match="ascend"):
-        DraftVocabulary(np.array([2, 1]))
-    assert DraftVocabulary.of(()) is None

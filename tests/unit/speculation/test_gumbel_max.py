@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from verdict_laws import NoiseRows
 
 from outrider.speculation.gumbel_max import BLOCK, dense_race, numbers, race, scores, token_keys
-from outrider.speculation.random_streams import Place, RoundNoise, RowKeys, Stream, row_keys
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.random_streams import Place, RowKeys, Stream, row_keys
 
 ALPHA = 1e-6
 
@@ -32,25 +27,6 @@ def waits(num_rows: int, width: int, seed: int = 5) -> np.ndarray:
 def every_wait(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
     first, second = map(torch.from_numpy, token_keys(keys))
     return dense_race(weights, (first, second))
-
-
-def test_waits_by_hand():
-    """Two of one block, one of them the first of it, and one of another block."""
-    keys = keys_of(1, seed=77)
-
-    def exponential(number: int) -> float:
-        return -math.log(((number >> 12) + 0.5) / 2**52)
-
-    def number(index: int) -> int:
-        found = numbers(token_keys(keys), np.array([[index]]))
-        return int(found.view(np.uint64)[0, 0])
-
-    block = number(2**32 + 3)
-    least, first = exponential(block) / BLOCK, 3 * BLOCK + block % BLOCK
-    other = 3 * BLOCK + (block + 1) % BLOCK
-    ids = torch.tensor([[first, other]])
-    found = 1 / scores(torch.ones(1, 2, dtype=torch.float64), ids, keys)
-    assert found[0].tolist() == pytest.approx([least, least + exponential(number(other))])
 
 
 def test_waits_are_independent_and_exponential():
@@ -111,33 +87,3 @@ def test_few_waits_are_made(monkeypatch):
         race((logits * spread).softmax(dim=1), keys_of(8))
         assert made[0] == 49152 // BLOCK
         assert sum(made[1:]) < 8 * 500
-
-
-def test_winners_have_the_law_of_the_weights():
-    """20,000 rows of 3,000 tokens, twenty of which have most of the mass, by the pruned race:
-    Pearson's chi-square over these and the rest. False alarm: 1e-6."""
-    num = 20_000
-    weights = torch.full((3000,), 1e-4)
-    weights[::150] = torch.arange(1.0, 21.0)
-    noise = NoiseRows(
-        np.arange(num, dtype=np.uint64), Rule.COUPLED, np.full(num, 3, dtype=np.uint64)
-    )
-    keys = noise.correction_keys(0)
-    won = np.concatenate([
-        race(weights.expand(500, -1), keys.of(slice(start, start + 500))).numpy()
-        for start in range(0, num, 500)
-    ])  # fmt: skip
-    p = (weights.double() / weights.double().sum()).numpy()
-    cells = np.where(np.arange(3000) % 150 == 0, np.arange(3000) // 150, 20)
-    counts = np.bincount(cells[won], minlength=21)
-    assert stats.chisquare(counts, np.bincount(cells, weights=p) * num).pvalue > ALPHA
-
-
-def test_draft_and_target_race_alike():
-    """Nearly equal rows, of vocabularies that are padded differently, have mostly one winner."""
-    logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(4)) * 2
-    noises = [RoundNoise(seed, Rule.COUPLED, 9) for seed in range(400)]
-    keys = NoiseRows.of(noises).draft_keys([0] * 400)
-    target = race(logits.softmax(dim=1), keys)
-    draft = race((logits + 0.1 * torch.randn_like(logits))[:, :2900].softmax(dim=1), keys)
-    assert (target == draft).double().mean() > 0.8

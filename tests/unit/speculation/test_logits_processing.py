@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation import logits_processing as transforms
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     TokenHistory,
     draft_mask,
-    largest_ids,
     masked_logits,
     raw_logprobs,
     row_masks,
@@ -155,30 +153,6 @@ def test_the_hardest_parameters_stay_numbers(device):
         assert result[0, 3] == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), INF])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0)])
-def test_logits_that_are_no_numbers_name_their_row(bad, params, device):
-    """A model that breaks down is found at once, before a token is made of it."""
-    logits = torch.zeros(3, 4, device=device)
-    logits[2, 1] = bad
-    with pytest.raises(InvariantError, match="row 2"):
-        target_probabilities(logits, params)
-    with pytest.raises(InvariantError, match="row 0"):
-        target_probabilities(torch.full((1, 4), -INF), params)
-
-
-@settings(deadline=None)
-@given(
-    values=st.lists(st.integers(0, 4), min_size=1, max_size=12),
-    count=st.integers(0, 14),
-)
-def test_largest_ids(values, count):
-    """The largest values, ties by lowest id, in ascending order of ids."""
-    ranked = sorted(range(len(values)), key=lambda v: (-values[v], v))
-    ids = largest_ids(torch.tensor(values, dtype=torch.float64), count).tolist()
-    assert ids == sorted(ranked[:count])
-
-
 def test_raw_logprobs():
     """Logprobs ignore every parameter; a token outside the vocabulary has none; ties by id."""
     logits = torch.tensor([[1.0, 2.0, 2.0, -INF], [0.0, 0.0, 0.0, 0.0]])
@@ -193,12 +167,6 @@ def test_raw_logprobs():
     assert [top for _, top in bare] == [(), ()]
     with pytest.raises(InvariantError):
         raw_logprobs(logits, [0, 0], 0, rows=[0])
-
-
-def test_the_bucket_search_reaches_the_end_of_a_row():
-    """Where rounding leaves the goal above the whole mass, everything is kept."""
-    threshold, kept = transforms._long_head_end(np.array([1.0, 0.5, 1e-30, 0.0]), 1.6)
-    assert (float(threshold), int(kept)) == (0.0, 4)
 
 
 V = 300
@@ -229,14 +197,6 @@ class Listed:
 
     def behind(self, committed: Sequence[int]) -> Listed:
         raise NotImplementedError
-
-
-def test_a_mask_says_which_tokens_may_stand() -> None:
-    mask = mask_of([0, 7, 8, 299])
-    assert np.flatnonzero(mask.flags(V)).tolist() == [0, 7, 8, 299]
-    assert np.flatnonzero(mask.flags(1000)).tolist() == [0, 7, 8, 299]
-    assert np.flatnonzero(mask.flags(8)).tolist() == [0, 7]
-    assert [v for v in range(1000) if mask.has(v)] == [0, 7, 8, 299]
 
 
 @pytest.mark.parametrize("width", [V - 10, V, V + 40])
@@ -282,11 +242,6 @@ def test_a_legal_draft_token_behind_which_nothing_is_told_is_no_error(
     assert found.masks == [allowed.listed[()], None, None, None]
     assert found.untold == {1}
     assert allowed.asked == [(), (10,)]
-
-
-def test_what_cannot_be_told_behind_the_committed_tokens_is_an_error() -> None:
-    with pytest.raises(Incompatible, match="too hard"):
-        row_masks(Listed({(): Incompatible("regex: too hard")}), Proposal((10,), ()))
 
 
 def test_a_draft_stops_where_nothing_may_follow() -> None:

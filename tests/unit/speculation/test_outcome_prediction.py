@@ -22,10 +22,8 @@ from outrider.speculation.outcome_prediction import (
     guess_outcomes,
     with_bonus,
 )
-from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 
 V, K = 50, 3
 DRAFTED = (7, 3, 11)
@@ -79,33 +77,12 @@ def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
     np.testing.assert_allclose(found.evidence, [first, second, -EVIDENCE_MAX], atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
-def test_a_small_number_is_sure_to_pass(rule: Rule) -> None:
-    noise = RoundNoise(5, rule, 40)
-    found = guess_outcomes(logits(), HOT, noise, DRAFTED, 5)
-    np.testing.assert_allclose(np.exp(-found.evidence), list(noise.accept_uniforms(K)))
-
-
 def test_greedy_guesses_are_the_likeliest_tokens() -> None:
     params, noise = SamplingParams(temperature=0.0), RoundNoise(5, Rule.GREEDY, 40)
     ranked = guess_outcomes(logits(), params, noise, DRAFTED, 3).corrections
     for n, row in enumerate(logits().tolist()):
         order = sorted(range(V), key=lambda v: -row[v])
         assert ranked[n] == [v for v in order if n == K or v != DRAFTED[n]][:3]
-
-
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
-def test_a_draft_that_is_the_target_guesses_right_at_once(rule: Rule) -> None:
-    """The bonus under both rules, and under coupled every correction: they are the same race."""
-    for seed in range(20):
-        noise = RoundNoise(seed, rule, 12)
-        one_hot = Proposal(DRAFTED, (None,) * K if rule.needs_q else ())
-        verdict = verdict_from_logits(logits(seed), HOT, NO_HISTORY, one_hot, noise)
-        ranked = guess_outcomes(logits(seed), HOT, noise, DRAFTED, 1).corrections
-        assert ranked[K][0] == verdict.correction[K]
-        if rule is Rule.COUPLED:
-            for n in range(K):
-                assert verdict.correction[n] in (DRAFTED[n], ranked[n][0])
 
 
 def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
@@ -192,29 +169,6 @@ def test_chances_are_those_of_the_law_that_rounds_follow(
         reached *= passes
 
 
-def test_acceptance_is_learned_for_each_depth() -> None:
-    """Evidence being equal, a depth that fails more often is where rounds are thought to end."""
-    draw = random.Random(5)
-    fan_out = OutcomeModel()
-    for _ in range(1000):
-        accepted = next((n for n in range(4) if n == 2 and draw.random() < 0.7), 4)
-        fan_out.note(guesses([1.0] * 4), accepted, 0)
-    plan = fan_out.plan(guesses([1.0] * 4), LOOK_AHEAD_MAX)
-    ends = [sum(guess.chance for guess in plan if guess.num_accepted == n) for n in range(5)]
-    assert ends[2] == pytest.approx(0.7, abs=0.1)
-    assert ends[4] == pytest.approx(0.3, abs=0.1)
-
-
-def test_it_forgets_what_was_long_ago() -> None:
-    fan_out = learned(2.0, 0.0, 2.0)
-    seen = guesses([3.0] * 4)
-    before = fan_out.plan(seen, 1)[0]
-    for _ in range(3000):
-        fan_out.note(seen, 0, 2)
-    after = fan_out.plan(seen, 1)[0]
-    assert (before.num_accepted, before.rank, after.num_accepted) == (4, 0, 0)
-
-
 @pytest.mark.parametrize("num_drafted", [0, 1, 5, NUM_DRAFT_TOKENS_MAX])
 @pytest.mark.parametrize("num_guesses", [1, 12, LOOK_AHEAD_MAX, 1000])
 def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guesses: int) -> None:
@@ -247,16 +201,6 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
     assert all(0 < guess.chance <= 1 for guess in plan)
 
 
-def test_scores_that_say_nothing_leave_out_what_is_no_guess_as_well() -> None:
-    """Where the likeliest guess was never right for long, the others count as much."""
-    fan_out = OutcomeModel()
-    for _ in range(3000):
-        fan_out.note(guesses([1.0]), 0, 3)
-    plan = fan_out.plan(guesses([1.0], [5.0, 4.0, -math.inf, -math.inf]), LOOK_AHEAD_MAX)
-    assert {guess.rank for guess in plan} == {0, 1}
-    assert plan[0].chance == pytest.approx(plan[1].chance)
-
-
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
     """The first one's outcomes depend on the numbers that it will have, too."""
@@ -270,11 +214,6 @@ def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None
     known.forget("a")
     known.forget("b")
     assert known.of("b", 1, rule, 1.0) not in (alone, shared)
-
-
-def test_where_noise_is_keyed_by_the_position_all_sessions_share() -> None:
-    known = OutcomeModels()
-    assert known.of("a", 1, Rule.COUPLED, 1.0) is known.of("b", 1, Rule.COUPLED, 1.0)
 
 
 def test_forgotten_seeds_take_what_was_learned_along() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import BadRequest, InvariantError
-from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     NOTHING_SEALED,
@@ -21,9 +21,7 @@ from outrider.speculation.proposal import (
     decode_q,
     draft_tree,
     encode_q,
-    require_q,
 )
-from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule
 
 HALF = COUNT_TOTAL // 2
@@ -128,32 +126,6 @@ def test_a_tree_is_readable_by_depths():
     assert twice.readable() == (NOTHING_SEALED, True)
 
 
-def test_number_of_entries_from_both_sides():
-    """4,096 entries are read; 4,097 are refused before anything is made of them."""
-    n = DRAFT_SUPPORT_ENTRIES_MAX
-    counts = [COUNT_TOTAL // n] * n
-    decoded = decode_q(packed(range(n), counts), [(4,)])
-    assert decoded == (DraftDistribution(tuple(range(n)), tuple(counts)),)
-    counts = [1] * n + [COUNT_TOTAL - n]
-    with pytest.raises(BadRequest, match="4097 entries"):
-        decode_q(packed(range(n + 1), counts), [(4,)])
-    with pytest.raises(InvariantError):
-        encode_q([DraftDistribution(tuple(range(n + 1)), tuple(counts))])
-
-
-@pytest.mark.parametrize("rule", Rule)
-def test_require_q(rule):
-    """A proposal without q is refused exactly where the rule looks at q."""
-    bare = SealedProposal((1, 2))
-    require_q(SealedProposal(), rule)
-    require_q(SealedProposal.of(Proposal((1, 2), (None, None))), rule)
-    if rule.needs_q:
-        with pytest.raises(BadRequest, match="a distribution for each of the 2 tokens"):
-            require_q(bare, rule)
-    else:
-        require_q(bare, rule)
-
-
 def test_a_tree() -> None:
     tree = draft_tree((-1, -1, 1, 1, 0, 3), 6)
     assert tree.children == ((0, 1), (4,), (2, 3), (), (5,), (), ())
@@ -163,14 +135,6 @@ def test_a_tree() -> None:
     assert tree.spine == (0, 4)
     assert tree.num_depths == 3
     assert [tree.shared_with_spine(path) for path in ((), (0,), (0, 4), (1, 3))] == [0, 1, 2, 0]
-
-
-def test_a_chain_is_a_tree() -> None:
-    tree = draft_tree((), 3)
-    assert tree.parents == (-1, 0, 1)
-    assert tree.spine == (0, 1, 2)
-    assert tree.ranks == (0, 0, 0)
-    assert draft_tree((), 0).num_depths == 0
 
 
 def test_combs() -> None:
@@ -224,19 +188,3 @@ def test_a_sealed_tree_is_cut_by_places() -> None:
     by_path = SealedProposal.of(Proposal((4, 9, 5), (None, None), (-1, 0, -1)))
     with pytest.raises(InvariantError, match="listed by depth"):
         by_path.cut(1)
-
-
-def test_every_token_has_numbers_of_its_own() -> None:
-    """Acceptance: by depth and rank. What follows: a residual behind a token with children."""
-    parents = (-1, -1, 0, 0, 1)
-    numbers = RoundNoise(5, Rule.TOKEN, 9)
-    uniforms = list(numbers.accept_uniforms(5, parents))
-    assert len(set(uniforms)) == 5
-    assert uniforms[:1] == list(numbers.accept_uniforms(1))
-    keys = numbers.tree_keys(draft_tree(parents, 5))
-    expected = [int(Stream.RESIDUAL)] * 3 + [int(Stream.TARGET)] * 3
-    assert keys.stream.tolist() == expected
-    assert len(set(zip(keys.b.tolist(), keys.stream.tolist(), strict=True))) == 6
-    own = RoundNoise(5, Rule.COUPLED, 9).tree_keys(draft_tree(parents, 5))
-    assert own.a.tolist() == [9, 10, 10, 11, 11, 11]
-    assert set(own.stream.tolist()) == {int(Stream.TARGET)}

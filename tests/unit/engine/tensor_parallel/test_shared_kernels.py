@@ -33,10 +33,6 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-def _wrong(*arguments: Any) -> torch.Tensor:
-    return attend_by_tables(*arguments) * 2
-
-
 def _built(
     directory: Path, kernel_of: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
@@ -67,14 +63,6 @@ def _built(
         expected = whole(input_ids=torch.tensor([TOKENS])).logits[0]
     assert (answers[0] - expected).abs().max() <= 1e-10
     return list(engines)
-
-
-def test_a_kernel_that_is_wrong_is_left_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the leader has logits to find it out by."""
-    engines = _built(tmp_path, lambda _: _wrong, monkeypatch)
-    assert [engine._backend for engine in engines] == [None, None]
 
 
 def test_a_kernel_that_is_right_is_kept_by_all(
