@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -91,15 +90,13 @@ SAMPLINGS = st.builds(
 )
 
 
-CONSTRAINTS = st.sampled_from(
-    [
-        None,
-        Constraint.of_schema({"type": "object", "title": "é"}),
-        Constraint.any_object(),
-        Constraint.of_regex("[ab]+"),
-        Constraint.of_choices(["x", 'y"']),
-    ]
-)
+CONSTRAINTS = [
+    None,
+    Constraint.of_schema({"type": "object", "title": "é"}),
+    Constraint.any_object(),
+    Constraint.of_regex("[ab]+"),
+    Constraint.of_choices(["x", 'y"']),
+]
 
 
 @st.composite
@@ -107,7 +104,7 @@ def heads(draw: st.DrawFn) -> RoundHead:
     base_length = draw(st.integers(0, SESSION_TOKENS_MAX - 5))
     append = tuple(draw(st.lists(IDS, min_size=0 if base_length else 1, max_size=5)))
     sampling = draw(SAMPLINGS)
-    constraint = draw(CONSTRAINTS)
+    constraint = draw(st.sampled_from(CONSTRAINTS))
     return RoundHead(
         session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")),
         tenant=draw(st.text(max_size=9)),
@@ -240,34 +237,14 @@ def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None
     assert DRAFT.answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
 
 
-def test_verdicts_of_more_than_a_tree_are_refused() -> None:
-    key = make_head((1,)).key
-    for num, is_good in ((TREE_TOKENS_MAX, True), (TREE_TOKENS_MAX + 1, False)):
-        reply = VerdictReply(key, Verdict((0.5,) * num, (1,) * (num + 1)), 0)
-        message = VERIFY.answer_to_proto(reply)
-        if is_good:
-            assert VERIFY.answer_from_proto(message) == reply
-            continue
-        with pytest.raises(BadRequest, match="verdict"):
-            VERIFY.answer_from_proto(message)
-
-
 def test_descriptions_survive() -> None:
-    description = ReplicaDescription("m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64)
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
-    others = (
-        {"step_costs": costs},
-        {"drafts_itself": True},
-        {"shows_features": True},
-        {"reads_features": True},
-    )
-    for described in (description, *(replace(description, **other) for other in others)):
-        message = to_proto(described, types_pb2.ReplicaDescription)
-        assert from_proto(message, ReplicaDescription) == described
-
-
-def test_costs_that_make_no_sense_are_refused() -> None:
-    message = types_pb2.ReplicaDescription(step_costs=types_pb2.StepCosts(rows=[1], seconds=[-1.0]))
+    described = ReplicaDescription(
+        "m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64, costs, drafts_itself=True
+    )  # fmt: skip
+    message = to_proto(described, types_pb2.ReplicaDescription)
+    assert from_proto(message, ReplicaDescription) == described
+    message.step_costs.seconds[0] = -1.0
     with pytest.raises(BadRequest, match="step_costs"):
         from_proto(message, ReplicaDescription)
 
@@ -280,88 +257,49 @@ def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
     assert given_params.hash() == read.hash()
 
 
-def test_fields_that_are_not_set_take_their_defaults() -> None:
-    assert codec.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+def change(message: Any, path: str, value: Any) -> None:
+    """Sets a field; appends to one that is repeated, and clears one where the value is None."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    if value is None:
+        message.ClearField(name)
+    elif isinstance(value, list):
+        getattr(message, name).extend(value)
+    else:
+        setattr(message, name, value)
 
 
-def good_item() -> target_pb2.VerifyItem:
-    item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b"\0\0"))
-    return VERIFY.item_to_proto(item)
-
-
-ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
-    ("head.session_id", lambda m: setattr(m.head, "session_id", "0" * 31), None),
-    (
-        "head.append",
-        lambda m: m.head.append.append(TOKEN_ID_MAX + 1),
-        lambda m: m.head.append.append(TOKEN_ID_MAX),
-    ),
-    (
-        "head.base_length",  # With the two that are appended.
-        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 1),
-        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 2),
-    ),
-    (
-        "head.prompt_length",
-        lambda m: setattr(m.head, "prompt_length", 3),
-        lambda m: setattr(m.head, "prompt_length", 2),
-    ),
-    ("head.rule", lambda m: setattr(m.head, "rule", 0), None),
-    ("head.epoch", lambda m: setattr(m.head, "epoch", 0), None),
-    (
-        "head.traceparent",
-        lambda m: setattr(m.head, "traceparent", "x" * (TRACEPARENT_CHARS_MAX + 1)),
-        lambda m: setattr(m.head, "traceparent", "x" * TRACEPARENT_CHARS_MAX),
-    ),
-    ("head.constraint.kind", lambda m: setattr(m.head.constraint, "kind", "x"), None),
-    ("head.constraint_hash", lambda m: setattr(m.head, "constraint_hash", b"12"), None),
-    ("head.sampling", lambda m: m.head.ClearField("sampling_params"), None),
-    (
-        "head.sampling_params.top_p",
-        lambda m: setattr(m.head.sampling_params, "top_p", 0.0),
-        lambda m: setattr(m.head.sampling_params, "top_p", 1.0),
-    ),
-    (
-        "proposal.token_ids",
-        lambda m: (
-            m.proposal.token_ids.extend([1] * NUM_DRAFT_TOKENS_MAX),
-            m.proposal.ClearField("q"),
-        ),
-        lambda m: (
-            m.proposal.token_ids.extend([1] * (NUM_DRAFT_TOKENS_MAX - 1)),
-            m.proposal.ClearField("q"),
-        ),
-    ),
-    (
-        "proposal.parents",
-        lambda m: m.proposal.parents.extend([2] * len(m.proposal.token_ids)),
-        lambda m: m.proposal.parents.extend(range(len(m.proposal.token_ids))),
-    ),
-    (
-        "run_ahead",
-        lambda m: setattr(m, "run_ahead", RUN_AHEAD_ROUNDS_MAX + 1),
-        lambda m: setattr(m, "run_ahead", RUN_AHEAD_ROUNDS_MAX),
-    ),
-    (
-        "next_siblings",
-        lambda m: m.next_siblings.append(SIBLINGS_MAX + 1),
-        lambda m: m.next_siblings.append(SIBLINGS_MAX),
-    ),
-]
-
-
-@pytest.mark.parametrize(("field", "bad", "good"), ITEM_CHANGES)
-def test_item_limits_from_both_sides(
-    field: str, bad: Callable[[Any], Any], good: Callable[[Any], Any] | None
-) -> None:
+@pytest.mark.parametrize(
+    ("field", "bad", "good"),
+    [
+        ("head.session_id", "0" * 31, "0" * 32),
+        ("head.append", [TOKEN_ID_MAX + 1], [TOKEN_ID_MAX]),
+        ("head.base_length", SESSION_TOKENS_MAX - 1, SESSION_TOKENS_MAX - 2),  # Two are appended.
+        ("head.prompt_length", 3, 2),
+        ("head.rule", 0, 1),
+        ("head.epoch", 0, 1),
+        ("head.traceparent", "x" * (TRACEPARENT_CHARS_MAX + 1), "x" * TRACEPARENT_CHARS_MAX),
+        ("head.constraint.kind", "x", "regex"),
+        ("head.constraint_hash", b"12", b""),
+        ("head.sampling_params.top_p", 0.0, 1.0),
+        ("proposal.token_ids", [1] * NUM_DRAFT_TOKENS_MAX, [1] * (NUM_DRAFT_TOKENS_MAX - 1)),
+        ("proposal.parents", [2], [0]),
+        ("run_ahead", RUN_AHEAD_ROUNDS_MAX + 1, RUN_AHEAD_ROUNDS_MAX),
+        ("next_siblings", [SIBLINGS_MAX + 1], [SIBLINGS_MAX]),
+        ("next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1, 1000 * DRAFT_DEADLINE_MS_MAX),
+    ],
+)
+def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     """What is outside a limit is refused under its field's name; what is on it passes."""
-    message = good_item()
+    item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b""))
+    message = VERIFY.item_to_proto(item)
+    if "constraint." in field:
+        message.head.constraint.text = "a+"
+    change(message, field, good)
     VERIFY.item_from_proto(message)
-    if good is not None:
-        good(message)
-        VERIFY.item_from_proto(message)
-    message = good_item()
-    bad(message)
+    message = VERIFY.item_to_proto(item)
+    change(message, field, bad)
     with pytest.raises(BadRequest) as caught:
         VERIFY.item_from_proto(message)
     assert caught.value.field == field
@@ -374,7 +312,6 @@ def test_item_limits_from_both_sides(
         (2, 4 * FEATURES_MAX + 4, "features.rows"),
         (2, 6, "features.rows"),
         (2, 0, "features.rows"),
-        (0, 4, "features.width"),
         (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
         (FEATURES_WIDTH_MAX + 1, 2 * (FEATURES_WIDTH_MAX + 1), "features.width"),
     ],
@@ -390,62 +327,41 @@ def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str 
     assert caught.value.field == field
 
 
-ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("session_id", lambda m: setattr(m, "session_id", "")),
-    ("answer", lambda m: m.ClearField("verdict")),
-    ("verdict", lambda m: m.verdict.correction.append(1)),
-    ("verdict", lambda m: m.verdict.correction.pop()),
-    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, 1.1)),
-    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, math.nan)),
-    ("verdict.correction", lambda m: m.verdict.correction.__setitem__(0, 2**31)),
-    ("verdict.logprobs", lambda m: m.verdict.logprobs.pop()),
-    ("verdict.logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.nan)),
-    ("verdict.logprobs", lambda m: setattr(m.verdict.logprobs[0].top[0], "logprob", math.inf)),
-    ("verdict.queue_ms", lambda m: setattr(m.verdict, "queue_ms", -1.0)),
-    ("verdict.compute_ms", lambda m: setattr(m.verdict, "compute_ms", math.nan)),
-    ("verdict.next_draft_ms", lambda m: setattr(m.verdict, "next_draft_ms", math.inf)),
-    ("verdict.next_work_ms", lambda m: setattr(m.verdict, "next_work_ms", math.nan)),
-    ("verdict.next_proposal.token_ids", lambda m: m.verdict.next_proposal.token_ids.append(2**31)),
-]
-
-
-@pytest.mark.parametrize(("field", "change"), ANSWER_CHANGES)
-def test_answers_of_another_shape_are_refused(field: str, change: Callable[[Any], Any]) -> None:
-    entry = PositionLogprobs(-1.0, ((1, -1.0),))
-    key = make_head((1,)).key
-    message = VERIFY.answer_to_proto(VerdictReply(key, Verdict((0.5,), (1, 2)), 3, (entry,) * 3))
-    VERIFY.answer_from_proto(message)
-    change(message)
-    with pytest.raises(BadRequest) as caught:
-        VERIFY.answer_from_proto(message)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize("name", ["queue_ms", "compute_ms", "work_ms"])
-def test_times_of_a_draft_that_cannot_be_are_refused(name: str) -> None:
-    reply = ProposalReply(make_head((1,)).key, SealedProposal((1,), b""), 3, 4)
-    message = DRAFT.answer_to_proto(reply)
-    setattr(message.proposal, name, math.nan)
-    with pytest.raises(BadRequest) as caught:
-        DRAFT.answer_from_proto(message)
-    assert caught.value.field == f"proposal.{name}"
+KEY = make_head((1,)).key
+VERDICT = VerdictReply(
+    KEY, Verdict((0.5,), (1, 2)), 3, (PositionLogprobs(-1.0, ((1, -1.0),)),) * 3
+)  # fmt: skip
+PROPOSED = ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
 
 
 @pytest.mark.parametrize(
-    "sums",
+    ("field", "changed"),
     [
-        AuditSums(3),
-        AuditSums(2, 2, 1),
-        AuditSums(2, surprise=math.nan),
-        AuditSums(2, entropy=math.inf),
-        AuditSums(2, variance=-1.0),
+        ("session_id", {"key": ReplyKey("", 1, 0)}),
+        ("verdict", {"verdict": Verdict((0.5,), (1, 2, 3))}),
+        ("verdict", {"verdict": Verdict((0.5,) * 33, (1,) * 34), "logprobs": ()}),  # Of no tree.
+        ("verdict.accept_probability", {"verdict": Verdict((1.1,), (1, 2))}),
+        ("verdict.accept_probability", {"verdict": Verdict((math.nan,), (1, 2))}),
+        ("verdict.correction", {"verdict": Verdict((0.5,), (1, 2**31))}),
+        ("verdict.logprobs", {"logprobs": VERDICT.logprobs[1:]}),
+        ("verdict.logprobs", {"logprobs": (PositionLogprobs(math.nan, ()),) * 3}),
+        ("verdict.logprobs", {"logprobs": (PositionLogprobs(-1.0, ((1, math.inf),)),) * 3}),
+        ("verdict.queue_ms", {"queue_ms": -1.0}),
+        ("verdict.next_work_ms", {"next_work_ms": math.nan}),
+        ("verdict.next_proposal.token_ids", {"next_proposal": SealedProposal((2**31,), b"")}),
+        ("verdict.audit", {"audit": AuditSums(3)}),
+        ("verdict.audit", {"audit": AuditSums(1, 1, 1)}),
+        ("verdict.audit.variance", {"audit": AuditSums(1, variance=-1.0)}),
+        ("proposal.work_ms", {"work_ms": math.inf}),
     ],
 )
-def test_sums_that_cannot_be_are_refused(sums: AuditSums) -> None:
-    verdict = Verdict((1.0, 0.5), (1, 2, 3))
-    message = VERIFY.answer_to_proto(VerdictReply(make_head((1,)).key, verdict, 9, audit=sums))
-    with pytest.raises(BadRequest, match=r"verdict\.audit"):
-        VERIFY.answer_from_proto(message)
+def test_answers_that_cannot_be_are_refused(field: str, changed: dict[str, Any]) -> None:
+    """A coordinator does not trust its replicas."""
+    codec, answer = (DRAFT, PROPOSED) if field[0] == "p" else (VERIFY, VERDICT)
+    assert codec.answer_from_proto(codec.answer_to_proto(answer)) == answer
+    with pytest.raises(BadRequest) as caught:
+        codec.answer_from_proto(codec.answer_to_proto(replace(answer, **changed)))
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -464,36 +380,11 @@ def test_events_that_a_client_cannot_read_are_the_coordinators_fault(event: Any,
         event_from_proto(event)
 
 
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        None,
-        Constraint.of_schema({"type": "object", "title": "é"}),
-        Constraint.any_object(),
-        Constraint.of_regex(r"\d+"),
-        Constraint.of_choices(["a", 'b"']),
-    ],
-)
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_a_constraint_survives(constraint: Constraint | None) -> None:
     request = replace(GenerateRequest("hello"), constraint=constraint)
     message = pb.GenerateRequest.FromString(request_to_proto(request).SerializeToString())
     assert request_from_proto(message).constraint == constraint
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (pb.GenerateRequest(json_schema="{"), "json_schema: is no JSON"),
-        (pb.GenerateRequest(regex=""), "regex: is empty"),
-        (pb.GenerateRequest(choice=pb.Choices()), "choice: got 0 choices"),
-    ],
-)
-def test_what_is_no_constraint_is_refused(given: pb.GenerateRequest, said: str) -> None:
-    given.text = "hello"
-    with pytest.raises(BadRequest, match=said):
-        request_from_proto(given)
-    with pytest.raises(BadRequest, match=said):
-        request_from_proto(pb.GenerateRequest.FromString(given.SerializeToString()))
 
 
 @pytest.mark.parametrize(

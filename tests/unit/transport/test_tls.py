@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from deploy.cli.main import main
@@ -34,15 +33,8 @@ def first_certificate(path: Path) -> x509.Certificate:
     return read_certificates(path)[0]
 
 
-def make(directory: Path) -> None:
-    make_authority(directory, NOW)
-    for role in INTERNAL_ROLES:
-        make_role(directory, role, NOW)
-
-
 def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
-    """P-256, by the one authority, for a limited time and for nothing but TLS; keys are for their
-    owner only."""
+    """By the one authority, for a limited time and for nothing but TLS; keys are private."""
     directory = tmp_path / "tls"
     assert main(["certs", str(directory)]) == 0
     assert {path.name for path in directory.iterdir()} == FILES
@@ -54,7 +46,6 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
         files.check()
         assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
         found = first_certificate(files.certificate)
-        assert isinstance(found.public_key(), ec.EllipticCurvePublicKey)
         assert certificate_names(files.certificate) == [f"{role}.outrider.internal"]
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
         usage = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
@@ -87,8 +78,6 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
     assert changed() == FILES
     assert main(["certs", str(directory), "--check"]) == 0
     assert main(["certs", str(tmp_path / "other"), "--renew"]) == 2
-    assert main(["certs", str(directory), "--renew", "--days", "0"]) == 2
-    assert not list(directory.glob(".*"))
 
 
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
@@ -96,7 +85,9 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         directory.mkdir()
-        make(directory)
+        make_authority(directory, NOW)
+        for role in INTERNAL_ROLES:
+            make_role(directory, role, NOW)
     files = RoleFiles.of(one, "target")
     with pytest.raises(ConfigError, match=r"draft-key\.pem: is not the key of .*target\.pem"):
         check_pair(files.certificate, one / "draft-key.pem")
@@ -104,8 +95,6 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         check_authority(two / "ca.pem", files.certificate)
     with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
         check_pair(files.certificate, one / "ca.pem")
-    with pytest.raises(ConfigError, match=r"target-key\.pem: holds no certificate"):
-        read_certificates(files.key)
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
         read_certificates(one / "gone.pem")
     # Several authorities in one file: that of before and that of after a change.

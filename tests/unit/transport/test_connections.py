@@ -1,28 +1,29 @@
-"""How long gRPC servers keep connections that make no call."""
+"""Connections that make no call, and links that are closed under their callers."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.errors import Unavailable
 from outrider.transport.channel import open_channel
+from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, ServerOptions
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty frame of settings."""
-LATE_S = 8.0
 
 
-@pytest.mark.parametrize("sent", [b"", PREFACE[:10], PREFACE])
+@pytest.mark.parametrize("sent", [b"", PREFACE])
 async def test_a_connection_without_a_call_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Whether it has sent nothing, a part of its preface, or all of it. A channel connects again
-    with its next call."""
+    """Whether its preface has come or not. A channel connects again with its next call."""
     monkeypatch.setattr("outrider.transport.channel.GRPC_HANDSHAKE_MS", 1_000)
     monkeypatch.setattr("outrider.transport.channel.GRPC_IDLE_MS", 1_000)
     server = RpcServer([], ServerOptions())
@@ -34,7 +35,7 @@ async def test_a_connection_without_a_call_is_closed(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         began = time.monotonic()
-        async with asyncio.timeout(LATE_S):
+        async with asyncio.timeout(8):
             await reader.read()
         assert time.monotonic() - began > 0.5
         while channel.get_state() is grpc.ChannelConnectivity.READY:
@@ -44,3 +45,18 @@ async def test_a_connection_without_a_call_is_closed(
     finally:
         await channel.close()
         await server.stop()
+
+
+async def test_a_caller_hears_that_the_link_is_closed() -> None:
+    """And is not cancelled, as closing a channel looks to its calls."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        link = target_link(f"127.0.0.1:{silent.getsockname()[1]}")
+        asking = asyncio.create_task(link.describe(30.0))
+        accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
+        await link.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await asking
+        with pytest.raises(Unavailable, match="closed"):
+            await link.describe(1.0)
+        accepted.close()
