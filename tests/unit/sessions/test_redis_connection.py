@@ -1,8 +1,11 @@
+"""Addresses, passwords and failures of Redis, as a client meets them."""
+
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +19,17 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from outrider.errors import ConfigError, DataLoss, InvariantError, StoreUnavailable
-from outrider.limits import REDIS_TIMEOUT_MS
-from outrider.sessions.redis_address import RedisAddress
+from outrider.errors import ConfigError, DataLoss, InvariantError, SettingError, StoreUnavailable
+from outrider.limits import PASSWORD_BYTES_MAX, REDIS_TIMEOUT_MS
+from outrider.sessions.redis_address import (
+    SENTINEL_VARIABLE,
+    VARIABLE,
+    RedisAddress,
+    with_password,
+    without_password,
+)
 from outrider.sessions.redis_connection import (
     NotReplicated,
     answering,
@@ -56,18 +64,13 @@ def test_passwords_are_masked(url: str, masked: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "localhost:6379",
         "http://host",
         "redis://:secret@host:po/rt",
-        "redis+sentinel://:secret@host",
         "redis+sentinel://:secret@host/",
         "redis+sentinel://:secret@host:port/name",
         "redis+sentinel://:secret@host:1,,host:2/name",
-        "redis+sentinel://:secret@host/name/first",
         "redis+sentinel://:secret@host/name?db=1",
         "redis+sentinel://:sec/secret@host/name",
-        "redis+sentinel:///name",
-        "http+sentinel://host/name",
     ],
 )
 def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
@@ -82,24 +85,14 @@ def test_a_ca_file_needs_tls() -> None:
         new_client(RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix=""))
 
 
-@pytest.mark.parametrize(
-    ("url", "sentinels", "expected"),
-    [
-        (
-            "rediss+sentinel://u:p%2F@a:1,[::1]:2,c/my%20name/3",
-            [("a", 1), ("::1", 2), ("c", 26_379)],
-            ("my name", 3, "u", "p/"),
-        ),
-        ("redis+sentinel://a/name", [("a", 26_379)], ("name", 0, None, None)),
-    ],
-)
-def test_a_url_of_sentinels(url: str, sentinels: list[tuple[str, int]], expected: Any) -> None:
+def test_a_url_of_sentinels() -> None:
+    url = "rediss+sentinel://u:p%2F@a:1,[::1]:2,c/my%20name/3"
     pool: Any = new_client(RedisAddress(url=url, key_prefix="")).connection_pool
     found = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
-    assert [(one["host"], one["port"]) for one in found] == sentinels
+    assert [(one["host"], one["port"]) for one in found] == [("a", 1), ("::1", 2), ("c", 26_379)]
     given = pool.connection_kwargs
     told = (given["db"], given.get("username"), given.get("password"))
-    assert (pool.service_name, *told) == expected
+    assert (pool.service_name, *told) == ("my name", 3, "u", "p/")
 
 
 def test_tls_reaches_servers_and_sentinels() -> None:
@@ -134,27 +127,22 @@ def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str)
         check_info("Redis", {**GOOD, **change})
 
 
-PASSING = (
-    RedisConnectionError("refused"),
-    RedisTimeoutError("slow"),
-    ConnectionResetError(),
-    ReadOnlyError("You can't write against a read only replica."),
-    OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
-    ResponseError("MISCONF Redis is configured to save RDB snapshots"),
-    ResponseError("Error running script: @user_script:3: -OOM command not allowed"),
-    ResponseError(
-        "Error running script: @user_script: 1: The user executing the script can't run this "
-        "command or subcommand"
-    ),
-    ResponseError("UNBLOCKED force unblock from blocking operation"),
-    NotReplicated("0 of 1 replicas have a write after 500 ms"),
-)
+SCRIPT = "Error running script (call to f_0): @user_script:3: "
 
 
 @pytest.mark.parametrize(
     ("error", "becomes"),
     [
-        *((one, StoreUnavailable) for one in PASSING),
+        (RedisTimeoutError("slow"), StoreUnavailable),
+        (ConnectionResetError(), StoreUnavailable),
+        (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), StoreUnavailable),
+        (ResponseError("MISCONF Redis is configured to save RDB snapshots"), StoreUnavailable),
+        (ResponseError(f"{SCRIPT}-OOM command not allowed"), StoreUnavailable),
+        (
+            ResponseError(f"{SCRIPT}The user executing the script can't run this command"),
+            StoreUnavailable,
+        ),
+        (NotReplicated("0 of 1 replicas have a write after 500 ms"), StoreUnavailable),
         (ResponseError("wrong number of arguments"), InvariantError),
         (ResponseError("WRONGTYPE Operation against a key"), DataLoss),
     ],
@@ -175,20 +163,18 @@ class Idle:
         self.num_closed += 1
 
 
-SCRIPT = "Error running script (call to f_0): @user_script:3: "
 LEAVING = [
     ReadOnlyError("You can't write against a read only replica."),
     BusyLoadingError("Redis is loading the dataset in memory"),
     MasterDownError("Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
     ResponseError(f"{SCRIPT}-READONLY You can't write against a read only replica."),
-    ResponseError(f"{SCRIPT}-LOADING Redis is loading the dataset in memory"),
-    ResponseError(f"{SCRIPT}-MASTERDOWN Link with MASTER is down"),
     ResponseError("NOREPLICAS Not enough good replicas to write."),
     ResponseError("UNBLOCKED force unblock from blocking operation"),
 ]
+
+
 STAYING = [
     OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
-    ResponseError("MISCONF Redis is configured to save RDB snapshots"),
     ResponseError("WRONGTYPE Operation against a key"),
 ]
 
@@ -235,3 +221,86 @@ async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
 def test_a_damaged_record_is_data_loss(fields: dict[bytes, bytes]) -> None:
     with pytest.raises(DataLoss, match="unknown form"):
         decode_record("0" * 32, fields, b"", b"")
+
+
+SECRET = "p@ss/w:rd"  # noqa: S105 (of no server)
+
+
+def address(url: str = "redis://h:1/2", **others: Any) -> RedisAddress:
+    return RedisAddress(url=url, key_prefix="p:", **others)
+
+
+@pytest.mark.parametrize(
+    ("url", "left", "username", "password"),
+    [
+        ("redis://:p%40ss%2Fw%3Ard@h:1/2", "redis://h:1/2", "", SECRET),
+        ("rediss://me:p%40ss%2Fw%3Ard@h:1/2?a=b", "rediss://h:1/2?a=b", "me", SECRET),
+        ("redis://me@h:1", "redis://h:1", "me", ""),
+        ("redis://h:1/2?password=p%40ss%2Fw%3Ard&db=3", "redis://h:1/2?db=3", "", SECRET),
+        ("unix://me:x@/run/redis.sock", "unix:///run/redis.sock", "me", "x"),
+        ("redis://u:x@h:1,i:2/0", "redis://h:1,i:2/0", "u", "x"),
+    ],
+)
+def test_no_password_is_left_in_a_url(url: str, left: str, username: str, password: str) -> None:
+    found, secret = without_password(address(url))
+    assert (found.url, found.username, found.password, secret.redis) == (
+        left,
+        username,
+        "",
+        password,
+    )
+    assert found.asks_for_password == bool(password)
+
+
+def test_what_the_url_says_wins() -> None:
+    found, secret = without_password(
+        address("redis://me:one@h:1", username="you", password="two")  # noqa: S106
+    )
+    assert (found.username, secret.redis) == ("me", "one")
+
+
+def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
+    """Rather than told to Ray."""
+    with pytest.raises(SettingError, match=r"redis_url: has a password among its options"):
+        without_password(address("redis://h:1?sentinel_password=x"))
+    with pytest.raises(SettingError, match="redis_password_file: cannot go with"):
+        without_password(address("redis://:x@h:1", password_file=str(tmp_path)))
+    with pytest.raises(ConfigError, match="is no URL"):
+        without_password(address("redis://[h:1"))
+
+
+def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    of_file = address(password_file=str(path))
+    path.write_text(SECRET + "\r\n")
+    assert with_password(of_file, {VARIABLE: "another"}).password == SECRET
+    for text in (b"\n", b"\xff\xfe", b"x" * (PASSWORD_BYTES_MAX + 1)):
+        path.write_bytes(text)
+        with pytest.raises(SettingError, match=f"redis_password_file: .*{path}"):
+            with_password(of_file)
+    path.unlink()
+    with pytest.raises(SettingError, match="No such file"):
+        with_password(of_file)
+
+
+def test_elsewhere_it_is_a_variable_of_the_process() -> None:
+    """And no variable is looked for where there is no password."""
+    sealed, _ = without_password(address("redis://:x@h:1"))
+    assert with_password(sealed, {VARIABLE: SECRET}).password == SECRET
+    with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
+        with_password(sealed, {})
+    open_one, _ = without_password(address())
+    assert with_password(open_one, {VARIABLE: SECRET}) == open_one
+
+
+def test_sentinels_have_a_password_of_their_own() -> None:
+    sealed, secrets = without_password(
+        address("redis+sentinel://me:x@h:1,i:2/sessions", sentinel_password=SECRET)
+    )
+    assert (sealed.url, sealed.sentinel_password) == ("redis+sentinel://h:1,i:2/sessions", "")
+    assert (secrets.redis, secrets.sentinel) == ("x", SECRET)
+    assert SECRET not in repr(secrets)
+    found = with_password(sealed, {VARIABLE: "x", SENTINEL_VARIABLE: SECRET})
+    assert (found.password, found.sentinel_password) == ("x", SECRET)
+    with pytest.raises(SettingError, match=f"redis_sentinel_password: .*{SENTINEL_VARIABLE}"):
+        with_password(sealed, {VARIABLE: "x"})

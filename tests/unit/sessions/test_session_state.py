@@ -1,6 +1,9 @@
+"""What a session's owner decides, sends to the store, and may show."""
+
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +20,6 @@ from outrider.sessions.store import (
     CacheState,
     Counters,
     FinishReason,
-    SessionRecord,
 )
 from outrider.tokens import TokenSequence
 
@@ -31,20 +33,6 @@ def opened() -> Session:
 def sent(session: Session) -> tuple[int, tuple[int, ...]] | None:
     append = session.next_append()
     return None if append is None else (append.expected_length, append.token_ids)
-
-
-def test_rounds_are_coalesced_until_they_are_acknowledged() -> None:
-    session = opened()
-    assert session.next_append() is None
-    session.decide([1, 2], NO_COUNTS)
-    session.decide([3], Counters(2, 4, 1))
-    assert sent(session) == (3, (1, 2, 3))
-    assert session.showable_length == 3
-    session.acknowledge(5)
-    assert (session.showable_length, session.num_uncommitted) == (5, 1)
-    assert sent(session) == (5, (3,))
-    session.acknowledge(6)
-    assert session.next_append() is None
 
 
 def test_an_append_says_all_that_a_successor_must_know() -> None:
@@ -88,20 +76,6 @@ def test_a_long_gap_is_sent_in_pieces() -> None:
     assert sent(session) == (3 + APPEND_TOKENS_MAX, (7,))
 
 
-def test_after_its_end_a_session_only_waits_for_the_store() -> None:
-    session = opened()
-    session.decide([1], NO_COUNTS)
-    session.finish(FinishReason.STOP)
-    with pytest.raises(InvariantError, match="over: stop"):
-        session.decide([2], NO_COUNTS)
-    with pytest.raises(InvariantError, match="over: stop"):
-        session.finish(FinishReason.LENGTH)
-    assert sent(session) == (3, (1,))
-    session.acknowledge(4)
-    assert session.showable_length == 4
-    assert session.finish_reason is not None
-
-
 def test_a_lost_session_sends_and_shows_nothing_more() -> None:
     session = opened()
     session.decide([1], NO_COUNTS)
@@ -113,27 +87,26 @@ def test_a_lost_session_sends_and_shows_nothing_more() -> None:
     for illegal in (
         lambda: session.decide([2], NO_COUNTS),
         lambda: session.acknowledge(4),
-        lambda: session.finish(FinishReason.STOP),
         lambda: session.supersede(DataLoss("gone")),
     ):
         with pytest.raises(InvariantError, match=r"lost|is over"):
             illegal()
-    session.check_integrity()
 
 
-@pytest.mark.parametrize("token_id", [-1, TOKEN_ID_MAX + 1])
-def test_only_token_ids_are_decided(token_id: int) -> None:
+def test_an_ended_session_sends_what_the_store_lacks() -> None:
     session = opened()
-    with pytest.raises(InvariantError, match="token id"):
-        session.decide([1, token_id], NO_COUNTS)
-    session.decide([0, TOKEN_ID_MAX], NO_COUNTS)
-    assert session.length == 5
-
-
-@pytest.mark.parametrize("stored", [-1, 4])
-def test_the_store_cannot_hold_what_was_not_decided(stored: int) -> None:
-    with pytest.raises(InvariantError, match="the store holds"):
-        opened().acknowledge(stored)
+    session.decide([1], NO_COUNTS)
+    session.finish(FinishReason.STOP)
+    for illegal in (
+        lambda: session.decide([2], NO_COUNTS),
+        lambda: session.finish(FinishReason.LENGTH),
+        lambda: session.acknowledge(5),
+    ):
+        with pytest.raises(InvariantError, match=r"over: stop|store holds 5"):
+            illegal()
+    assert sent(session) == (3, (1,))
+    session.acknowledge(4)
+    assert session.showable_length == 4
 
 
 def test_log_probabilities_are_of_all_tokens_or_of_none() -> None:
@@ -145,32 +118,25 @@ def test_log_probabilities_are_of_all_tokens_or_of_none() -> None:
     session.decide([1], NO_COUNTS, logprobs=["{}"])
     with pytest.raises(InvariantError, match="some tokens"):
         session.decide([2], NO_COUNTS)
-    with pytest.raises(InvariantError, match="without tokens"):
-        session.decide([], NO_COUNTS)
-    assert session.length == 4
-
-
-def record(reason: FinishReason | None, logprobs: str = "") -> SessionRecord:
-    new = new_session()
-    ids = (*new.token_ids, 8, 9)
-    return SessionRecord(
-        new.session_id, new.tenant, "bert", new.seed, new.rule, new.parameters, 3, ids,
-        TokenSequence(ids).digest(), 4, CacheState("d", 1), CacheState("t", 2),
-        Counters(1, 2, 1), logprobs, reason,
-    )  # fmt: skip
 
 
 def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
     """Line separators inside a JSON string do not split it."""
-    session = Session(record(None, '"a\u2028"\n"b"\n'))
+    begun = opened()
+    begun.decide([8, 9], Counters(1, 2, 1))
+    record = replace(
+        begun.record, owner="bert", epoch=4, token_ids=tuple(begun.tokens.ids),
+        counters=begun.counters, logprobs='"a\u2028"\n"b"\n',
+    )  # fmt: skip
+    session = Session(record)
     assert (session.epoch, session.record.owner) == (4, "bert")
     assert (session.length, session.showable_length, session.prompt_length) == (5, 5, 3)
     assert session.counters == Counters(1, 2, 1)
-    assert list(session.logprobs) == ['"a\u2028"', '"b"']
+    assert session.logprobs == ['"a\u2028"', '"b"']
     session.decide([1], NO_COUNTS, logprobs=["2"])
     assert sent(session) == (5, (1,))
     with pytest.raises(InvariantError):
-        Session(record(FinishReason.STOP))
+        Session(replace(record, finish_reason=FinishReason.STOP))
 
 
 class OwnerMachine(RuleBasedStateMachine):
