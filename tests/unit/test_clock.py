@@ -24,16 +24,6 @@ def test_waiting_moves_the_clock_and_costs_nothing() -> None:
     assert time.perf_counter() - start < 5
 
 
-def test_timeouts_use_the_virtual_clock() -> None:
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30):
-                await asyncio.sleep(1000)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtually(main()) == pytest.approx(30)
-
-
 def test_a_program_that_hangs_is_an_error() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
