@@ -14,7 +14,6 @@ from toy_engine import ToyEngine
 
 from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
-from outrider.limits import STEP_CRASHES_UNHEALTHY
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
 from outrider.transport.codec import VERIFY
@@ -114,25 +113,6 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
     answers = (await hosted.heard.wait(2, num_lost=1))[:2]
     assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 2
     assert "this replica is stopping" in str(hosted.heard.lost[0])
-    await hosted.link.close()
-
-
-async def test_an_engine_that_is_lost_after_crashes_ends_its_replica_too() -> None:
-    """The replica has stopped to serve before, and nothing of its health changes."""
-    hosted = Hosted()
-    await hosted.start()
-    for session in range(1, STEP_CRASHES_UNHEALTHY + 1):
-        hosted.engine.crash = RuntimeError("out of luck")
-        hosted.send(session)
-        hosted.executor.gate.release()
-        await hosted.heard.wait(session)
-    hosted.engine.crash = EngineLost("rank 1 is gone")
-    hosted.send(STEP_CRASHES_UNHEALTHY + 1)
-    hosted.executor.gate.release()
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(EngineLost, match="rank 1 is gone"):
-            await hosted.host.wait()
-    await hosted.host.stop(PATIENCE_S)
     await hosted.link.close()
 
 

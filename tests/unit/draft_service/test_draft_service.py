@@ -13,7 +13,6 @@ from outrider.errors import EngineLost
 from outrider.messages import (
     DraftItem,
     ProposalReply,
-    Refused,
 )
 from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
@@ -123,23 +122,6 @@ async def test_a_prefix_near_its_length_gets_a_shorter_proposal(length: int, pro
     assert len(reply.proposal) == proposed
     setting.service.check_integrity()
     await setting.service.close()
-
-
-async def test_poisoned_logits_hurt_their_own_session_only(setting: Setting) -> None:
-    """The drafter fails for one session inside a batch; the others are drafted for, with what
-    they would have got alone, and nothing is run again."""
-    setting.engine.poisoned.add(session_name(2))
-    for session in (1, 2, 3):
-        setting.link.send(DraftItem(make_head(PROMPT, session=session), 2))
-    answers = {answer.key.session_id: answer for answer in await setting.listener.wait(3)}
-    assert isinstance(answers[session_name(2)], Refused)
-    assert [len(batch) for batch in setting.engine.batches] == [3, 2]
-    tokens, _ = expected_proposal(PROMPT, 2, Rule.GREEDY, GREEDY, 1)
-    for session in (1, 3):
-        answer = answers[session_name(session)]
-        assert isinstance(answer, ProposalReply)
-        assert list(answer.proposal.token_ids) == tokens
-        assert answer.cached_length == 4
 
 
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.TOKEN])

@@ -14,9 +14,9 @@ from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
 from recorded_work import backend_on
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.paged_engine import PagedEngine
-from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
@@ -188,38 +188,20 @@ def test_what_needs_a_look_in_between_is_drawn_by_step(pair: Pair, change: dict[
     assert set(pair.calls) == {"forward"}
 
 
-def test_a_failure_of_those_by_step_undoes_the_others(
+def test_draws_of_one_call_are_as_many_as_there_is_time_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has a proposal then, and the engine holds what it held; asked again, it proposes."""
-    asked = requests()
-    asked[2] = replace(asked[2], num_draft_tokens=0)
-    engine = pair.at_once
-    run(engine, "a", asked[0].token_ids[:4], 0)
-    run(pair.by_step, "a", asked[0].token_ids[:4], 0)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "forward", fail)
-        with pytest.raises(MemoryError):
-            ModelDrafter(engine, ENTRIES).propose(asked)
-    assert [engine.length(each.session_id) for each in asked] == [4, 0, 0, 0, 0]
-    pair.propose(asked)
-
-
-def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
-    """It ends where they begin, as it would by step; the others go on."""
-    asked = [each for each in requests() if len(each.token_ids) < 20]
-    proposals = pair.propose(asked)
-    prompts = {token_id for each in asked for token_id in each.token_ids}
-    bad = next(token_id for token_id in proposals[0].token_ids[:4] if token_id not in prompts)
-    for engine in (pair.at_once, pair.by_step):
-        for each in asked:
-            engine.release(each.session_id)
-        engine._module.get_input_embeddings().weight[bad] = torch.nan
-    pair.calls.clear()
-    found = pair.propose(asked)
-    assert pair.calls == ["run_multi_step"]
-    assert any(isinstance(each, Proposal) and 0 < len(each) < 5 for each in found[:1])
+    """By how long earlier ones took; at least one, where one is allowed, and none else."""
+    drafter = ModelDrafter(pair.at_once, 8)
+    asked = request("a", (3, 1, 4), 5, Rule.TOKEN, SamplingParams())
+    [whole] = ModelDrafter(pair.by_step, 8).propose([asked])
+    monkeypatch.setattr(drafter, "_draw_s", 1.0)
+    for name, left_s, num_expected in (("b", 3.5, 3), ("c", 0.5, 1), ("d", -1.0, 0)):
+        deadline = DraftDeadline(left_s, lambda: 0.0)
+        one = replace(asked, session_id=name, deadline=deadline)
+        pair.calls.clear()
+        [found] = drafter.propose([one])
+        assert found.token_ids == whole.token_ids[:num_expected]
+        assert pair.calls[0] == ("run_multi_step" if num_expected else "forward")
+        assert deadline.has_cut
+        monkeypatch.setattr(drafter, "_draw_s", 1.0)

@@ -78,23 +78,3 @@ def test_a_crash_leaves_what_was_drawn_proposed() -> None:
     assert isinstance(fresh, Refused)
     [again] = draft.step(item(FRESH, 2))
     assert again.proposal.token_ids == whole()[:2]
-
-
-def test_what_was_drawn_is_proposed_where_its_pages_were_taken() -> None:
-    draft = Draft()
-    draft.engine.release(session_name(LONG))
-    [reply] = draft.step(draft.long)
-    assert reply.proposal.token_ids == whole()[:NUM_DRAWN]
-
-
-def test_a_newer_item_begins_anew() -> None:
-    draft = Draft()
-    [reply] = draft.step(item(LONG, 5))
-    assert reply.proposal.token_ids == whole()[:5]
-
-
-def test_a_session_that_was_released_begins_anew() -> None:
-    draft = Draft()
-    draft.proposer.release(session_name(LONG))
-    [reply] = draft.step(draft.long)
-    assert reply.proposal.token_ids == whole()

@@ -12,7 +12,7 @@ from lookup_requests import request
 
 from outrider.drafters.lookup import NgramConfig, NgramDrafter, NgramIndex
 from outrider.errors import ConfigError
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
@@ -98,38 +98,6 @@ def test_a_round_reads_the_new_tokens_only() -> None:
     assert proposals == NgramDrafter().propose([request(tokens)])
 
 
-def test_the_longest_match_wins_over_the_most_recent() -> None:
-    ids = [1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4]
-    assert NgramDrafter().propose([request(ids, 2)])[0].token_ids == (50, 3)
-
-
-def test_the_most_recent_of_equal_matches_wins() -> None:
-    ids = [3, 4, 50, 3, 4, 60, 3, 4]
-    assert NgramDrafter().propose([request(ids, 2)])[0].token_ids == (60, 3)
-
-
-def test_a_repetition_is_continued() -> None:
-    ids = [9, 1, 2, 1, 2, 1, 2]
-    assert NgramDrafter().propose([request(ids, 5)])[0].token_ids == (1, 2, 1, 2, 1)
-
-
-def test_a_short_match_is_trusted_less() -> None:
-    """One token in common: three are proposed; five in common: as many as are wanted."""
-    ids = [*range(100, 130), 1, 100]
-    assert NgramDrafter().propose([request(ids, 16)])[0].token_ids == (101, 102, 103)
-    ids += range(101, 105)
-    assert len(NgramDrafter().propose([request(ids, 15)])[0].token_ids) == 15
-
-
-@pytest.mark.parametrize("ids", [[1], [1, 2], [1, 2, 3, 4, 5]])
-def test_nothing_is_proposed_without_a_match(ids: list[int]) -> None:
-    assert NgramDrafter().propose([request(ids)]) == [EMPTY_PROPOSAL]
-
-
-def test_no_tokens_are_proposed_where_none_are_wanted() -> None:
-    assert NgramDrafter().propose([request([1, 2, 1, 2], 0)]) == [EMPTY_PROPOSAL]
-
-
 @pytest.mark.parametrize("rule", list(Rule))
 def test_proposals_are_one_hot(rule: Rule) -> None:
     """Where a rule looks at q, each position says that it is one-hot."""
@@ -138,23 +106,11 @@ def test_proposals_are_one_hot(rule: Rule) -> None:
     assert proposal == Proposal((3, 1), expected_q)
 
 
-def test_several_sessions_in_one_call() -> None:
-    drafter = NgramDrafter()
-    first, second = [1, 2, 3, 1, 2], [5, 6, 7, 5, 6]
-    proposals = drafter.propose([request(first, 1), request(second, 1, session_id="t")])
-    assert [p.token_ids for p in proposals] == [(3,), (7,)]
-    drafter.release("s")
-    drafter.release("unknown")
-    assert drafter.propose([request(first, 1)])[0].token_ids == (3,)
-
-
 @pytest.mark.parametrize(
     "values",
     [
         {"ngram_min": 0},
         {"ngram_min": 4, "ngram_max": 3},
-        {"occurrences_max": 0},
-        {"tokens_per_match": 0},
     ],
 )
 def test_a_bad_configuration_is_named(values: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deploy.cli.main import main
-from outrider.config import DraftConfig, load_config
+from outrider.config import DraftConfig
 from outrider.drafters.names import (
     DRAFTERS,
     DrafterChoice,
@@ -21,18 +21,12 @@ from outrider.errors import SettingError
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
-        ("auto", DrafterChoice(LookupKind.SUFFIX, None)),
         ("ngram", DrafterChoice(LookupKind.NGRAM, None)),
-        ("suffix", DrafterChoice(LookupKind.SUFFIX, None)),
         ("owner/model", DrafterChoice(None, DraftModel("owner/model"))),
         ("./a:b/c", DrafterChoice(None, DraftModel("./a:b/c"))),
         ("quantized:8", DrafterChoice(None, DraftModel(None, 8))),
-        ("quantized:4", DrafterChoice(None, DraftModel(None, 4))),
-        ("hybrid:suffix,demo", DrafterChoice(LookupKind.SUFFIX, DraftModel("demo"))),
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
         ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b")),
-        ("medusa:./a:b", DrafterChoice(None, None, "./a:b")),
-        ("early-exit:./a:b", DrafterChoice(None, None, early_exit="./a:b")),
         (
             "hybrid:suffix,early-exit:/a,b",
             DrafterChoice(LookupKind.SUFFIX, None, early_exit="/a,b"),
@@ -42,7 +36,6 @@ from outrider.errors import SettingError
             "hybrid:ngram,eagle:a",
             DrafterChoice(LookupKind.NGRAM, DraftModel("a", reads_features=True)),
         ),
-        ("hybrid:ngram,/a,b", DrafterChoice(LookupKind.NGRAM, DraftModel("/a,b"))),
     ],
 )
 def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
@@ -54,16 +47,10 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
     ("name", "says"),
     [
         ("quantized:3", "may be 8 or 4"),
-        ("quantized:", "may be 8 or 4"),
         ("suffix:4", "`suffix` takes nothing after it"),
         ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
-        ("hybrid:suffix", "LOOKUP `ngram` or `suffix`"),
-        ("hybrid:suffix,", "LOOKUP `ngram` or `suffix`"),
-        ("hybrid:suffix,ngram", "its second part must be a model"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),
-        ("early-exit:", "the directory of the exit head is missing"),
-        ("eagle:", "the directory of the head is missing"),
     ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:
@@ -71,21 +58,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
         DraftConfig(model=name)
     assert caught.value.key == "draft_model"
     assert says in caught.value.reason
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({}, "suffix"),
-        ({"draft_model": "ngram"}, "ngram"),
-        ({"model": "owner/model"}, "suffix"),
-        ({"engine": "emulated:vocab_size=8"}, "suffix"),
-    ],
-)
-def test_every_target_is_drafted_by_suffix_decoding_by_default(
-    settings: dict[str, object], name: str
-) -> None:
-    assert load_config(settings, {}).draft.model == name
 
 
 def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:

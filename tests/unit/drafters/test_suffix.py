@@ -13,7 +13,6 @@ from lookup_requests import request
 
 from outrider.drafters.suffix import END, History, SuffixConfig, SuffixDrafter
 from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
 
 SMALL = SuffixConfig(depth=4, occurrences_max=6)
 
@@ -92,22 +91,6 @@ def test_a_guess_is_what_most_often_followed(
     assert drafter.propose([request(ids, k)])[0].token_ids == token_ids
 
 
-@given(parts=st.lists(TEXTS, max_size=6), cut=st.integers(0, 30))
-@settings(max_examples=100, deadline=None)
-def test_what_is_kept_of_a_session_changes_nothing(parts: list[list[int]], cut: int) -> None:
-    """A drafter that has followed the session, or was taken back, says what a fresh one does."""
-    drafter = SuffixDrafter(SMALL, sequences_max=2)
-    committed: list[int] = []
-    for number, part in enumerate(parts):
-        committed = committed + part
-        if number == 3:
-            committed = committed[: cut + 1]
-        drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3), seed=9)])
-        known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
-        asked = replace(request(committed), digests=known)
-        assert drafter.propose([asked]) == SuffixDrafter(SMALL).propose([request(committed)])
-
-
 def finish(
     drafter: SuffixDrafter, name: str, token_ids: Sequence[int], *, tenant: str = "", seed: int
 ) -> None:
@@ -126,14 +109,6 @@ def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
     assert drafter.guess(other).token_ids == ()
 
 
-def test_a_draft_does_not_cross_the_end_of_an_answer() -> None:
-    drafter = SuffixDrafter(SuffixConfig())
-    finish(drafter, "a", (1, 2, 3, 4), seed=1)
-    finish(drafter, "b", (7, 7, 5, 6), seed=2)
-    assert drafter.guess(request((9, 2, 3), session_id="c", seed=3)).token_ids == (4,)
-    assert END not in drafter.guess(request((9, 3, 4), session_id="d", seed=4)).token_ids
-
-
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
     """The second session of a seed reads no history where its noise is that of the first, and
@@ -147,16 +122,6 @@ def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
     first = request((5, 1, 2), session_id="first", seed=7, rule=rule)
     assert drafter.guess(first).token_ids == (3, 4)
     assert drafter.guess(replace(first, token_ids=(5, 6, 7))).token_ids == ()
-
-
-def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
-    """What it wrote when it was released is not read with its own noise."""
-    drafter = SuffixDrafter(SuffixConfig())
-    finish(drafter, "first", (1, 2, 3, 4), seed=7)
-    again = request((5, 1, 2), session_id="first", seed=7)
-    assert drafter.guess(again).token_ids == ()
-    finish(drafter, "first", (1, 2, 9, 9), seed=7)
-    assert drafter.guess(request((5, 1, 2), session_id="other", seed=8)).token_ids == (3, 4)
 
 
 def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:

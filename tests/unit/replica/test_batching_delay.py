@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import pytest
-from rounds import make_head
+from rounds import Replica, ask, make_head
+from toy_engine import ToyEngine
 
 from outrider.clock import run_virtually
-from outrider.messages import DraftItem, ProposalReply
+from outrider.engine.step_costs import StepCosts
+from outrider.messages import VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.scheduler import StepScheduler
-from outrider.replica.step_request import AnswerSender, StepFigures, StepRequest
-from outrider.speculation.proposal import EMPTY_PROPOSAL
 
 
 def one_time(rows: int, sessions: int) -> float:
@@ -24,17 +20,10 @@ def one_time(rows: int, sessions: int) -> float:
     return 0.075
 
 
-def by_rows(rows: int, sessions: int) -> float:
-    """Steps that take as long as their rows one after the other."""
-    return 0.015 * rows
-
-
-def known(
-    gap_s: float, *, cost: Callable[[int, int], float] = one_time, num: int = 2
-) -> BatchingDelay:
+def known(gap_s: float, num: int = 2) -> BatchingDelay:
     """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
     the first have just been answered."""
-    batching_delay, now = BatchingDelay(cost, 8, 100), -100.0
+    batching_delay, now = BatchingDelay(one_time, 8, 100), -100.0
     for _ in range(30):
         for session in range(num):
             batching_delay.answered(str(session), 5, now)
@@ -74,16 +63,6 @@ def test_some_are_worth_it_and_others_not() -> None:
     assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
-def test_who_comes_or_ends_is_not_awaited_any_more() -> None:
-    batching_delay = known(0.008, num=4)
-    hold = batching_delay.hold(0.0, [5])
-    assert hold is not None
-    assert hold.awaited == {"1", "2", "3"}
-    batching_delay.arrived("2", 0.004)
-    batching_delay.forget("3")
-    assert hold.awaited == {"1"}
-
-
 def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
     """Each time somebody does not come who has always come until then."""
 
@@ -115,63 +94,20 @@ def test_nobody_is_waited_for_without_room_or_reason() -> None:
     assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
 
 
-def test_what_steps_really_take_is_learned() -> None:
-    """The table says 75 ms; they take 7.5: then 8 ms are too long."""
-    batching_delay = known(0.008)
-    for _ in range(40):
-        batching_delay.took(0.0075, 5, 1)
-    assert until(batching_delay, 0.0, [5]) == 0.0
-
-
-class Sleeper:
-    """Runs steps that take so long."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    async def run(self, step: Any) -> Any:
-        await asyncio.sleep(self._seconds)
-        return step()
-
-    def close(self, *, wait: bool = True) -> None:
-        pass
-
-
-class Echo:
-    """Answers each item, and counts the items of each step."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    figures = StepFigures()
-
-    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply]:
-        self.sizes.append(len(items))
-        return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
-
-
-def rounds_of_two(batching_delay: BatchingDelay | None) -> tuple[int, list[int]]:
+def rounds_of_two(delays_batches: bool) -> tuple[int, set[int]]:
     """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
-    75 ms; and how many shared each step."""
+    75 ms; and how many shared a step in the end."""
 
-    async def main() -> tuple[int, list[int]]:
-        worker: Any = Echo()
-        scheduler: StepScheduler = StepScheduler(
-            Sleeper(0.075), worker, max_batch=8, queue_max=8, batching_delay=batching_delay
-        )
-        num_rounds = 0
+    async def main() -> tuple[int, set[int]]:
+        costs = StepCosts((1, 512), (0.075, 0.075))
+        at = Replica("target", ToyEngine(), 0.075, costs=costs, delays_batches=delays_batches)
 
         async def session(number: int) -> None:
-            nonlocal num_rounds
+            link = at.connect()
             await asyncio.sleep(0.02 * number)
             for index in count():
-                answered = asyncio.Event()
                 head = make_head((1, 2), session=number, round_index=index)
-                outlet: AnswerSender = AnswerSender(lambda _, event=answered: event.set())
-                now = asyncio.get_running_loop().time()
-                scheduler.submit(StepRequest(DraftItem(head, 4), [outlet], now, math.inf))
-                await answered.wait()
-                num_rounds += 1
+                await ask(*link, VerifyItem(head))
                 await asyncio.sleep(0.008)
 
         running = [asyncio.create_task(session(number)) for number in range(2)]
@@ -179,16 +115,17 @@ def rounds_of_two(batching_delay: BatchingDelay | None) -> tuple[int, list[int]]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await scheduler.close()
-        return num_rounds, worker.sizes
+        await at.service.close()
+        sizes = [len(batch) for batch in at.engine.batches]
+        return sum(sizes), set(sizes[5:-1])
 
     return run_virtually(main())
 
 
 def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
     """1.8 times as many rounds."""
-    num_in_turns, sizes = rounds_of_two(None)
-    assert set(sizes) == {1}
-    num_together, sizes = rounds_of_two(BatchingDelay(one_time, 8, 100))
-    assert set(sizes[5:-1]) == {2}
+    num_in_turns, sizes = rounds_of_two(delays_batches=False)
+    assert sizes == {1}
+    num_together, sizes = rounds_of_two(delays_batches=True)
+    assert sizes == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)

@@ -37,15 +37,6 @@ def test_what_a_step_did_not_finish_keeps_its_place() -> None:
     assert names(queue.take(0.0)[0]) == [(2, 0), (4, 0)]
 
 
-def test_work_that_waits_for_pages_takes_nobodys_room() -> None:
-    """Two that found none are tried again beside two others, in order of arrival."""
-    waiting = [work(1), work(2), work(3)]
-    for each in waiting:
-        each.unfinished = Unfinished.WAITS
-    queue = filled(*waiting, work(4), work(5), work(6))
-    assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0), (5, 0)]
-
-
 def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
     """As many as a step has sessions are begun; a round that comes now is among the next choice."""
     prompts = [work(session) for session in (1, 2, 3)]
@@ -72,12 +63,3 @@ def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
         each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(3, 1), work(4))
     assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0)]
-
-
-def test_a_repetition_joins_what_came_back_from_a_step() -> None:
-    first, again = work(1), work(1)
-    queue = filled(first)
-    queue.put_back(queue.take(0.0)[0])
-    queue.add(again)
-    assert len(queue) == 1
-    assert first.senders[1:] == again.senders

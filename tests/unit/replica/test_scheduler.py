@@ -139,17 +139,6 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
     await desk.scheduler.close()
 
 
-async def test_what_arrives_during_a_step_shares_the_next_one() -> None:
-    desk = Desk()
-    desk.submit(1)
-    await desk.gated.entered.wait()
-    for session in (2, 3, 4):
-        desk.submit(session)
-    await desk.finish()
-    assert [len(step) for step in desk.worker.steps] == [1, 3]
-    await desk.scheduler.close()
-
-
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
     """From two connections, with different time left; another prefix under the same key is not
     the same item."""
@@ -303,16 +292,6 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
         desk.submit(2)
 
 
-async def test_times_count_from_the_first_step_that_did_something() -> None:
-    """Three steps of 20 ms: all are computing, none is waiting."""
-    desk = Desk(2, step_s=0.02)
-    desk.worker.left[session_name(1)] = 3
-    desk.submit(1)
-    answer = (await desk.answered())[1]
-    assert answer.queue_ms < 20
-    assert answer.compute_ms >= 60
-
-
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     """Not before something has changed, here that a session is parked; and the wait is no
     computing."""
@@ -326,40 +305,6 @@ async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
     assert answer.queue_ms > 2000 * STARVED_REST_S
     assert answer.compute_ms < 100
     assert desk.worker.heard == [("park", session_name(9))]
-
-
-async def test_silent_sessions_are_looked_for_behind_steps_in_which_some_find_no_pages() -> None:
-    """One session runs step after step, another finds no pages until others are parked; and no
-    more once it has its pages."""
-    desk = Desk(2, step_s=0.001)
-    desk.worker.left[session_name(1)] = 20
-    desk.worker.starved.add(session_name(2))
-    asked: list[set[str]] = []
-
-    def starved(waiting: Any) -> None:
-        asked.append(waiting)
-        if len(asked) == 4:
-            desk.scheduler.park([session_name(5)])
-
-    desk.scheduler._starved = starved  # type: ignore[method-assign]
-    desk.submit(1)
-    desk.submit(2)
-    assert list(await desk.answered()) == [2, 1]
-    assert len(desk.worker.steps) == 20
-    assert asked == [{session_name(1), session_name(2)}] * 4
-
-
-async def test_an_unfinished_item_of_a_released_session_is_refused_and_forgotten() -> None:
-    """The release comes while the step runs; no further step is spent on the item."""
-    desk = Desk(2, step_s=0.001)
-    desk.worker.left[session_name(1)] = 9
-    desk.worker.during_step = lambda: desk.scheduler.release(session_name(1), 1)
-    desk.submit(1)
-    answer = (await desk.answered())[1]
-    assert isinstance(answer, Refused)
-    assert answer.code == CANCELLED_CODE
-    assert len(desk.worker.steps) == 1
-    assert desk.worker.heard == [("release", session_name(1))]
 
 
 async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session_parked() -> None:

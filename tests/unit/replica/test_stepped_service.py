@@ -9,7 +9,7 @@ import pytest
 from rounds import make_head, session_name
 
 from outrider.engine.interface import PageCounts
-from outrider.limits import RELEASES_REMEMBERED_MAX, SEQUENCES_PER_REPLICA_MAX
+from outrider.limits import RELEASES_REMEMBERED_MAX
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.scheduler import StepLoad
 from outrider.replica.service import SessionTracker, StaleRoundFilter
@@ -29,36 +29,6 @@ def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
     assert tracker.leave(first) == ["a"]
     assert tracker.leave(first) == []
     assert tracker.leave(second) == ["b"]
-
-
-def test_the_silent_are_told_once_unless_they_wait_or_speak_again() -> None:
-    tracker, stream = SessionTracker(), outlet()
-    for at, name in enumerate("abcd"):
-        tracker.hear(name, stream, float(at))
-    tracker.hear("a", stream, 4.0)
-    assert tracker.fall_silent(2.0, waiting={"b"}) == ["c"]
-    assert tracker.fall_silent(2.0, waiting=()) == ["b"]
-    assert tracker.leave(stream) == ["d", "a"]
-
-
-def test_silence_begins_with_the_last_answer() -> None:
-    """However long that took; one that has ended is not heard again for it."""
-    tracker, stream = SessionTracker(), outlet()
-    for name in "abc":
-        tracker.hear(name, stream, 0.0)
-    tracker.forget("c")
-    for name in "ac":
-        tracker.answer(name, 5.0)
-    assert tracker.fall_silent(4.0, waiting=()) == ["b"]
-    assert tracker.fall_silent(5.0, waiting=()) == ["a"]
-
-
-def test_it_remembers_a_bounded_number() -> None:
-    tracker, stream = SessionTracker(), outlet()
-    for number in range(SEQUENCES_PER_REPLICA_MAX + 2):
-        tracker.hear(str(number), stream, 0.0)
-    left = tracker.leave(stream)
-    assert (len(left), left[0]) == (SEQUENCES_PER_REPLICA_MAX, "2")
 
 
 def test_rounds_and_epochs_only_grow() -> None:
@@ -111,12 +81,3 @@ def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
     assert (later.kv_usage, later.fill) == (None, pytest.approx(0.5))
     after = load.figures(now + 1.1 * WINDOW_S, StepFigures())
     assert (after.fill, after.queue_steps) == (None, None), "what has ended is nobody's load"
-
-
-def test_an_epoch_is_remembered_while_thousands_of_sessions_come_and_go() -> None:
-    """More than a replica holds at a time: a quiet session is not released by a former owner."""
-    known = StaleRoundFilter()
-    assert known.release("quiet", 2)
-    for number in range(2 * SEQUENCES_PER_REPLICA_MAX):
-        assert known.release(f"other-{number}", 1)
-    assert not known.release("quiet", 1)

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import save_tiny_model
-from recorded_work import CountingRecorder, attend_by_tables
 
-from outrider.config import TargetConfig
-from outrider.engine.cuda import backend
-from outrider.engine.cuda.backend import RECORDED_BYTES_MAX, DeviceBackend
 from outrider.engine.step_costs import StepCosts
-from outrider.kv_cache import storage as kv_cache
-from outrider.replica.process_setup import build_engine
 from outrider.replica.token_budget import (
-    PREFIX_TOKENS_MIN,
-    ROUND_REST_STEPS,
     ROUND_TOKENS_MAX,
     STEP_GROWTH_MAX,
     TokenBudget,
@@ -70,47 +58,6 @@ def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(num_rounds: int) -
         return COSTS.step_seconds(rows, num_rounds + 1, 300 * num_rounds) / usual
 
     assert grown(part) <= STEP_GROWTH_MAX < grown(part + 1)
-
-
-def test_between_rounds_a_part_stays_short_until_nobody_seems_to_play() -> None:
-    """The rounds of the last steps may come back any time."""
-    budget = TokenBudget(512, 64, COSTS)
-    budget.share([ROUND] * 6)
-    first, *others = [budget.share([prefix(4000)])[0] for _ in range(ROUND_REST_STEPS + 1)]
-    assert 30 < first < 120
-    assert others == [PREFIX_TOKENS_MIN] * (ROUND_REST_STEPS - 1) + [512]
-
-
-def test_a_step_between_two_rounds_counts_like_the_step_of_the_rounds() -> None:
-    """Where every other step is one without rounds, both together last as long as one may. Each has
-    a cost of its own, so parts are short."""
-    budget = TokenBudget(512, 64, COSTS)
-    usual = COSTS.step_seconds(64, 8, 2400)
-    rounds = [TokenDemand(num_tokens=8, num_last=8, context=300)] * 8
-    for turn in range(3):
-        *_, beside = budget.share([*rounds, prefix(4000)])
-        (between,) = budget.share([prefix(4000)])
-        gap = COSTS.step_seconds(64 + beside, 9, 2400) + COSTS.step_seconds(between)
-        assert beside >= PREFIX_TOKENS_MIN <= between
-        assert turn == 0 or gap <= STEP_GROWTH_MAX * usual * 1.01
-
-
-def test_many_that_wait_get_their_share_of_the_time() -> None:
-    """With 14 that begin beside 2 that play, a step is eight times as long as the rounds alone; as
-    many as play double it, and fewer let it grow by STEP_GROWTH_MAX."""
-    usual = COSTS.step_seconds(2, 2, 600)
-    rounds = [TokenDemand(num_tokens=1, num_last=1, context=300)] * 2
-    for num_waiting, growth in ((1, STEP_GROWTH_MAX), (2, 2.0), (14, 8.0)):
-        grants = TokenBudget(512, 64, COSTS).share([*rounds, *[prefix(4000)] * num_waiting])
-        seconds = COSTS.step_seconds(sum(grants), 3, 600)
-        assert 0.9 < seconds / (growth * usual) <= 1.01
-
-
-def test_a_part_that_nothing_is_left_for_still_goes_on() -> None:
-    """Where a single token more would take too long, the oldest prefix gets its least part."""
-    steep = StepCosts(rows=(1, 9, 10), seconds=(0.001, 0.001, 1.0))
-    grants = TokenBudget(512, 64, steep).share([ROUND, prefix(400), prefix(400)])
-    assert grants == [9, PREFIX_TOKENS_MIN, 0]
 
 
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
@@ -166,26 +113,3 @@ def test_whatever_is_wished(
     prefixes = [i for i, demand in enumerate(demands) if demand.num_tokens > ROUND_TOKENS_MAX]
     if prefixes:
         assert grants[prefixes[0]] > 0
-
-
-@pytest.mark.parametrize(
-    ("deterministic", "expected"), [(False, RECORDED_BYTES_MAX), (True, 0)], ids=["recorded", "not"]
-)
-def test_memory_for_recordings_is_left_where_steps_are_recorded(
-    deterministic: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[int] = []
-
-    def budget(*arguments: Any) -> int:
-        left.append(arguments[3])
-        return 2**22
-
-    found = DeviceBackend(attend_by_tables, 8, CountingRecorder)
-    monkeypatch.setattr(backend, "find_backend", lambda *_, **__: found)
-    monkeypatch.setattr(kv_cache, "memory_budget", budget)
-    directory = str(save_tiny_model(tmp_path))
-    config = TargetConfig(
-        directory=directory, device="cpu", num_threads=1, deterministic=deterministic
-    )
-    build_engine(config, "target", 1)
-    assert left == [expected]

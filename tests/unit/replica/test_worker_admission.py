@@ -13,8 +13,6 @@ from rounds import make_head, session_name
 from toy_engine import PAGE_SIZE, ToyEngine
 
 from outrider.engine.interface import SequenceStep
-from outrider.engine.step_costs import StepCosts
-from outrider.errors import BadRequest
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
@@ -88,23 +86,6 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
     assert max(lengths) < 100
 
 
-def test_nobody_gives_way_in_vain() -> None:
-    """The session in the middle needs more than the youngest has: it waits, and nobody loses
-    anything."""
-    at = Setting(num_pages=4)
-    at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4))
-    assert at.step(at.demand(2, 4 + 8, base=4)) == [WAITS]
-    assert at.held(1, 2, 3) == [8, 4, 4]
-
-
-def test_a_young_session_waits_for_the_old_and_goes_on_after_them() -> None:
-    at = Setting(num_pages=4)
-    at.step(at.demand(1, 8))
-    assert at.step(at.demand(2, 12), at.demand(1, 9, base=8)) == [WAITS, 1]
-    at.table.release(session_name(1))
-    assert at.step(at.demand(2, 12)) == [12]
-
-
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
     session 1, which has three of the four pages; resynchronising it takes two."""
@@ -119,24 +100,6 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     assert isinstance(told, Resync)
     assert told.cached_length == 0
     assert at.step(at.demand(2, 5, extra=3)) == [5]
-
-
-def test_who_waits_leaves_what_it_would_begin_on_as_it_is() -> None:
-    """It would find two pages of its prefix remembered, and one of the two others that it needs.
-    However often it asks, its tokens are not counted as looked up, and those two pages are neither
-    kept from others nor used more lately than before: the next one gets them and the free one."""
-    at = Setting(num_pages=7)
-    assert at.step(at.demand(1, 8), at.demand(2, 9), at.demand(5, 5)) == [8, 9, 5]
-    for session in (2, 5):
-        at.table.release(session_name(session))
-    before, unused = at.engine.page_counts(), list(at.engine._pool._unused)
-    shared = SlotDemand(make_head(at.demand(2, 24).head.append, session=3), 0)
-    for _ in range(3):
-        assert at.step(shared) == [WAITS]
-    assert at.held(3) == [0]
-    assert at.engine.page_counts() == before
-    assert list(at.engine._pool._unused) == unused
-    assert at.step(at.demand(4, 20)) == [20]
 
 
 def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
@@ -154,15 +117,6 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
 
 
-def test_who_has_just_lost_its_pages_does_not_go_on_from_them() -> None:
-    """Session 2 loses two pages in the very step in which it needs one of them for its next
-    token."""
-    at = Setting(num_pages=4)
-    at.step(at.demand(1, 8), at.demand(2, 8))
-    assert at.step(at.demand(2, 9, base=8), at.demand(1, 9, base=8)) == [WAITS, 1]
-    assert at.held(1, 2) == [9, 0]
-
-
 def test_parked_sessions_give_way_before_young_ones() -> None:
     at = Setting(num_pages=3)
     at.step(at.demand(1, 4), at.demand(2, 4), at.demand(3, 4))
@@ -170,43 +124,6 @@ def test_parked_sessions_give_way_before_young_ones() -> None:
     assert at.step(at.demand(2, 5, base=4)) == [1]
     assert at.held(1, 2, 3) == [0, 5, 4]
     assert at.admissions.figures.num_preemptions == 0
-
-
-def test_errors_are_their_own_items() -> None:
-    at = Setting(num_pages=4)
-    empty = SlotDemand(make_head((), session=1), 0)
-    found, granted = at.step(empty, at.demand(2, 4))
-    assert isinstance(found, BadRequest)
-    assert granted == 4
-
-
-def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
-    """150 tokens in steps of 64: what was run is held, and counted as parts."""
-    at = Setting(num_pages=64, max_tokens=64)
-    at.engine.info = ToyEngine(max_model_len=200).info
-    ask = at.demand(1, 150)
-    assert [at.step(ask) for _ in range(3)] == [[64], [64], [22]]
-    assert at.admissions.figures.num_prefill_chunks == 2
-
-
-def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
-    """Beside a session that plays, a prompt is read in parts; not behind those that have ended.
-    Two that take turns play until both have."""
-    costs = StepCosts((1, 512), (0.010, 0.100))
-    at = Setting(num_pages=128)
-    at.engine.info = ToyEngine(max_model_len=400).info
-    at.admissions = Admissions(at.engine, at.table, TokenBudget(512, 64, costs))
-    assert at.step(at.demand(1, 4)) == [4]
-    assert at.step(at.demand(2, 300))[0] < 100
-    at.table.release(session_name(2))
-    assert at.step(at.demand(1, 5, base=4)) == [1]
-    assert at.step(at.demand(4, 4)) == [4]
-    at.table.release(session_name(4))
-    assert at.step(at.demand(2, 300))[0] < 100
-    at.table.release(session_name(2))
-    assert at.step(at.demand(1, 6, base=5)) == [1]
-    at.table.release(session_name(1))
-    assert at.step(at.demand(3, 300)) == [300]
 
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)

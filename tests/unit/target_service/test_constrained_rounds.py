@@ -8,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -17,17 +16,15 @@ from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, gram
 from rounds import PATIENCE_S, Listener, Player, Replica, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
-from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
-from outrider.drafters.drafter import DraftRequest
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
-from outrider.grammar.matcher import Matchers, PrefixMatcher
+from outrider.grammar.matcher import PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, RoundHead, VerdictReply, VerifyItem
 from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import decide
-from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
+from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -319,60 +316,3 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
     assert len(names) == number
     assert all(name.startswith("grammar") for name in names)
     await target.close()
-
-
-async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
-    class Broken(Grammars):
-        async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
-            raise RuntimeError("a fault")
-
-    async with running(Broken(failing), None) as pair:
-        head = head_of(PROMPT, constraint=CONSTRAINTS["schema"])
-        refused = await ask(*pair.links[0], VerifyItem(head))
-        assert isinstance(refused, Refused)
-        assert (refused.code, refused.message) == (13, "its constraint broke down here")
-
-
-async def test_a_session_that_is_released_while_its_constraint_compiles_is_not_begun() -> None:
-    async with running(grammars(), None) as pair:
-        link, listener = pair.links[0]
-        head = head_of(PROMPT, constraint=CONSTRAINTS["schema"])
-        link.send(VerifyItem(head))
-        await asyncio.sleep(0)
-        pair.target.release(session_name(1), 1)
-        (answer,) = await listener.wait(1)
-        assert isinstance(answer, Refused)
-        assert answer.code == 1
-
-
-@pytest.mark.parametrize("columns", [(), tuple(range(0, VOCAB, 3))])
-def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...]) -> None:
-    """Those of several sessions, with and without a constraint, drawn together."""
-    vocabulary = DraftVocabulary.of(columns)
-    sampler = DraftSampler(vocabulary, 16)
-    matchers, grown = Matchers(grammars()), []
-    for session in range(12):
-        allowed = None
-        if session % 3:
-            allowed = matchers.follow(str(session), grammar("regex"), [])
-        noise = RoundNoise(session, Rule.TOKEN, 4)
-        request = DraftRequest(
-            str(session), "", (1,), 0, 5, SAMPLED, Rule.TOKEN, noise, allowed=allowed
-        )
-        grown.append(AutoregressiveDraft(request))
-    depths, width = count(), len(columns) or VOCAB
-
-    def next_logits(active: Sequence[int]) -> torch.Tensor:
-        depth = next(depths)
-        return torch.stack([toy_logits(9, [depth, i], width) for i in range(len(active))])
-
-    sampler.run(grown, next_logits)
-    lengths = set()
-    for session, entry in enumerate(grown):
-        drafted = entry.proposal.token_ids
-        if session % 3:
-            check_meets("regex", drafted)
-            lengths.add(len(drafted))
-        else:
-            assert len(drafted) == 5
-    assert lengths - {0} or columns

@@ -58,22 +58,17 @@ def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int
 
 
 async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replica) -> None:
-    """One question with an allowance of 5 gives 6 verdicts, those of 6 questions."""
+    """One question with an allowance of 5 gives 6 verdicts, those of 6 questions. The one asked for
+    leaves at once; those behind it leave with the last of the allowance."""
     wanted = await plain_tokens(6)
-    setting.link.send(ask_round(PROMPT, 0, 0, 5))
-    answers = await setting.settle()
-    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
-    lengths = [answer.cached_length for answer in answers if isinstance(answer, VerdictReply)]
-    assert lengths == list(range(3, 9))
-
-
-async def test_verdicts_run_ahead_leave_together(setting: Replica) -> None:
-    """The one asked for leaves at once; those behind it leave with the last of the allowance."""
     frames: list[Sequence[VerifyAnswer]] = []
     connection = setting.service.connect(frames.append)
     connection.receive([ask_round(PROMPT, 0, 0, 5)])
     await setting.settle()
     assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3, 4, 5]]
+    answers = [answer for frame in frames for answer in frame]
+    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    assert [answer.cached_length for answer in answers] == list(range(3, 9))
     connection.close()
 
 
@@ -145,35 +140,6 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
-async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
-    """They may have been lost with the first one."""
-    wanted = await plain_tokens(7)
-    setting.link.send(ask_round(PROMPT, 0, 0, 3))
-    await setting.settle()
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(wanted[:5], 4, 2, 4)])
-    await setting.settle()
-    assert [answer.key.round for frame in frames for answer in frame] == [2, 3, 4, 5, 6]
-    connection.close()
-
-
-async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
-    """A session resumed with an epoch that was given twice: its coordinator may draft in a round
-    that was run ahead for the first one, so it gets no verdict of it."""
-    wanted = await plain_tokens(3)
-    setting.link.send(ask_round(PROMPT, 0, 0, 4))
-    await setting.settle()
-    frames: list[Sequence[VerifyAnswer]] = []
-    connection = setting.service.connect(frames.append)
-    connection.receive([ask_round(PROMPT, 0, 0, 1)])
-    await setting.settle()
-    assert own_tokens([answer for frame in frames for answer in frame]) == {
-        0: wanted[3], 1: wanted[4]
-    }  # fmt: skip
-    connection.close()
-
-
 async def test_a_proposal_takes_over(setting: Replica) -> None:
     """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
     and gets the verdict it would have got alone."""
@@ -193,20 +159,6 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
     assert last.verdict == expected.verdict
     assert last.key.round == 1
     assert setting.engine.length(session_name(1)) == 6
-    await alone.service.close()
-
-
-async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
-    """A coordinator that committed something else is right: its prefix is decoded on."""
-    wanted = await plain_tokens(1)
-    other = (wanted[3] + 1) % 8
-    setting.link.send(ask_round(PROMPT, 0, 0, 4))
-    before = len(await setting.settle())
-    setting.link.send(ask_round((*PROMPT, other), 3, 1, 1))
-    answers = (await setting.settle())[before:]
-    alone = target()
-    alone.link.send(ask_round((*PROMPT, other), 0, 1, 1))
-    assert own_tokens(answers) == own_tokens(await alone.settle())
     await alone.service.close()
 
 
@@ -232,14 +184,6 @@ async def test_it_stops_at_the_models_length() -> None:
     setting.link.send(ask_round((*PROMPT, *tokens.values()), 6, 4, 0))
     assert isinstance((await setting.settle())[-1], Refused)
     await setting.service.close()
-
-
-async def test_releasing_the_session_stops_it(setting: Replica) -> None:
-    setting.link.send(ask_round(PROMPT, 0, 0, 16))
-    await setting.listener.wait(1)
-    setting.link.release(session_name(1), 1)
-    assert len(await setting.settle()) < 17
-    assert session_name(1) not in setting.engine.held
 
 
 async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Replica) -> None:

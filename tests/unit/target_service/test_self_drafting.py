@@ -11,15 +11,12 @@ import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import GREEDY, RULES, Replica, make_head
-from toy_engine import ToyEngine
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.messages import VerdictReply, VerifyItem
-from outrider.replica.scheduler import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
@@ -27,8 +24,7 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
-from target_service.self_drafting import ExitDrafter, SelfDrafter
-from target_service.service import TargetService
+from target_service.self_drafting import SelfDrafter
 
 VOCAB, LENGTH = 24, 40
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -244,42 +240,9 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
     assert reply.next_proposal == NOTHING_SEALED
 
 
-async def test_what_drafting_took_is_said() -> None:
-    """Nothing where nothing was drafted."""
-    times = iter((1.0, 1.25))
-    async with running(clock=lambda: next(times)) as target:
-        plain = await target.verify(PROMPT, NOTHING_SEALED, num_next=0)
-        drafted = await target.verify(PROMPT, NOTHING_SEALED, num_next=2, round_index=1)
-    assert (plain.next_draft_ms, drafted.next_draft_ms) == (0.0, 250.0)
-    assert (plain.next_work_ms, drafted.next_work_ms) == (0.0, 250.0)
-
-
-async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:
-    """One session's; what it drew before is proposed, and others have all of theirs."""
-    async with running() as target:
-        drafter = drafter_of(target.engine)
-        features = torch.randn(64, dtype=torch.float64)[: target.module.config.hidden_size]
-        noise = RoundNoise(1, Rule.COUPLED, 5)
-        request = DraftRequest("a", "", (1,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
-        bad = features * float("nan")
-        with torch.inference_mode():
-            [alone] = drafter.propose([request], [features])
-            assert drafter.propose([request] * 2, [bad, features]) == [Proposal(), alone]
-        assert len(alone) == 2
-
-
 async def test_the_target_says_that_it_drafts() -> None:
     async with running() as target:
         assert (await target.link.describe(1.0)).drafts_itself
-    with pytest.raises(InvariantError, match="shows its hidden states"):
-        TargetService(
-            ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1,
-            self_drafter=drafter_of(target.engine),
-        )  # fmt: skip
-    with pytest.raises(InvariantError, match="runs them alone"):
-        _, engine = tiny_engine(EARLY_EXIT)
-        assert engine.exit_head is not None
-        ExitDrafter(engine.exit_head, ToyEngine())
 
 
 async def test_an_exit_leaves_the_target_as_it_was() -> None:
@@ -345,42 +308,6 @@ async def test_an_exit_whose_steps_fail_proposes_what_it_has(depth: int) -> None
         del target.engine.forward_shallow
         reply = await target.verify(tokens, reply.next_proposal, 4, rule=Rule.TOKEN, round_index=1)
         assert len(reply.next_proposal) == 4
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-async def test_heads_that_fail_propose_what_they_have(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running() as target:
-        assert target.engine.draft_heads is not None
-        heads = target.engine.draft_heads.module
-        whole = heads.advance
-
-        def failing(at: int, *given: torch.Tensor) -> torch.Tensor:
-            if at >= depth:
-                raise RuntimeError("no memory")
-            return whole(at, *given)
-
-        monkeypatch.setattr(heads, "advance", failing)
-        reply = await target.verify(PROMPT, NOTHING_SEALED, NUM_HEADS, rule=Rule.TOKEN)
-        monkeypatch.undo()
-        tokens = [*PROMPT, *reply.verdict.correction]
-        expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
-        assert reply.next_proposal.open().token_ids == expected.token_ids
-
-
-async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
-    """A sequence that holds less, or more, is left alone."""
-    _, engine = tiny_engine(EARLY_EXIT)
-    drafter = drafter_of(engine)
-    noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
-    with torch.inference_mode():
-        for name, tokens in (("right", PROMPT), ("less", PROMPT[1:]), ("more", (*PROMPT, 1))):
-            engine.forward([SequenceStep(name, tokens, 1)])
-            request = DraftRequest(name, "", (3,), 0, 2, SamplingParams(), Rule.COUPLED, noise)
-            [found] = drafter.propose([request], [])
-            assert len(found) == (2 if name == "right" else 0)
-            assert engine.length(name) == len(tokens)
 
 
 @pytest.mark.parametrize("budget_s", [3.5, 60.0, 0.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -11,15 +11,12 @@ from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
-from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 PROMPT = (1, 2, 3)
@@ -143,16 +140,6 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     await setting.service.close()
 
 
-async def test_the_longest_prefix_is_served_and_one_more_is_refused() -> None:
-    setting = target(ToyEngine(max_model_len=8))
-    longest = await setting.ask(VerifyItem(make_head(range(7)), SealedProposal((1,))))
-    assert isinstance(longest, VerdictReply)
-    over = await setting.ask(VerifyItem(make_head([1] * 9, session=2)))
-    assert isinstance(over, Refused)
-    assert over.message.startswith("head.append: ")
-    await setting.service.close()
-
-
 async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Replica) -> None:
     """A draft's vocabulary may be padded wider: such tokens have p = 0, whatever follows them."""
     for session, rule in enumerate(Rule, start=1):
@@ -218,31 +205,3 @@ async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() ->
         setting.service.check_integrity()
         setting.engine.check_integrity()
         await setting.service.close()
-
-
-@pytest.mark.parametrize("bad", [None, 4])
-async def test_verdicts_of_a_step_are_made_at_once(
-    setting: Replica, monkeypatch: pytest.MonkeyPatch, bad: int | None
-) -> None:
-    """Of at most so many rows, on one thread; one by one where any of them cannot be made."""
-    made: list[int] = []
-    threads: set[int] = set()
-
-    def counted(questions: Sequence[Question]) -> list[Verdict]:
-        made.append(len(questions))
-        threads.add(torch.get_num_threads())
-        return verdicts_from_logits(questions)
-
-    monkeypatch.setattr("target_service.verifier.verdicts_from_logits", counted)
-    monkeypatch.setattr("target_service.verifier._ROWS_AT_ONCE", 8)
-    if bad is not None:
-        setting.engine.poisoned.add(session_name(bad))
-    proposal = SealedProposal.of(Proposal((4, 5), ()))
-    with on_threads(2):
-        for session in range(6):
-            setting.link.send(VerifyItem(make_head(PROMPT, session=session), proposal))
-        answers = await setting.listener.wait(6)
-    refused = [one.key.session_id for one in answers if isinstance(one, Refused)]
-    assert refused == ([] if bad is None else [session_name(bad)])
-    assert made == ([1, 2, 1, 2] if bad is None else [1, 2, 1, 2, 1, 1])
-    assert threads == {1}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 
-from draft_service.training import teacher
 from draft_service.training.documents import Document
 from draft_service.training.teacher import Dataset, TeacherCache, check_head
 from outrider.errors import ConfigError
@@ -55,47 +54,6 @@ def test_answers_are_the_targets_distribution(
         hidden = module.base_model(ids[None]).last_hidden_state[0, document.first - 1 : -1]
         features = torch.tensor(found["features"]).float()
         torch.testing.assert_close(features, hidden.detach(), atol=2e-3, rtol=2e-3)
-
-
-def test_a_layers_output_is_kept_for_an_exit_and_leaves_the_target_as_it_was(
-    module: Any, documents: list[Document], tmp_path: Path
-) -> None:
-    """Not taken for what the head reads."""
-    layers = list(module.model.layers)
-    caches = [TeacherCache(tmp_path, documents, module, layer) for layer in (0, 1)]
-    for cache in caches:
-        cache.fill(1e9, lambda part: None)
-    assert list(module.model.layers) == layers
-    first, other = (cache.answers([7])["features"] for cache in caches)
-    assert not np.allclose(first, other, atol=0.1)
-
-
-def test_a_kill_between_two_files_costs_one(
-    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is half written is asked again; time that is over ends the asking, but not before there
-    is something to learn from, and earlier runs' time counts."""
-    monkeypatch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 3)
-    whole = TeacherCache(tmp_path / "whole", documents, module)
-    whole.fill(1e9, lambda part: None)
-    parts: list[float] = []
-
-    def stop(part: float) -> None:
-        parts.append(part)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        TeacherCache(tmp_path / "cut", documents, module).fill(1e9, stop)
-    [folder] = (tmp_path / "cut").iterdir()
-    (folder / ".000001.safetensors.partial").write_bytes(b"torn")
-    again = TeacherCache(tmp_path / "cut", documents, module)
-    assert (len(again.known), again.spent.seconds > 0) == (3, True)
-    again.fill(0.0, parts.append)
-    assert len(again.known) == 3
-    again.fill(1e9, parts.append)
-    assert parts == [3 / 8, 6 / 8, 1.0]
-    for name, rows in whole.answers(range(8)).items():
-        assert np.array_equal(rows, again.answers(range(8))[name])
 
 
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(

@@ -1,4 +1,4 @@
-"""A training run that is broken off: what it keeps, and how much time it says that took."""
+"""A training run that is broken off: what it keeps; and the loss against its definition."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from draft_service.training import training
 from draft_service.training.documents import HELD_OUT_EVERY, Document
 from draft_service.training.learners import Student
 from draft_service.training.options import DistillOptions
-from draft_service.training.teacher import Dataset, TeacherCache
-from draft_service.training.training import Trainer
+from draft_service.training.teacher import Dataset, TeacherCache, TeacherRows
+from draft_service.training.training import Trainer, overlap_loss
 
 VOCAB = 48
 TOKEN_IDS = np.arange(0, VOCAB, 3)
@@ -56,65 +56,23 @@ def trainer(
     return make
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that pass where a test lets them, instead of the time."""
+def test_steps_that_were_done_are_kept_with_their_time(
+    trainer: Callable[[Path, Budget], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after eight steps of a second, of a budget in time: only the beginning was saved."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
-
-
-def stopping(clock: list[float], num_steps: int) -> Callable[[float, Any], None]:
-    """Ctrl-C after so many steps, each of which takes a second."""
-    done: list[float] = []
 
     def progress(part: float, point: Any) -> None:
-        done.append(part)
-        clock[0] += 1.0
-        if len(done) == num_steps:
+        now[0] += 1.0
+        if now[0] == 8.0:
             raise KeyboardInterrupt
 
-    return progress
-
-
-def test_steps_that_were_done_are_kept_with_their_time(
-    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path
-) -> None:
-    """Of a budget in time, of which nothing but the beginning is saved on the way."""
-    first = trainer(tmp_path, MINUTES)
     with pytest.raises(KeyboardInterrupt):
-        first.run(stopping(clock, 8))
-    assert first.now.num_steps == 7
+        trainer(tmp_path, MINUTES).run(progress)
     again = trainer(tmp_path, MINUTES)
     assert (again.now.num_steps, again.spent.seconds) == (7, 8.0)
     assert again.part == pytest.approx(8.0 / MINUTES[1])
-    with pytest.raises(KeyboardInterrupt):
-        again.run(stopping(clock, 3))
-    last = trainer(tmp_path, MINUTES)
-    assert (last.now.num_steps, last.spent.seconds) == (10, 11.0)
-
-
-def test_time_whose_steps_are_lost_does_not_count(
-    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A run that cannot save any more goes on from the last checkpoint and from its time."""
-    monkeypatch.setattr(training, "_CHECKPOINT_S", 2.5)
-    first = trainer(tmp_path, MINUTES)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no space")
-
-    def progress(part: float, point: Any) -> None:
-        clock[0] += 1.0
-        if first.now.num_steps == 7:
-            monkeypatch.setattr(training, "save_file", fail)
-            raise RuntimeError("stop")
-
-    with pytest.raises(OSError, match="no space"):
-        first.run(progress)
-    again = trainer(tmp_path, MINUTES)
-    assert (again.now.num_steps, again.spent.seconds) == (6, 6.0)
 
 
 @pytest.mark.parametrize(("where", "num_kept"), [("in a step", 7), ("in an update", 6)])
@@ -148,3 +106,46 @@ def test_a_step_that_was_broken_off_is_done_again(
     again.run(lambda part, point: None)
     for name, weight in whole.learner.weights.items():
         assert torch.equal(again.learner.weights[name], weight), name
+
+
+ROWS, WIDTH, COLUMNS, LISTED = 7, 6, 20, 5
+
+
+def teacher_rows() -> TeacherRows:
+    """Of some rows a part of the mass is on tokens that the head has not, or is not listed."""
+    generator = torch.Generator().manual_seed(2)
+    columns = torch.stack(
+        [torch.randperm(COLUMNS, generator=generator)[:LISTED] for _ in range(ROWS)]
+    )
+    mass = torch.rand(ROWS, LISTED, generator=generator)
+    mass = mass / mass.sum(1, keepdim=True) * torch.linspace(0.5, 1.0, ROWS)[:, None]
+    columns[2, 3], mass[2, 3] = 0, 0.0
+    return TeacherRows(columns, mass)
+
+
+def definition(
+    hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, share: float
+) -> torch.Tensor:
+    q = (hidden @ head.t()).softmax(1)
+    p = torch.zeros_like(q).scatter_add_(1, teacher.columns, teacher.mass)
+    entropy = -(p * q.log()).sum(1)
+    likelihood = -torch.minimum(p, q).sum(1).log()
+    return ((1 - share) * entropy + share * likelihood).mean()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_loss_and_gradient_are_as_defined(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several blocks of rows."""
+    monkeypatch.setitem(training.ROWS_OF_A_BLOCK, "cpu", 3)
+    generator = torch.Generator().manual_seed(1)
+    teacher = teacher_rows()
+    found = []
+    for function in (overlap_loss, definition):
+        generator.manual_seed(1)
+        hidden = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
+        head = torch.randn(COLUMNS, WIDTH, generator=generator)
+        loss = function(hidden, head, teacher, share)
+        (3 * loss).backward()
+        found.append((loss.detach(), hidden.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from toy_engine import ToyEngine
 
-from draft_service.training.documents import BEGINNING, Template
+from draft_service.training.documents import Template
 from draft_service.training.writing import TEMPERATURES, WrittenCorpus, draw
 
 TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
@@ -64,44 +62,6 @@ def test_text_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
     assert len(shared) >= 4
     assert all(few[index] == many[index] for index in shared)
     assert any(few[index] != other[index] for index in few.keys() & other.keys())
-
-
-def test_the_first_conversations_are_told_by_their_tokens(tmp_path: Path) -> None:
-    """As many of them, without a gap, as have so many answered tokens; or all of those."""
-    write(tmp_path, 150, together=5)
-    records = lines(tmp_path)
-    firsts = [
-        len(records[i]["answer"]) for i in range(len(corpus(tmp_path, tokens=10**9).documents()))
-    ]
-    assert len(firsts) not in records
-    for tokens in (0, 1, firsts[0], firsts[0] + 1, sum(firsts[:3]), 150, sum(firsts), 10**9):
-        enough = (n for n in range(len(firsts)) if sum(firsts[:n]) >= tokens)
-        found = corpus(tmp_path, tokens=tokens)
-        assert len(found.documents()) == next(enough, len(firsts))
-        assert (found.part == 1.0) == (sum(firsts) >= tokens)
-
-
-def test_what_has_not_ended_when_the_time_is_over_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is used as far as it came, unless it has hardly begun."""
-    steps = itertools.count()
-    monkeypatch.setattr(WrittenCorpus, "part", property(lambda self: min(1.0, next(steps) / 50)))
-    short = corpus(tmp_path, seconds=1.0)
-    short.write(ToyEngine(vocab_size=VOCAB, salt=7), 8, lambda part: None)
-    monkeypatch.undo()
-    write(tmp_path / "whole", 300, together=8)
-    whole = lines(tmp_path / "whole")
-    cut = {
-        index: record["answer"]
-        for index, record in lines(tmp_path).items()
-        if record["answer"] != whole[index]["answer"]
-    }
-    assert cut
-    for index, answer in cut.items():
-        assert len(answer) >= BEGINNING
-        assert answer == whole[index]["answer"][: len(answer)]
-    assert len(corpus(tmp_path, seconds=1.0).documents()) == len(lines(tmp_path))
 
 
 def test_a_torn_line_is_written_anew(tmp_path: Path) -> None:

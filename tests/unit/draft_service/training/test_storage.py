@@ -55,7 +55,6 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     for out, message in {
-        "file": "is there already, and is no drafter's directory",
         "other": "is there already, and is no drafter's directory",
         "shared": "holds thesis.tex beside a drafter",
         "file/out": "no drafter can be written there",
@@ -64,10 +63,6 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=message) as bad:
             check_out(tmp_path / out)
         assert bad.value.key == "out"
-    with pytest.raises(SettingError, match="no drafter can be written there"):
-        check_out(Path("/proc/out"))  # Where nobody can make a directory.
-    with pytest.raises(SettingError, match="is there already"):
-        check_out(Path("/"))
     assert (tmp_path / "shared" / "thesis.tex").exists()
 
 
