@@ -122,19 +122,6 @@ def test_parts_neighbours_and_refused_tokens_change_nothing(
     assert torch.equal(run_in_parts(subject.engine, plan, seed), subject.expected)
 
 
-def test_a_prefix_that_another_ran(subject: Subject) -> None:
-    """What was run in one piece and beside others is as good as one's own."""
-    engine, name = subject.engine, f"p-{next(_NAMES)}"
-    crowd = others((33, 5), 7)
-    engine.forward([*crowd, SequenceStep("first", ids(LENGTH), 0)])
-    held = engine.attach(name, ids(LENGTH))
-    assert held >= 128
-    rows = run(engine, name, ids(LENGTH)[held:], LENGTH - held)
-    assert torch.equal(rows, subject.expected[held:])
-    for released in ("first", name, *(step.sequence_id for step in crowd)):
-        engine.release(released)
-
-
 class _MeanOfTheStep(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

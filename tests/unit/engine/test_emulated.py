@@ -63,26 +63,6 @@ def test_each_row_is_a_zipf_law_on_distinct_ids(
         assert torch.allclose(actual, expected, atol=1e-6)
 
 
-def test_rows_depend_on_the_last_tokens_alone() -> None:
-    """Order 2: the same two tokens give the same row in any text, other ones another row."""
-    spec = EmulatedSpec(vocab_size=50, support=6, order=2)
-    engine = EmulatedEngine(spec, "target")
-    first = rows(engine, (1, 2, 3, 4), 4)
-    assert torch.equal(rows(engine, (9, 8, 3, 4), 1, "t")[0], first[3])
-    assert not torch.equal(rows(engine, (9, 8, 4, 3), 1, "u")[0], first[3])
-    assert not torch.equal(rows(engine, (4,), 1, "v")[0], first[3])
-
-
-def test_steps_and_rollback_give_the_rows_of_one_pass() -> None:
-    spec = EmulatedSpec(vocab_size=50, support=6)
-    whole = rows(EmulatedEngine(spec, "draft"), tuple(range(10)), 10)
-    engine = EmulatedEngine(spec, "draft")
-    rows(engine, (0, 1, 2, 40, 41), 2)
-    engine.keep("s", 3)
-    parts = [rows(engine, (3,), 1), rows(engine, (4, 5, 6, 7, 8, 9), 6)]
-    assert torch.equal(torch.cat(parts), whole[3:])
-
-
 def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
     """Means over 400 prefixes; the acceptance of one prefix has a standard deviation of about 0.1,
     so the mean is within 0.05 of its expectation but for a probability < 1e-20."""

@@ -62,23 +62,6 @@ def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_spans_are_limited_where_attention_depends_on_them(family: str) -> None:
-    """Attention whose sums change with spans of more than 8 tokens beyond 128."""
-
-    class Tiled(ReferenceLayers):
-        def attend(self, *given: Any) -> None:
-            super().attend(*given)
-            *_, output, spans = given
-            sizes = spans.starts.diff()
-            tiled = (sizes > 8) & (spans.ends > 128)
-            output.add_(output * tiled.repeat_interleave(sizes.long())[:, None, None] / 64)
-
-    kernels, tiled = (ReferenceKernels(torch.bfloat16, of) for of in (ReferenceLayers, Tiled))
-    assert span_tokens(decoder_of(kernels, family)) == 16
-    assert span_tokens(decoder_of(tiled, family)) == 8
-
-
 def span_tokens(decoder: FusedDecoder) -> int | None:
     return find_span_tokens(decoder, 16, MAX_MODEL_LEN, [1])
 

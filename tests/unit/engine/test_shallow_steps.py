@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_module, twin
-from recorded_work import CountingRecorder, attend_by_tables
 
-from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError
@@ -132,31 +130,6 @@ def test_a_whole_step_behind_them_is_refused() -> None:
     engine.check_integrity()
     engine.keep("a", len(TEXT))
     engine.forward([SequenceStep("a", (3,), 1)])
-
-
-def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> None:
-    """On what stands in for a device: both put out what they must, beside each other."""
-    module = tiny_module(tiny_config("llama", VOCAB))
-    original, made = twin(module), tiny_exit(module, HEAD_IDS)
-    recorder = CountingRecorder()
-    backend = DeviceBackend(attend_by_tables, 8, lambda: recorder)
-    engine = PagedEngine(module, INFO, exit_head=made, backend=backend)
-    assert engine.records_steps
-    text, drafted = TEXT, (8, 2, 11)
-    engine.forward([SequenceStep("a", text, 1)])
-    for _ in range(3):
-        before = (recorder.num_recorded, recorder.num_replayed)
-        for index, token in enumerate(drafted, start=1):
-            [rows] = engine.forward_shallow([SequenceStep("a", (token,), 1)])
-            expected = hidden(original, (*text, *drafted[:index]), 1)[-1:]
-            assert (rows - expected).abs().max() < 1e-3
-        assert (recorder.num_recorded, recorder.num_replayed) == before
-        engine.keep("a", len(text))
-        [logits] = engine.forward([SequenceStep("a", drafted, 3)])
-        text = (*text, *drafted)
-        assert (logits - original(torch.tensor([text])).logits[0, -3:]).abs().max() < 1e-2
-    assert recorder.num_recorded > 0
-    assert recorder.num_replayed > 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

@@ -62,18 +62,6 @@ def test_fewer_threads_run_while_others_use_the_cores() -> None:
     assert set(machine.run(20)) == {2}
 
 
-def test_steps_are_held_against_their_kind() -> None:
-    """Whole verifications between the shallow steps of an early exit are not slow, and a trial of
-    the one does not end with steps of the other."""
-    machine = Machine(one=0.013, two=0.010)
-    for _ in range(20):
-        assert set(machine.run(8, "shallow") + machine.run(2)) == {2}
-    machine.times = {1: 0.02, 2: 0.2}
-    machine.run(SLOW_STEPS)
-    assert machine.run(1, "shallow") == [2]
-    assert machine.run(len(TRIAL)) == TRIAL
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
-from outrider.errors import BadRequest, ConfigError, Incompatible, InvariantError, Overloaded
+from outrider.errors import BadRequest, ConfigError, Incompatible, Overloaded
 from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer, check_alternatives
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import Matchers, PrefixMatcher
@@ -19,7 +19,6 @@ from outrider.limits import (
     ALTERNATIVES_MAX,
     COMPILATIONS_MAX,
     COMPILE_S_MAX,
-    COMPILE_THREADS,
     LIST_ALTERNATIVE,
     MASK_S_MAX,
     TOO_SLOW_S,
@@ -177,43 +176,6 @@ def held(free: threading.Event, **options: Any) -> Grammars:
             return super().compile(constraint)
 
     return Grammars(lambda: Held(hf_tokenizer(), (0,)), **options)
-
-
-async def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place() -> None:
-    free = threading.Event()
-    known = held(free)
-    busy = [Constraint.of_regex("b" * (1 + index)) for index in range(COMPILE_THREADS)]
-    running = [asyncio.ensure_future(known.prepare(constraint)) for constraint in busy]
-    left = [Constraint.of_regex(f"a{index}") for index in range(COMPILATIONS_MAX)]
-    for constraint in left:
-        waiting = asyncio.ensure_future(known.prepare(constraint))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-    running.append(asyncio.ensure_future(known.prepare(CONSTRAINTS["regex"])))
-    await asyncio.sleep(0)
-    free.set()
-    await asyncio.gather(*running)
-    assert [known.find(constraint.digest()) for constraint in left] == [None] * len(left)
-    known.close()
-
-
-async def test_a_compilation_that_breaks_down_is_a_refusal_for_a_while() -> None:
-    class Broken(GrammarTokenizer):
-        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
-            raise RuntimeError("a fault")
-
-    now = [0.0]
-    known = Grammars(lambda: Broken(hf_tokenizer(), (0,)), now=lambda: now[0])
-    with pytest.raises(InvariantError, match="regex: could not be compiled, by a fault of ours"):
-        await known.prepare(CONSTRAINTS["regex"])
-    error = known.find(CONSTRAINTS["regex"].digest())
-    assert error is not None
-    with pytest.raises(Incompatible, match="regex: could not be compiled, by a fault of ours"):
-        Matchers(known).follow("a", error, ())
-    now[0] = TOO_SLOW_S
-    assert known.find(CONSTRAINTS["regex"].digest()) is None
-    known.close()
 
 
 async def test_nobody_waits_for_the_compilations_of_others_for_ever() -> None:

@@ -191,23 +191,6 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
     assert ask() is not None
 
 
-def test_a_mask_that_is_slow_behind_draft_tokens_ends_no_session() -> None:
-    """However often; once it has been, the grammar is asked behind no draft tokens any more."""
-    seconds = [0.0]
-    known = Grammars(tokens, clock=lambda: seconds[0])
-    compiled = known.get(Constraint.of_regex("[a-z]+"))
-    matchers, letter = Matchers(known), hf_tokenizer().encode("a")[:1]
-    known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
-    followed = matchers.follow("a", compiled, ())
-    assert followed.after(letter) is not None
-    for _ in range(3):
-        with pytest.raises(Incompatible, match="regex: is too slow behind draft tokens"):
-            followed.after(letter)
-    known.clock = lambda: seconds[0]
-    assert matchers.follow("a", compiled, letter).after(()) is not None
-    assert known.allowed(compiled) is compiled
-
-
 def ticking(seconds: list[float], step: float) -> float:
     seconds[0] += step
     return seconds[0]

@@ -144,31 +144,6 @@ class PoolAndModel(RuleBasedStateMachine):
                 self.slots.values[slot] = sequence.values[index]
         self.pool.written(steps)
 
-    @rule(
-        data=st.lists(
-            st.tuples(st.sampled_from(NAMES), IDS), min_size=1, max_size=3, unique_by=lambda s: s[0]
-        ),
-        copied=st.booleans(),
-    )
-    def append_in_vain(self, data: list[tuple[str, list[int]]], copied: bool) -> None:
-        """A step that fails, in the model or already in the copies before it."""
-        steps = [SequenceStep(name, tuple(ids), 1) for name, ids in data]
-        try:
-            copies = self.pool.append(steps)
-        except OutOfPages:
-            return
-        self.forget_evicted({name for name, _ in data})
-        if copied:
-            self.slots.copy_pages(copies)
-        for name, _ in data:
-            self.idle.pop(name, None)
-            sequence = self.model.setdefault(name, Sequence())
-            if copied or not {page for _, page in copies}.intersection(self.pool.pages(name)):
-                self.pool.keep(name, len(sequence.ids))
-            else:
-                self.pool.forget(name)
-                del self.model[name]
-
     def check_that_nothing_fits(self, steps: list[SequenceStep]) -> None:
         running = {step.sequence_id for step in steps}
         pages = {p for n in self.model if n not in self.idle or n in running

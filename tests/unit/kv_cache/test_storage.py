@@ -6,52 +6,17 @@ import pytest
 import torch
 
 from outrider.errors import SettingError
-from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, pages_in
+from outrider.kv_cache.storage import LayerShape, memory_budget, pages_in
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8, 4, torch.bfloat16, CPU), LayerShape(1, 8, 8, torch.float32, CPU)]
 SLOT_BYTES = 2 * 12 * 2 + 16 * 4
 
 
-def numbered(num_pages: int, page_size: int) -> KVCache:
-    """Every slot holds its own number."""
-    cache = KVCache(SHAPES, num_pages, page_size)
-    for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            tensor += torch.arange(num_pages * page_size)[:, None]
-    return cache
-
-
-def contents(cache: KVCache) -> list[int]:
-    """What the slots hold, the same in every layer, head and place."""
-    (first, *others) = [
-        tensor[head, :, place].long().tolist()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        for head in range(tensor.shape[0])
-        for place in range(tensor.shape[2])
-    ]
-    assert all(other == first for other in others)
-    return first
-
-
 def test_too_few_bytes_for_a_page_are_refused() -> None:
     with pytest.raises(SettingError, match="one takes 448") as caught:
         pages_in(4 * SLOT_BYTES - 1, SHAPES, 4)
     assert caught.value.key == "kv_cache_memory_bytes"
-
-
-def test_pages_are_copied_all_at_once() -> None:
-    """A page that is both read and written is read first."""
-    cache = numbered(4, 2)
-    cache.copy_pages([(0, 1), (1, 3)])
-    assert contents(cache) == [0, 1, 0, 1, 4, 5, 2, 3]
-
-
-def test_slots_are_moved_all_at_once() -> None:
-    cache = numbered(3, 2)
-    cache.move_slots([(3, 2), (5, 3), (0, 5)])
-    assert contents(cache) == [0, 1, 3, 5, 4, 0]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,17 @@ from models import (
     save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
+    tiny_config,
     tiny_eagle,
     tiny_exit,
     tiny_heads,
+    tiny_module,
+    twin,
 )
 from safetensors.torch import load_file, save_file
 
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
 from outrider.models.eagle import load_eagle
@@ -141,3 +146,44 @@ def test_an_exit_for_another_architecture_is_refused(tmp_path: Path) -> None:
     saved = save_tiny_exit(tmp_path / "head", other, HEAD_IDS)
     with pytest.raises(ConfigError, match="head: of the target tiny: a GPT2LMHeadModel has no"):
         Case("early-exit", other, saved).load()
+
+
+VOCAB = 32
+ROUNDING = 1e-6
+"""Some families norm in float32, whatever the model's dtype."""
+INFO = ModelInfo("tiny", VOCAB, 128, "float64", (), "", "")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_engine_shows_what_its_head_read(family: str, deterministic: bool) -> None:
+    """At every row of logits, in a prompt that is run in parts beside another sequence, and in a
+    tree; by the library's own pass."""
+    module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
+    original, heads = twin(module), tiny_heads(module, HEAD_IDS)
+    engine = PagedEngine(module, INFO, deterministic=deterministic, draft_heads=heads)
+    text, other = (3, 1, 4, 1, 5, 9, 2, 6), (7, 7, 2)
+    engine.forward([SequenceStep("a", text[:3], 0)])
+    assert [len(rows) for rows in engine.features()] == [0]
+    engine.forward([SequenceStep("b", other, 1), SequenceStep("a", text[3:], 4)])
+    found = engine.features()
+    for tokens, rows in ((other, found[0]), (text, found[1])):
+        hidden = original.base_model(torch.tensor([tokens])).last_hidden_state[0]
+        assert (rows - hidden[-len(rows) :]).abs().max() < ROUNDING
+    engine.forward([SequenceStep("a", (8, 9, 10), 3, (-1, -1, 1))])
+    hidden = original.base_model(torch.tensor([(*text, 9, 10)])).last_hidden_state[0]
+    assert (engine.features()[0][1:] - hidden[-2:]).abs().max() < ROUNDING
+
+
+def test_what_it_makes_of_a_row_is_as_it_says() -> None:
+    """The formula of its own page, weight by weight."""
+    module = tiny_module(tiny_config("llama"))
+    made = tiny_exit(module, HEAD_IDS).module
+    made.scale.uniform_(0.5, 2.0)
+    hidden = torch.randn(3, module.config.hidden_size)
+    x = hidden / hidden.pow(2).mean(1, keepdim=True).add(1e-6).sqrt() * made.scale
+    gate, up = made.gate_up.weight.chunk(2)
+    gated = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    f = x + x @ made.mix.weight.T + gated @ made.down.weight.T
+    expected = f @ module.lm_head.weight[list(HEAD_IDS)].T
+    torch.testing.assert_close(made.logits(hidden), expected, rtol=1e-4, atol=1e-4)

@@ -13,8 +13,6 @@ from models import quick_linear, tiny_config, tiny_module
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     eager_attention_forward,  # noqa: F401 -- looked up beside a block's class
@@ -175,73 +173,6 @@ def test_look_alikes_stay(dtype: torch.dtype) -> None:
     assert type(swapped.model.layers[0].mlp) is ClampedMLP
     assert type(swapped.model.layers[1].mlp) is FusedMLP
     assert type(swapped.model.norm) is CentredNorm
-
-
-class OddAttention(LlamaAttention):  # type: ignore[misc]
-    oddity: str
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        match self.oddity:
-            case "sees no mask":
-                attention_mask = None
-            case "keeps an option to itself":
-                kwargs.pop("position_ids")
-            case "gives attention a tensor":
-                kwargs["sinks"] = torch.ones(4)
-            case "attends twice":
-                super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        return super().forward(
-            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
-
-
-class OddLayer(LlamaDecoderLayer):  # type: ignore[misc]
-    oddity: str
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        match self.oddity:
-            case "keeps an option to itself":
-                kwargs.pop("position_ids")
-            case "gives more":
-                kwargs["sinks"] = None
-            case "gives two things":
-                return (super().forward(hidden_states, **kwargs), None)
-            case "scales what it adds":
-                output = super().forward(hidden_states, **kwargs)
-                return hidden_states + 0.5 * (output - hidden_states)
-            case "adds before it norms":
-                normed = self.input_layernorm(hidden_states)
-                attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-                normed = self.post_attention_layernorm(normed + attended)
-                return normed + self.mlp(normed)
-        return super().forward(hidden_states, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("name", "oddity"),
-    [("self_attn", oddity) for oddity in ("", "sees no mask", "keeps an option to itself",
-                                          "gives attention a tensor", "attends twice")]
-    + [("", oddity) for oddity in ("", "keeps an option to itself", "gives more",
-                                   "gives two things", "scales what it adds",
-                                   "adds before it norms")],
-)  # fmt: skip
-def test_look_alikes_of_attention_and_of_layers_stay(name: str, oddity: str) -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    odd: Any = module.model.layers[1].get_submodule(name)
-    odd.oddity, odd.__class__ = oddity, OddAttention if name else OddLayer
-    speed_up(module)
-    first, second = (layer.get_submodule(name) for layer in module.model.layers)
-    quick = FusedAttention if name else DirectLayer
-    assert type(first) is quick
-    assert (type(second) is quick) == (not oddity)
-    assert type(module.model.layers[1].mlp) is FusedMLP
 
 
 def test_modules_with_hooks_stay() -> None:

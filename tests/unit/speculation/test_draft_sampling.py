@@ -22,7 +22,7 @@ from outrider.speculation.draft_sampling import (
     draw_from_logits,
     quantise,
 )
-from outrider.speculation.gumbel_max import race, token_keys, uniforms
+from outrider.speculation.gumbel_max import token_keys, uniforms
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
     TokenHistory,
@@ -31,11 +31,6 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
-
-
-def distribution(*weights: float) -> torch.Tensor:
-    values = torch.tensor(weights, dtype=torch.float64)
-    return values / values.sum()
 
 
 @settings(deadline=None)
@@ -74,18 +69,6 @@ def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
         assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
         seen.add(token_id)
     assert len(seen) > 3
-
-
-def test_coupled_draws_as_the_target_does():
-    """The draft's draw under coupled is the race over its whole row, by the target's noise at the
-    absolute position; no q is sent."""
-    probabilities = distribution(*range(1, 301))
-    noise = RoundNoise(11, Rule.COUPLED, 40)
-    keys = row_keys(11, [noise.place(2)], [Stream.TARGET])
-    expected = int(race(probabilities[None], keys))
-    assert draft_token(probabilities, noise, 2) == (expected, None)
-    moved = RoundNoise(11, Rule.COUPLED, 42)
-    assert draft_token(probabilities, moved, 0) == (expected, None)
 
 
 @pytest.mark.parametrize("rule", Rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
+from outrider.speculation.text_acceptance import acceptance_of_windows
 
 
 def test_each_window_has_ratios_of_its_own() -> None:
@@ -18,9 +18,3 @@ def test_each_window_has_ratios_of_its_own() -> None:
     assert found[0] == pytest.approx((1.0 + 0.5 + 0.25 + 0.6) / 4)
     assert found[1] == pytest.approx((1.0 * 0.2 + 0.5 * 0.4) / (1.0 + 0.5))
     assert found[2] is None
-
-
-def test_ratios_of_places_are_those_of_windows_that_agree() -> None:
-    ratios = np.array([1.0, 0.5, 0.4, 0.9])
-    found = acceptance_of_windows([[ratios[depth:] for depth in range(4)]], 4)
-    assert found == conditional_acceptance([ratios.tolist()])[:4]

@@ -65,20 +65,17 @@ def _built(
     return list(engines)
 
 
-def test_a_kernel_that_is_right_is_kept_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines = _built(tmp_path, lambda _: attend_by_tables, monkeypatch)
-    assert all(engine._backend is not None for engine in engines)
-
-
-def test_a_kernel_that_does_not_run_on_one_rank_is_left_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_kernel_is_used_by_all_or_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
     """Where it fails, the others are not left to wait for a sum."""
 
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory")
 
-    engines = _built(tmp_path, lambda rank: broken if rank else attend_by_tables, monkeypatch)
-    assert [engine._backend for engine in engines] == [None, None]
+    def kernel_of(rank: int) -> Any:
+        return broken if is_broken and rank else attend_by_tables
+
+    engines = _built(tmp_path, kernel_of, monkeypatch)
+    assert [engine._backend is None for engine in engines] == [is_broken] * 2
