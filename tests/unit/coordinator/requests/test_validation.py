@@ -1,5 +1,7 @@
+import asyncio
 import json
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from coordinator.requests.validation import (
     GenerationParameters,
+    PromptEncoder,
     RequestDefaults,
     ServedModel,
     check_fields,
@@ -34,10 +37,6 @@ def checked(
     return resolve(request, "token_ids", prompt, model, DEFAULTS, random_seed=7)
 
 
-def sampled(**fields: Any) -> GenerationParameters:
-    return checked(sampling=SamplingParams(**fields))
-
-
 def refused(field: str, **fields: Any) -> str:
     with pytest.raises(BadRequest) as caught:
         checked(**fields)
@@ -48,11 +47,13 @@ def refused(field: str, **fields: Any) -> str:
 
 def test_defaults() -> None:
     parameters = checked()
-    assert parameters.max_tokens == 40
-    assert parameters.seed == 7
-    assert parameters.num_draft_tokens == 5
-    assert parameters.deadline_ms == 60_000
-    assert parameters.rule is Rule.TOKEN
+    assert (parameters.max_tokens, parameters.seed) == (40, 7)
+    assert (parameters.num_draft_tokens, parameters.deadline_ms) == (5, 60_000)
+    assert checked(default_max_tokens=16).max_tokens == 16
+    assert checked(tuple([1] * 41), default_max_tokens=16).max_tokens == 9
+
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -60,20 +61,18 @@ def test_defaults() -> None:
     [
         ({}, Rule.BLOCK),
         ({"rule": Rule.TOKEN}, Rule.TOKEN),
-        ({"seed": 1}, Rule.COUPLED),
-        ({"sampling": SamplingParams(temperature=0.0)}, Rule.GREEDY),
+        ({"seed": 0}, Rule.COUPLED),
+        ({"seed": 0, "rule": Rule.TOKEN}, Rule.TOKEN),
+        ({"sampling": GREEDY}, Rule.GREEDY),
+        ({"sampling": GREEDY, "rule": Rule.TOKEN}, Rule.GREEDY),
     ],
 )
-def test_the_rule_of_requests_that_name_none(fields: dict[str, Any], rule: Rule) -> None:
+def test_the_rule_is_the_requests_or_the_seeds_or_the_default(
+    fields: dict[str, Any], rule: Rule
+) -> None:
     defaults = replace(DEFAULTS, unseeded_rule=Rule.BLOCK)
     request = GenerateRequest(prompt=PROMPT, **fields)
     assert resolve(request, "token_ids", PROMPT, MODEL, defaults, random_seed=7).rule is rule
-
-
-def test_a_seed_without_a_rule_means_coupled_and_temperature_0_always_greedy() -> None:
-    assert checked(seed=0).rule is Rule.COUPLED
-    assert checked(seed=0, rule=Rule.BLOCK).rule is Rule.BLOCK
-    assert checked(sampling=SamplingParams(temperature=0.0), rule=Rule.TOKEN).rule is Rule.GREEDY
     assert "temperature 0" in refused("rule", rule=Rule.GREEDY)
 
 
@@ -95,32 +94,23 @@ def test_integers_from_both_sides(field: str, low: int, high: int) -> None:
         assert str(bad) in refused(field, **{field: bad})
 
 
-FLOATS = [
-    ("temperature", 0.0, 2.0, True),
-    ("min_p", 0.0, 1.0, True),
-    ("presence_penalty", -2.0, 2.0, True),
-    ("frequency_penalty", -2.0, 2.0, True),
-    ("top_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, 10.0, False),
+RANGES = [
+    ("temperature", (0.0, 2.0), (-1e-9, 2.01, math.nan)),
+    ("min_p", (0.0, 1.0), (-1e-9, 1.01, math.nan)),
+    ("presence_penalty", (-2.0, 2.0), (-2.01, 2.01, math.inf)),
+    ("frequency_penalty", (-2.0, 2.0), (-2.01, 2.01, -math.inf)),
+    ("top_p", (1e-9, 1.0), (0.0, 1.01, math.nan)),
+    ("repetition_penalty", (1e-9, 10.0), (0.0, 10.01, math.nan)),
+    ("top_k", (-1, 0, 1, MODEL.vocab_size), (-2, MODEL.vocab_size + 1)),
 ]
 
 
-@pytest.mark.parametrize(("field", "low", "high", "low_allowed"), FLOATS)
-def test_sampling_parameters_from_both_sides(
-    field: str, low: float, high: float, low_allowed: bool
-) -> None:
-    sampled(**{field: high})
-    sampled(**{field: low if low_allowed else low + 1e-9})
-    too_low = low - 1e-9 if low_allowed else low
-    for bad in (too_low, high + 1e-9, math.nan, math.inf, -math.inf):
-        refused(f"sampling.{field}", sampling=SamplingParams(**{field: bad}))
-
-
-def test_top_k_from_both_sides() -> None:
-    for good in (-1, 0, 1, MODEL.vocab_size):
-        sampled(top_k=good)
-    for bad in (-2, MODEL.vocab_size + 1):
-        refused("sampling.top_k", sampling=SamplingParams(top_k=bad))
+@pytest.mark.parametrize(("field", "good", "bad"), RANGES)
+def test_sampling_parameters_from_both_sides(field: str, good: Any, bad: Any) -> None:
+    for value in good:
+        checked(sampling=SamplingParams(**{field: value}))
+    for value in bad:
+        refused(f"sampling.{field}", sampling=SamplingParams(**{field: value}))
 
 
 def test_logit_bias() -> None:
@@ -128,7 +118,7 @@ def test_logit_bias() -> None:
     entries = tuple((i, 1.0) for i in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1))
     checked(model=vast, sampling=SamplingParams(logit_bias=entries[:-1]))
     refused("sampling.logit_bias", model=vast, sampling=SamplingParams(logit_bias=entries))
-    sampled(logit_bias=((0, -100.0), (99, 100.0)))
+    checked(sampling=SamplingParams(logit_bias=((0, -100.0), (99, 100.0))))
     for bad in ((100, 0.0), (-1, 0.0)):
         refused("sampling.logit_bias", sampling=SamplingParams(logit_bias=(bad,)))
     for value in (100.5, -100.5, math.nan, math.inf):
@@ -154,41 +144,62 @@ def test_roles_are_names() -> None:
         assert caught.value.field == "chat.messages[1].role"
 
 
-def test_a_constraint_is_stored_and_read_again() -> None:
-    for constraint in (
-        None,
-        Constraint.of_schema({"type": "object", "title": "é"}),
-        Constraint.any_object(),
-        Constraint.of_regex("a+"),
-        Constraint.of_choices(["x", "y"]),
-    ):
-        parameters = checked(constraint=constraint)
+def test_parameters_are_stored_and_read_again() -> None:
+    for constraint in (None, Constraint.any_object(), Constraint.of_choices(["x", "é"])):
+        parameters = checked(constraint=constraint, seed=2**64 - 1, stop=("a",))
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
-        assert parameters.constraint == constraint
     values = json.loads(checked().to_json())
-    del values["constraint"]  # as it was stored before there were any
+    del values["constraint"]  # As it was stored before there were any.
     assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
         GenerationParameters.from_json(json.dumps(values), PROMPT)
 
 
-def test_prompts() -> None:
+def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
     assert checked((0, 99)).prompt == (0, 99)
     refused("token_ids", prompt=())
     assert "0..99" in refused("token_ids[1]", prompt=(3, 100))
     refused("token_ids[0]", prompt=(-1, 3))
     assert checked(tuple([1] * 49)).max_tokens == 1
     assert "49" in refused("token_ids", prompt=tuple([1] * 50))
+    assert "at most 40" in refused("max_tokens", max_tokens=41)
 
 
-def test_a_silent_max_tokens_is_what_there_is_room_for() -> None:
-    """At most the default of who asks, which never refuses a request."""
-    assert checked(default_max_tokens=16).max_tokens == 16
-    assert checked(tuple([1] * 41), default_max_tokens=16).max_tokens == 9
+class SlowTokenizer:
+    """As much of a tokenizer as prompts need; it waits to be let on."""
+
+    token_bytes_max = 8
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.goes_on = threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.seen.append(text)
+        self.goes_on.wait(10)
+        return [len(text)]
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(messages[0]["content"])
 
 
-def test_prompt_and_max_tokens_must_fit_the_model() -> None:
-    message = refused("max_tokens", max_tokens=41)
-    assert "at most 40" in message
+@pytest.mark.parametrize("chat", [False, True])
+async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
+    """Though one of them is cancelled. An equal prompt of another request is another."""
+    slow = SlowTokenizer()
+    prompts = PromptEncoder(slow)  # type: ignore[arg-type]
+    made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
+    if chat:
+        made = [(ChatMessage("user", text),) for text in made]
+    first, second = made
+    tasks = [asyncio.create_task(prompts.encode(one, 100)) for one in [first] * 9 + [second]]
+    await asyncio.sleep(0.05)
+    tasks[0].cancel()
+    slow.goes_on.set()
+    assert await asyncio.gather(*tasks[1:]) == [("chat" if chat else "text", (10,))] * 9
+    assert len(slow.seen) == 2
+    with pytest.raises(BadRequest, match="has 10 bytes; 1 tokens"):
+        await prompts.encode(first, 1)
+    await prompts.close()
