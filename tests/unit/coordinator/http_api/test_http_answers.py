@@ -1,4 +1,4 @@
-"""Events as OpenAI's answers: pure functions."""
+"""Events as OpenAI's answers, and as `POST /api/generate` tells them: pure functions."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from outrider.tokenizer import TokenizerText
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")
+Indexed = Sequence[tuple[int, Event]]
 
 
 def begun(chat: bool = True, text: Any = TEXT, **fields: Any) -> Answer:
@@ -51,25 +52,18 @@ def tokens(first: int, ids: Sequence[int], text: str, logprobs: Sequence[Any] = 
     return Tokens(first, tuple(ids), text, (Origin.BONUS,) * len(ids), tuple(logprobs))
 
 
-def finished(
-    reason: FinishReason = FinishReason.STOP, rounds: int = 2, proposed: int = 6, accepted: int = 2
-) -> Finished:
-    metrics = Metrics(rounds, proposed, accepted, 2.0, 1.0, 1.0)
-    return Finished(reason, Usage(5, 4), metrics)
+def finished(reason: FinishReason = FinishReason.STOP) -> Finished:
+    return Finished(reason, Usage(5, 4), Metrics(2, 6, 2, 2.0, 1.0, 1.0))
 
 
-def round_report(proposed: int, accepted: int) -> RoundReport:
-    return RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0)
-
-
-def whole(events: Sequence[tuple[int, Event]], **fields: Any) -> Json:
+def whole(events: Indexed, **fields: Any) -> Json:
     answer = begun(**fields)
     for index, event in events:
         answer.add(index, event)
     return answer.whole()
 
 
-def streamed(events: Sequence[tuple[int, Event]], **fields: Any) -> list[Json]:
+def streamed(events: Indexed, **fields: Any) -> list[Json]:
     answer = begun(stream=True, **fields)
     return [chunk for index, event in events for chunk in answer.take(index, event)]
 
@@ -78,43 +72,48 @@ ONE = [(0, started()), (0, tokens(0, [7], "a")), (0, tokens(1, [8, 9], "bc")), (
 
 
 def test_a_whole_chat_completion() -> None:
-    found = whole(ONE)
-    assert found["id"] == "chatcmpl-" + "1".rjust(32, "0")
-    assert (found["object"], found["created"], found["model"]) == ("chat.completion", 99, "m")
-    assert found["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "abc", "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-            "stop_reason": None,
-        }
-    ]
-    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-    assert found["metrics"]["speculative_decoding"] == {
-        "mean_acceptance_length": 2.0,
-        "draft_acceptance_rate": pytest.approx(1 / 3),
-        "num_spec_steps": 2,
-        "num_accepted_draft_tokens": 2,
-        "num_draft_tokens": 6,
-        "num_spec_tokens": 4,
+    assert whole(ONE, return_token_ids=True) == {
+        "id": "chatcmpl-" + "1".rjust(32, "0"),
+        "object": "chat.completion",
+        "created": 99,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "abc", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": [7, 8, 9],
+            }
+        ],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 2.0,
+                "draft_acceptance_rate": pytest.approx(1 / 3),
+                "num_spec_steps": 2,
+                "num_accepted_draft_tokens": 2,
+                "num_draft_tokens": 6,
+                "num_spec_tokens": 4,
+            }
+        },
     }
 
 
 def test_a_streamed_chat_completion() -> None:
     """The role comes once, before any text; the last chunk says why it ends."""
     found = streamed(ONE)
-    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
-    assert len({chunk["id"] for chunk in found}) == 1
+    assert {(chunk["object"], chunk["id"]) for chunk in found} == {
+        ("chat.completion.chunk", "chatcmpl-" + "1".rjust(32, "0"))
+    }
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
     assert deltas == [
         {"role": "assistant", "content": ""}, {"content": "a"}, {"content": "bc"}, {}
     ]  # fmt: skip
-    ends = [chunk["choices"][0]["finish_reason"] for chunk in found]
-    assert ends == [None, None, None, "stop"]
-    assert [("metrics" in chunk, "usage" in chunk) for chunk in found][-2:] == [
-        (False, False), (True, False)
-    ]  # fmt: skip
+    assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None, None, None, "stop"]
+    assert ["metrics" in chunk for chunk in found] == [False, False, False, True]
+    assert not any("usage" in chunk for chunk in found)
 
 
 def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
@@ -128,14 +127,12 @@ def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
 
 
 def test_choices_of_several_prompts() -> None:
-    """Each prompt counts once; whoever ends first, choices stand in order."""
+    """Each prompt counts once; whichever ends first, choices stand in order."""
     events: list[tuple[int, Event]] = [(i, started(i + 1)) for i in range(4)]
     events += [(i, tokens(0, [i + 4], f"t{i}")) for i in (3, 0, 2, 1)]
     events += [(i, finished()) for i in (2, 3, 1, 0)]
     found = whole(events, chat=False, prompt=["a", "b"], n=2)
-    assert [(c["index"], c["text"]) for c in found["choices"]] == [
-        (i, f"t{i}") for i in range(4)
-    ]  # fmt: skip
+    assert [(c["index"], c["text"]) for c in found["choices"]] == [(i, f"t{i}") for i in range(4)]
     assert (found["id"], found["object"]) == ("cmpl-" + "1".rjust(32, "0"), "text_completion")
     assert found["usage"]["prompt_tokens"] == 10
     assert found["metrics"]["speculative_decoding"]["num_spec_steps"] == 8
@@ -150,8 +147,11 @@ def test_an_answer_that_was_cut_off_says_by_what(reason: FinishReason) -> None:
 
 
 def test_histograms_where_they_are_asked_for() -> None:
-    rounds = [(0, round_report(*one)) for one in ((0, 0), (4, 1), (4, 4), (2, 1))]
-    events: list[tuple[int, Event]] = [ONE[0], *rounds, (0, finished(rounds=4, proposed=10))]
+    rounds = [
+        (0, RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0))
+        for proposed, accepted in ((0, 0), (4, 1), (4, 4), (2, 1))
+    ]
+    events: list[tuple[int, Event]] = [ONE[0], *rounds, ONE[-1]]
     told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
     assert told["acceptance_histogram"] == [1, 2, 0, 0, 1]
     assert told["acceptance_histogram_by_draft_length"] == {
@@ -179,25 +179,11 @@ def test_logprobs_of_both_shapes() -> None:
     for token, offset in zip(legacy["tokens"], legacy["text_offset"], strict=True):
         assert token.startswith("bytes:") or "a é"[offset:].startswith(token)
     assert legacy["top_logprobs"][-1][legacy["tokens"][-1]] == -0.5
-    json.dumps(choice, allow_nan=False)
     parts = streamed(events, logprobs=True, top_logprobs=2)
     assert parts[1]["choices"][0]["logprobs"]["content"] == content
-
-
-def test_the_token_that_came_wins_over_one_that_is_spelled_the_same() -> None:
-    text = TokenizerText(byte_level_tokenizer(), "toy")
-    text.spell = lambda token_id: b"x" if token_id < 3 else b"y"  # type: ignore[method-assign]
-    entry = PositionLogprobs(-0.5, ((2, -0.5), (1, -2.0), (3, -3.0)))
-    events: list[tuple[int, Event]] = [
-        (0, started()), (0, tokens(0, [2], "x", [entry])), (0, finished())
-    ]  # fmt: skip
-    (choice,) = whole(events, chat=False, text=text, logprobs=3)["choices"]
-    assert choice["logprobs"] == {
-        "tokens": ["x"],
-        "token_logprobs": [-0.5],
-        "top_logprobs": [{"x": -0.5, "y": -3.0}],
-        "text_offset": [0],
-    }
+    events[1] = (0, tokens(0, [7], "", entries[:1]))
+    (choice,) = whole(events, chat=False, text=None, prompt=[1], logprobs=0)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:7"]
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level_tokenizer, byte_fallback_tokenizer])
@@ -208,13 +194,6 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
     assert b"".join(text.spell(token) for token in ids).decode().strip() == sentence
     special = text._tokenizer.eos_token
     assert text.spell(text._tokenizer.eos_token_id).decode() == special
-
-
-def test_a_model_without_a_tokenizer_names_tokens_by_their_ids() -> None:
-    scored = tokens(0, [7], "", [PositionLogprobs(-1.0, ())])
-    events: list[tuple[int, Event]] = [(0, started()), (0, scored), (0, finished())]
-    (choice,) = whole(events, chat=False, text=None, prompt=[1], logprobs=0)["choices"]
-    assert (choice["text"], choice["logprobs"]["tokens"]) == ("", ["token_id:7"])
 
 
 @pytest.mark.parametrize(
@@ -239,91 +218,56 @@ def test_one_shape_and_one_status_for_each_error(
     assert response.status_code == status
     told = json.loads(bytes(response.body))["error"]
     assert told == {"message": error.message, "type": kind, "param": param, "code": code}
-    may_pass = isinstance(error, Overloaded | Unavailable)
-    assert response.headers.get("retry-after") == (
-        None if not may_pass else "2" if status == 429 else "1"
-    )
+    assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
     # OpenAI's client would try every 409 and 504 again.
     assert ("x-should-retry" in response.headers) == (status in (409, 504))
 
 
-TREE = RoundReport(
-    3, (5, 6, 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, look_ahead_hit=True, proposed_parents=(-1, -1, 0)
-)
-
-
-@pytest.fixture(scope="module")
-def toy() -> TokenizerText:
-    return TokenizerText(byte_level_tokenizer(), "toy")
-
-
-def told(native: NativeEvents, event: Any) -> dict[str, Any]:
+def told(native: NativeEvents, event: Event) -> dict[str, Any]:
     [found] = json.loads(to_json(native.take(0, event)))
     assert isinstance(found, dict)
     return found
 
 
-def told_tokens(first: int, ids: list[int], delta: str, **fields: Any) -> Tokens:
-    origins = (*[Origin.ACCEPTED] * (len(ids) - 1), Origin.CORRECTION)[: len(ids)]
-    return Tokens(first, tuple(ids), delta, origins, fields.get("logprobs", ()))
-
-
-def test_beginning_and_end(toy: TokenizerText) -> None:
-    native = NativeEvents(toy)
-    assert told(native, Started("ab" * 16, "m", 2**64 - 1, Rule.BLOCK, 7)) == {
-        "type": "started", "session_id": "ab" * 16, "model": "m", "seed": 2**64 - 1,
-        "rule": "block", "num_prompt_tokens": 7,
+def test_native_events_have_all_that_happened() -> None:
+    native = NativeEvents(TEXT)
+    assert told(native, started()) == {
+        "type": "started", "session_id": "1".rjust(32, "0"), "model": "m", "seed": 1,
+        "rule": "token", "num_prompt_tokens": 5,
     }  # fmt: skip
-    end = Finished(FinishReason.STOP, Usage(7, 3), Metrics(2, 4, 1, 1.5, 12.0, 80.0))
-    assert told(native, end) == {
+    assert told(native, finished()) == {
         "type": "finished",
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+        "usage": {"prompt_tokens": 5, "completion_tokens": 4},
         "metrics": {
-            "num_rounds": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 1,
-            "mean_acceptance_length": 1.5, "time_to_first_token_ms": 12.0,
-            "tokens_per_second": 80.0,
+            "num_rounds": 2, "num_draft_tokens": 6, "num_accepted_draft_tokens": 2,
+            "mean_acceptance_length": 2.0, "time_to_first_token_ms": 1.0,
+            "tokens_per_second": 1.0,
         },
     }  # fmt: skip
+    entry = PositionLogprobs(-1.5, ((4, -0.5), (9, NOTHING)))
+    found = told(native, tokens(0, [1], "", [entry]))
+    assert found["logprobs"] == [{"logprob": -1.5, "top": [[4, -0.5], [9, -9999.0]]}]
 
 
-def test_characters_go_to_the_token_that_completes_them(toy: TokenizerText) -> None:
-    """Of a character of several bytes the first tokens have nothing, the last one all of it."""
-    snow = toy.encode("a☃b")
+def test_native_texts_go_to_the_token_that_completes_them() -> None:
+    """Of a character of several bytes the first tokens have nothing, the last one all of it; in a
+    round, which says where its tokens begin, a part of a character is spelled as bytes."""
+    snow = TEXT.encode("a☃b")
     assert len(snow) == 5, "each byte of the snowman is a token"
-    native = NativeEvents(toy)
-    first = told(native, told_tokens(0, snow[:3], "a"))
+    native = NativeEvents(TEXT)
+    first = told(native, tokens(0, snow[:3], "a"))
     assert (first["texts"], first["text_delta"]) == (["a", "", ""], "a")
-    rest = told(native, told_tokens(3, snow[3:], "☃b"))
-    assert (rest["first_index"], rest["texts"]) == (3, ["☃", "b"])
-    assert rest["origins"] == ["accepted", "correction"]
-    assert "logprobs" not in rest
-
-
-def test_a_round_says_where_its_tokens_begin(toy: TokenizerText) -> None:
-    """With all of the report; a part of a character is spelled as bytes."""
-    native = NativeEvents(toy)
-    native.take(0, told_tokens(0, [1, 2, 3], ""))
-    snowman = toy.encode("☃")[0]
-    report = RoundReport(3, (5, snowman), 1, 1.5, 0.25, 0.5, 4.0, 0.125)
-    found = told(native, report)
-    assert found["proposed_texts"] == [toy.spell(5).decode(), "bytes:\\xe2"]
+    tree = RoundReport(
+        3, (5, snow[1], 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, True, proposed_parents=(-1, -1, 0)
+    )
+    found = told(native, tree)
+    assert found["proposed_texts"][:2] == [TEXT.spell(5).decode(), "bytes:\\xe2"]
     assert (found["first_index"], found["index"], found["num_accepted"]) == (3, 3, 1)
     parts = [found[f"{part}_ms"] for part in ("draft", "wire", "queue", "verify", "commit")]
     assert parts == [1.5, 0.25, 0.5, 4.0, 0.125]
-    assert (found["proposed_parents"], found["look_ahead_hit"]) == ([], False)
-    tree = told(native, TREE)
-    assert (tree["proposed_parents"], tree["look_ahead_hit"]) == ([-1, -1, 0], True)
-
-
-def test_without_a_tokenizer_there_are_no_texts() -> None:
-    native = NativeEvents(None)
-    assert told(native, told_tokens(0, [1, 2], ""))["texts"] is None
-    assert told(native, TREE)["proposed_texts"] is None
-
-
-def test_an_impossible_token_has_a_number(toy: TokenizerText) -> None:
-    """JSON knows no infinity."""
-    entry = PositionLogprobs(-1.5, ((4, -0.5), (9, float("-inf"))))
-    found = told(NativeEvents(toy), told_tokens(0, [1], "", logprobs=(entry,)))
-    assert found["logprobs"] == [{"logprob": -1.5, "top": [[4, -0.5], [9, -9999.0]]}]
+    assert (found["proposed_parents"], found["look_ahead_hit"]) == ([-1, -1, 0], True)
+    rest = told(native, tokens(3, snow[3:], "☃b"))
+    assert (rest["first_index"], rest["texts"], "logprobs" in rest) == (3, ["☃", "b"], False)
+    assert told(NativeEvents(None), tokens(0, [1, 2], ""))["texts"] is None
+    assert told(NativeEvents(None), tree)["proposed_texts"] is None
