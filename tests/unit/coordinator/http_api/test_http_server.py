@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import shutil
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from made_certificates import Made
 from told_coordinator import FINISHED, STARTED, ToldCoordinator
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
-from outrider.api_keys import Caller, add_key
+from deploy.fleet.preflight import check_ports
+from outrider.config import load_config
+from outrider.errors import ConfigError, SettingError
 from outrider.request import Event, Tokens
 from outrider.speculation.accept_reject import Origin
+from outrider.transport.server import RpcServer, ServerOptions
 
 PIECE = "a" * 4096
 WAIT_S = 20.0
+KEY = "0123456789abcdef0123"
+ACCESS = access_control_of(KEY, "")
+HEADERS = f"host: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
+GET = b"GET /version HTTP/1.1\r\n" + HEADERS + b"\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"content-type: application/json\r\n"
+BODY = b'{"prompt": [1]}'
+STREAM = b'{"prompt": [1], "stream": true}'
+NUM_PLACES = 20
+HEADERS_S = 0.5
+LATE_S = 3.0
+"""By then a limit of half a second has been met, on a busy machine, too."""
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Service(ToldCoordinator):
-    """It has as many pieces of text as it is told."""
+    """It has as many pieces of text as it is told, and waits before its end where told to."""
 
-    def __init__(self, num_pieces: int = 0) -> None:
+    def __init__(self, num_pieces: int = 0, go_on: asyncio.Event | None = None) -> None:
         super().__init__()
         self.num_pieces = num_pieces
-        self.num_told = 0
+        self.go_on = go_on
+        self.num_begun = self.num_told = 0
         self.closed = asyncio.Event()
 
     async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+        self.num_begun += 1
         try:
             yield STARTED
             for index in range(self.num_pieces):
                 await asyncio.sleep(0)  # As one that waits for its target.
                 self.num_told = index + 1
                 yield Tokens(index, (7,), PIECE, (Origin.BONUS,), ())
+            if self.go_on is not None:
+                await self.go_on.wait()
             yield FINISHED
         finally:
             self.closed.set()
@@ -50,10 +72,11 @@ class Service(ToldCoordinator):
 
 @asynccontextmanager
 async def serving(
-    service: Service, tls: TlsFiles | None = None, **options: Any
+    service: Service | None = None, tls: TlsFiles | None = None, **options: Any
 ) -> AsyncIterator[int]:
     """The port."""
-    server = HttpServer(service, HttpOptions(tls=tls, **options))  # type: ignore[arg-type]
+    told: Any = service or Service()
+    server = HttpServer(told, HttpOptions(tls=tls, **options))
     await server.start()
     try:
         yield int(server.address.rpartition(":")[2])
@@ -71,56 +94,100 @@ def trusting(*authorities: Path, shows: Made | None = None) -> ssl.SSLContext:
     return context
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def encryption(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[TlsFiles | None, ssl.SSLContext | None]:
+    """Of the server and of its clients."""
+    if not request.param:
+        return None, None
+    own = Made(tmp_path, "own", "127.0.0.1")
+    return TlsFiles(own.file, own.key_file), trusting(own.file)
+
+
 @asynccontextmanager
-async def streaming(
-    port: int, context: ssl.SSLContext | None
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A client with little room, which has asked for a stream and not read on."""
+async def connected(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Pair]:
+    """By a client with little room for what it has not read."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    host = "127.0.0.1" if context else None
     reader, writer = await asyncio.open_connection(
-        sock=client, limit=8192, ssl=context, server_hostname="127.0.0.1" if context else None
+        sock=client, limit=8192, ssl=context, server_hostname=host
     )
     try:
-        body = json.dumps({"prompt": [1], "stream": True}).encode()
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-        )
         yield reader, writer
     finally:
         writer.transport.abort()
 
 
+def posted(body: bytes) -> bytes:
+    return POST + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def status(pair: Pair, request: bytes = GET) -> int:
+    """Of one request; the connection stays open."""
+    reader, writer = pair
+    async with asyncio.timeout(WAIT_S):
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1])
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+    return int(head.split()[1])
+
+
+async def closed_after(pair: Pair, send: Callable[[int], bytes] = lambda _: b"") -> float:
+    """Seconds until the server closes it, while the client sends a part each tenth of a second."""
+    reader, writer = pair
+    began = time.monotonic()
+
+    async def trickle() -> None:
+        with contextlib.suppress(ConnectionError):
+            for index in range(int(WAIT_S * 10)):
+                writer.write(send(index))
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    sending = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(65_536):
+                    pass
+    finally:
+        sending.cancel()
+    return time.monotonic() - began
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no dual-stack IPv6 is here")
 async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
-    async with serving(Service(), host="::") as port:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.close()
+    async with serving(host="::") as port, connected(port) as pair:
+        assert await status(pair) == 200
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
 async def test_a_client_that_stops_reading_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+    monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
     """Its session ends, and its connection is broken off; that of one that reads slowly is not."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
-    tls = context = None
-    if encrypted:
-        own = Made(tmp_path, "own", "127.0.0.1")
-        tls, context = TlsFiles(own.file, own.key_file), trusting(own.file)
+    tls, context = encryption
     num_pieces = 20_000  # More than the kernel has room for.
     service = Service(num_pieces)
-    async with serving(service, tls) as port, streaming(port, context) as (reader, _):
+    async with serving(service, tls) as port, connected(port, context) as (reader, writer):
+        writer.write(posted(STREAM))
         async with asyncio.timeout(WAIT_S):
             await service.closed.wait()
         assert 0 < service.num_told < num_pieces
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(num_pieces * len(PIECE))
     service = Service(1000)
-    async with serving(service, tls) as port, streaming(port, context) as (reader, _):
+    async with serving(service, tls) as port, connected(port, context) as (reader, writer):
+        writer.write(posted(STREAM))
         read = b""
         async with asyncio.timeout(WAIT_S):
             while b"data: [DONE]" not in read[-64:]:
@@ -146,21 +213,20 @@ def put(source: Made, files: TlsFiles, authority: Made) -> None:
 async def answered(port: int, context: ssl.SSLContext) -> bool:
     """Whether a new connection is served. Raises `SSLCertVerificationError` where the server shows
     what is not trusted."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
-        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        return (await reader.read()).startswith(b"HTTP/1.1 200 ")
-    except (ssl.SSLError, ConnectionError):
+        async with connected(port, context) as pair:
+            return await status(pair) == 200
+    except ssl.SSLCertVerificationError:
+        raise
+    except (ssl.SSLError, ConnectionError, asyncio.IncompleteReadError):
         return False
-    finally:
-        writer.transport.abort()
 
 
 async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To whoever connects from then on, and callers are asked for one by the new authority; files
-    that do not fit each other change nothing, and a connection that is there goes on."""
+    """To new connections, and callers are asked for one by the new authority; files that do not fit
+    each other change nothing, and a connection that is there goes on."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     old, new = (Made(tmp_path, f"{age} authority") for age in ("old", "new"))
     first, second = (
@@ -170,25 +236,20 @@ async def test_a_new_certificate_is_shown(
     alice, bob = (Made(tmp_path, f"{name}", by=by) for name, by in (("alice", old), ("bob", new)))
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
     put(first, files, old)
-    async with serving(Service(), files) as port:
+    async with serving(tls=files) as port:
         assert await answered(port, trusting(old.file, shows=alice))
         assert not await answered(port, trusting(old.file, shows=bob))
         assert not await answered(port, trusting(old.file))
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=trusting(old.file, shows=alice)
-        )
-        shutil.copy(second.file, files.certificate)  # Its key is not there yet.
-        assert await answered(port, trusting(old.file, shows=alice))
-        assert "stays what it was" in caplog.text
-        put(second, files, new)
-        assert await answered(port, trusting(new.file, shows=bob))
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await answered(port, trusting(old.file, shows=alice))
-        assert not await answered(port, trusting(new.file, shows=alice))
-        assert not await answered(port, trusting(new.file))
-        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        writer.transport.abort()
+        async with connected(port, trusting(old.file, shows=alice)) as pair:
+            shutil.copy(second.file, files.certificate)  # Its key is not there yet.
+            assert await answered(port, trusting(old.file, shows=alice))
+            assert "stays what it was" in caplog.text
+            put(second, files, new)
+            assert await answered(port, trusting(new.file, shows=bob))
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await answered(port, trusting(old.file, shows=alice))
+            assert not await answered(port, trusting(new.file, shows=alice))
+            assert await status(pair) == 200
 
 
 async def statuses(port: int, *hosts: str) -> list[int]:
@@ -201,38 +262,192 @@ async def statuses(port: int, *hosts: str) -> list[int]:
         ]
 
 
-async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> None:
+async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
     """Without keys, on loopback, whatever it asks for; by its own names, on any port, a server is
-    called as ever. With keys, or on an address that others reach, so it is by all names."""
+    called as ever. With keys, or on an address that others reach, it is called by any name."""
     own = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]")
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.2", "1", "::1")
-    async with serving(Service()) as port:
+    async with serving() as port:
         assert set(await statuses(port, *own)) == {200}
         assert set(await statuses(port, *others)) == {403}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            refused = await http.post("/v1/completions", headers={"host": "evil.example"})
-        error = refused.json()["error"]
-        assert (error["type"], error["code"]) == ("permission_error", "permission_denied")
-    async with serving(Service(), host="127.0.0.2") as port, httpx.AsyncClient() as http:
+    async with serving(host="127.0.0.2") as port, httpx.AsyncClient() as http:
         assert (await http.get(f"http://127.0.0.2:{port}/version")).status_code == 200
-    add_key(tmp_path / "keys", Caller("alice", "alice"))
-    locked = access_control_of("", str(tmp_path / "keys"))
-    async with serving(Service(), access=locked) as port:
+    async with serving(access=ACCESS) as port:
         assert await statuses(port, "evil.example") == [401, 200]
-    async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
+    async with serving(host="0.0.0.0") as port:  # noqa: S104
         assert await statuses(port, "evil.example") == [200, 200]
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-async def test_a_name_with_an_address_of_ipv6_only_can_be_bound(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places for connections."""
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_CONNECTIONS_MAX", NUM_PLACES)
+
+
+@pytest.mark.usefixtures("few")
+async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
+    """Twice as many as there are places: they make room for callers, and one that is between two
+    requests goes after them. With TLS they have not even begun their handshake."""
+    tls, context = encryption
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(tls=tls, access=ACCESS))
+        kept = await stack.enter_async_context(connected(port, context))
+        assert await status(kept) == 200
+        for _ in range(2):
+            for _ in range(NUM_PLACES):
+                await stack.enter_async_context(connected(port))
+            for _ in range(3):
+                async with connected(port, context) as pair:
+                    assert await status(pair, posted(BODY)) == 200
+            assert await status(kept) == 200
+
+
+@pytest.mark.usefixtures("few")
+async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
+    """The one idle for longest goes; where all places have a request, the next is refused."""
+    go_on = asyncio.Event()
+    service = Service(go_on=go_on)
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(service, access=ACCESS))
+        pairs = [await stack.enter_async_context(connected(port)) for _ in range(NUM_PLACES)]
+        assert [await status(pair) for pair in pairs] == [200] * NUM_PLACES
+        assert await status(pairs[0]) == 200
+        pairs.append(await stack.enter_async_context(connected(port)))
+        assert await status(pairs[-1]) == 200
+        assert await closed_after(pairs.pop(1)) < LATE_S
+        running = [asyncio.create_task(status(pair, posted(BODY))) for pair in pairs]
+        async with asyncio.timeout(WAIT_S):
+            while service.num_begun < NUM_PLACES:
+                await asyncio.sleep(0.01)
+        async with connected(port) as pair:
+            pair[1].write(GET)
+            assert (await pair[0].readline()).startswith(b"HTTP/1.1 503 ")
+        go_on.set()
+        assert await asyncio.gather(*running) == [200] * NUM_PLACES
+
+
+async def test_headers_that_do_not_come_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    known = socket.getaddrinfo
+    """Nor is a handshake, a body that is not read, or empty lines. A connection between two
+    requests stays."""
+    monkeypatch.setattr("coordinator.http_api.server.HTTP_HEADERS_S", HEADERS_S)
+    tls, context = encryption
+    refused = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000\r\n\r\n"
+    async with serving(tls=tls, access=ACCESS) as port:
+        async with connected(port) as pair:
+            assert HEADERS_S * 0.9 < await closed_after(pair) < LATE_S
+        async with connected(port, context) as pair:
+            assert await closed_after(pair, lambda index: GET[index : index + 1]) < LATE_S
+        for part in (lambda index: GET[index : index + 1], lambda _: b"\r\n"):
+            async with connected(port, context) as pair:
+                assert await status(pair) == 200
+                await asyncio.sleep(2 * HEADERS_S)
+                assert await status(pair) == 200
+                assert await closed_after(pair, part) < LATE_S
+        async with connected(port, context) as pair:
+            assert await status(pair, refused) == 401
+            assert await closed_after(pair, lambda _: b"{") < LATE_S
 
-    def lookup(host: Any, *others: Any, **more: Any) -> Any:
-        return known("::1" if host == "only-ipv6.example" else host, *others, **more)
 
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    async with serving(Service(), host="only-ipv6.example") as port:
-        _, writer = await asyncio.open_connection("::1", port)
-        writer.close()
+async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that come are waited for."""
+    monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODY_PART_S_MAX", HEADERS_S)
+    async with serving(access=ACCESS) as port:
+        async with connected(port) as pair:
+            assert await status(pair, posted(BODY)[:-1]) == 408
+            assert await closed_after(pair) < LATE_S
+        async with connected(port) as pair:
+            pair[1].write(posted(BODY)[: -len(BODY)])
+            for index in range(len(BODY) - 1):
+                pair[1].write(BODY[index : index + 1])
+                await asyncio.sleep(HEADERS_S / 10)
+            assert await status(pair, BODY[-1:]) == 200
+
+
+async def healthy(address: str) -> bool:
+    """By a connection of its own."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
+    """Each new connection is served before, while and after both run. A server that does not take
+    over is refused, whether it would share or not, and so is a deployment on that port."""
+    old = RpcServer([], ServerOptions(shares_port=True))
+    port = await old.start()
+    await old.set_serving(True)
+    new = RpcServer([], ServerOptions(port=port, shares_port=True, takes_over=True))
+    assert await new.start() == port
+    await new.set_serving(True)
+    assert all([await healthy(old.address) for _ in range(20)])
+    for shares in (False, True):  # Another deployment's coordinator would share its own port, too.
+        with pytest.raises(ConfigError, match="the port is taken"):
+            await RpcServer([], ServerOptions(port=port, shares_port=shares)).start()
+    with pytest.raises(SettingError, match="cannot listen on"):
+        check_ports(load_config({"engine": "emulated:", "grpc_port": port}, {}))
+    await old.stop()
+    assert all([await healthy(new.address) for _ in range(20)])
+    await new.stop()
+
+
+async def test_clients_notice_nothing_of_several_hand_overs() -> None:
+    """Neither those that connect for each request, nor those that keep a connection. A server that
+    does not take over is refused."""
+    told: Any = Service()
+    server = HttpServer(told, HttpOptions(shares_port=True))
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    for shares in (False, True):
+        with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
+            await HttpServer(told, HttpOptions(port=port, shares_port=shares)).start()
+    over = asyncio.Event()
+
+    async def ask_all_the_time(*, keeps: bool) -> int:
+        num_asked = 0
+        limits = httpx.Limits(max_keepalive_connections=1 if keeps else 0)
+        async with httpx.AsyncClient(limits=limits) as client:
+            while not over.is_set():
+                reply = await client.get(f"http://127.0.0.1:{port}/v1/models")
+                assert reply.status_code == 200
+                num_asked += 1
+        return num_asked
+
+    asking = [asyncio.create_task(ask_all_the_time(keeps=index % 2 == 0)) for index in range(8)]
+    for _ in range(6):
+        options = HttpOptions(port=port, shares_port=True, takes_over=True)
+        old, server = server, HttpServer(told, options)
+        await server.start()
+        await asyncio.sleep(0.1)
+        await old.stop(1.0)
+    over.set()
+    assert min(await asyncio.gather(*asking)) > 6
+    await server.stop()
+
+
+async def test_a_request_that_still_comes_is_answered() -> None:
+    """On connections that were queued, accepted, or answered before when the server was told to
+    stop. The answer says that it is the last one."""
+    told: Any = Service()
+    server = HttpServer(told, HttpOptions())
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    silent, begun, used = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    begun[1].write(GET[:20])
+    assert await status(used) == 200
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(server.stop(5.0))
+    await asyncio.sleep(0.3)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection("127.0.0.1", port)
+    for (_, writer), left in ((silent, GET), (begun, GET[20:]), (used, GET)):
+        writer.write(left)
+    async with asyncio.timeout(5):
+        for reader, writer in (silent, begun, used):
+            last = await reader.read()
+            assert b"HTTP/1.1 200 OK" in last
+            assert b"connection: close" in last.lower()
+            writer.close()
+        await stopping
