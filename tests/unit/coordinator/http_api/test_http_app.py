@@ -1,42 +1,82 @@
-"""The routes, with a coordinator that says what it is told to."""
+"""The routes and who may call them, with a coordinator that says what it is told to."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from told_coordinator import FINISHED, STARTED, TOKENS
+from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 from virtual_time import virtually
 
+from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
+from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from coordinator.http_api.serving import Generated
+from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.request import Event, GenerateRequest
 
-BODY = {"prompt": [1, 2], "max_tokens": 3}
+BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+WHOLE = (STARTED, TOKENS, FINISHED)
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "NOTHING")
+OPEN_PATHS = {"/", "/health", "/page/page.js"}
+NOWHERE = (
+    "/v1/models?path=/health",
+    "/v1/models/..%2f..%2fhealth",
+    "/health%00",
+    "/Health",
+    "//",
+    "/docs",
+    "/health/",
+    "/health/x",
+    "//health",
+)
 
 
-async def post(service: Any, body: Any = BODY, **headers: str) -> httpx.Response:
-    app = build_app(service, asyncio.Event(), None)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-        return await http.post("/v1/completions", json=body, headers=headers)
+class Front:
+    """An application, called without a socket, and the statuses that its metrics hear of."""
+
+    def __init__(self, service: Any, access: AccessControl = OPEN, key: str = "") -> None:
+        self.service = service
+        self.statuses: list[int | None] = []
+        self.key = key
+        times: Any = self
+        self.app = build_app(service, asyncio.Event(), None, access, times)
+
+    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
+        """As `HttpTimes`."""
+        self.statuses.append(status)
+
+    async def send(
+        self, method: str, path: str, headers: Any = None, **body: Any
+    ) -> httpx.Response:
+        """With its key, if `headers` do not say otherwise."""
+        if headers is None:
+            headers = [("authorization", f"Bearer {self.key}")] if self.key else []
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.request(method, f"http://here{path}", headers=headers, **body)
+
+    async def post(self, headers: Any = None, **fields: Any) -> httpx.Response:
+        return await self.send("POST", "/v1/completions", headers, json={**BODY, **fields})
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
     """Its session is not kept for one who comes back; what is no trace is left out."""
-    service = Service(STARTED, TOKENS, FINISHED)
-    assert (await post(service, traceparent=TRACE)).json()["choices"][0]["text"] == "a"
-    await post(service, traceparent="x" * (TRACEPARENT_CHARS_MAX + 1))
-    assert [call[1:] for call in service.calls] == [("", TRACE, False), ("", "", False)]
-    assert service.calls[0][0].prompt == (1, 2)
+    front = Front(Service(*WHOLE))
+    found = await front.post({"traceparent": TRACE})
+    assert found.json()["choices"][0]["text"] == "a"
+    await front.post({"traceparent": "x" * (TRACEPARENT_CHARS_MAX + 1)})
+    assert [call[1:] for call in front.service.calls] == [("", TRACE, False), ("", "", False)]
+    assert front.service.calls[0][0].prompt == (1, 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -44,41 +84,41 @@ async def test_a_call_goes_on_with_its_callers_trace() -> None:
 async def test_an_error_before_the_first_token_has_its_status(
     stream: bool, before: tuple[Event, ...]
 ) -> None:
-    found = await post(Service(*before, Overloaded("full", 2500)), {**BODY, "stream": stream})
+    found = await Front(Service(*before, Overloaded("full", 2500))).post(stream=stream)
     assert (found.status_code, found.headers["retry-after"]) == (429, "3")
     assert found.json()["error"]["message"] == "full"
 
 
 async def test_an_error_behind_it_is_the_last_event() -> None:
-    found = await post(Service(STARTED, TOKENS, Unavailable("gone")), {**BODY, "stream": True})
+    found = await Front(Service(STARTED, TOKENS, Unavailable("gone"))).post(stream=True)
     assert found.status_code == 200
     *_, last, end = found.text.split("\n\n")
     assert end == ""
     assert last.startswith('data: {"error":{"message":"gone"')
-    whole = await post(Service(STARTED, TOKENS, FINISHED), {**BODY, "stream": True})
+    whole = await Front(Service(*WHOLE)).post(stream=True)
     assert whole.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("before", [(), (STARTED, TOKENS)])
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_is_not_shown(
-    before: tuple[Event, ...], caplog: pytest.LogCaptureFixture
+    before: tuple[Event, ...], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither as a status nor as an event; the log has it."""
-    for stream in (False, True):
-        found = await post(
-            Service(*before, ZeroDivisionError("secret")), {**BODY, "stream": stream}
-        )
-        assert found.status_code == (200 if before and stream else 500)
-        assert "secret" not in found.text
-        assert '"code":"internal_error"' in found.text
+    found = await Front(Service(*before, ZeroDivisionError("secret"))).post(stream=stream)
+    assert found.status_code == (200 if before and stream else 500)
+    assert "secret" not in found.text
+    assert '"code":"internal_error"' in found.text
     assert "secret" in caplog.text
 
 
 async def test_one_choice_that_fails_ends_all() -> None:
-    """And nothing of the others is told as if it were an answer."""
+    """Nothing of the others is told as if it were an answer; a wrong prompt is named."""
 
     class Mixed(Service):
         async def generate(self, request: GenerateRequest, *rest: Any, **more: Any) -> Any:
+            if request.prompt == (9,):
+                raise BadRequest("token_ids[0]", "9 is not a token id")
             if request.prompt == (2,):
                 yield STARTED
                 raise Unavailable("gone")
@@ -90,103 +130,68 @@ async def test_one_choice_that_fails_ends_all() -> None:
                 ended.append(request.prompt)
 
     ended: list[Any] = []
-    found = await post(Mixed(), {**BODY, "prompt": [[1], [2], [3]]})
-    assert found.status_code == 503
+    front = Front(Mixed())
+    assert (await front.post(prompt=[[1], [2], [3]])).status_code == 503
     assert sorted(ended) == [(1,), (3,)]
-
-
-class Asked(Service):
-    """Counts how often its health is asked for; the first time it cannot say."""
-
-    num_asked = 0
-
-    async def trouble(self) -> str:
-        self.num_asked += 1
-        await asyncio.sleep(0.01)
-        if self.num_asked == 1:
-            raise Unavailable("cannot say")
-        return "" if self.num_asked == 2 else "gone"
-
-
-async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all callers together; an error is nobody's answer later."""
-    service = Asked()
-    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-        first = await asyncio.gather(*(http.get("/health") for _ in range(8)))
-        assert {one.status_code for one in first} == {503}
-        assert service.num_asked == 1
-        for _ in range(2):
-            found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
-            assert {one.status_code for one in found} == {200}
-        assert service.num_asked == 2
-        monkeypatch.setattr("coordinator.http_api.app.HEALTH_CACHED_S", -1.0)
-        await asyncio.sleep(1.05)
-        for number in (3, 4):
-            found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
-            assert {one.status_code for one in found} == {503}
-            assert service.num_asked == number
+    for prompt, field in (([[1], [9]], "prompt[1][0]"), ([9], "prompt[0]")):
+        found = await front.post(prompt=prompt)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, field)
 
 
 @virtually
-async def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() -> None:
-    """For some seconds; then they wait for it."""
+async def test_health_is_asked_for_once_a_second() -> None:
+    """By all callers together; an error is nobody's answer later. A slow answer does not hold up
+    callers who were told that all is well, for some seconds; then they wait for it."""
 
-    class Slow(Service):
-        takes_s, found = 0.1, ""
+    class Asked(Service):
+        num_asked, takes_s, found = 0, 0.1, ""
 
         async def trouble(self) -> str:
+            self.num_asked += 1
             await asyncio.sleep(self.takes_s)
+            if self.num_asked == 1:
+                raise Unavailable("cannot say")
             return self.found
 
-    service, loop = Slow(), asyncio.get_running_loop()
-    kept = CachedHealth(service)  # type: ignore[arg-type]
+    service, loop = Asked(), asyncio.get_running_loop()
+    cached = CachedHealth(service)  # type: ignore[arg-type]
 
-    async def asked() -> tuple[str, float]:
+    async def ask() -> tuple[str, float]:
         start = loop.time()
-        return await kept.trouble(), pytest.approx(loop.time() - start)
+        return await cached.trouble(), pytest.approx(loop.time() - start)
 
-    assert await asked() == ("", 0.1)
+    errors = await asyncio.gather(*(cached.trouble() for _ in range(8)), return_exceptions=True)
+    assert {type(one) for one in errors} == {Unavailable}
+    assert service.num_asked == 1
+    assert await asyncio.gather(*(ask() for _ in range(8))) == [("", 0.1)] * 8
+    assert await ask() == ("", 0.0)
+    assert service.num_asked == 2
     service.takes_s, service.found = 6.0, "gone"
     await asyncio.sleep(HEALTH_CACHED_S)
-    assert await asked() == ("", SLOW_S)
+    assert await ask() == ("", SLOW_S)
     await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
-    assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
-    assert await asked() == ("gone", 0.0)
-
-
-async def test_a_path_with_one_more_slash_is_not_there() -> None:
-    """And leads nowhere else."""
-    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://here"
-    ) as http:
-        for path in ("/health/", "/v1/completions/"):
-            found = await http.post(path, json=BODY)
-            assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+    assert await ask() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
+    assert await ask() == ("gone", 0.0)
 
 
 def test_the_document_tells_what_may_come() -> None:
     """Of every operation errors, too, for each may be refused for want of a key; and what type an
     answer has."""
-    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
-    paths = app.openapi()["paths"]
+    paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
             responses = operation["responses"]
             assert responses.keys() == {"200", "4XX", "5XX"}, path
             schema = responses["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorBody"}
-    found = {path: {*paths[path]["get"]["responses"]["200"]["content"]} for path in
-             ("/metrics", "/version", "/health", "/v1/models")}  # fmt: skip
-    assert found.pop("/metrics") == {"text/plain"}
-    assert set.union(*found.values()) == {"application/json"}
+    assert {*paths["/metrics"]["get"]["responses"]["200"]["content"]} == {"text/plain"}
+    assert "started" in paths["/api/generate"]["post"]["responses"]["200"]["description"]
+    assert not any(path == "/" or path.startswith("/page") for path in paths)
 
 
 @pytest.mark.parametrize("num_turns", range(1, 8))
 @pytest.mark.parametrize("told", [[], [{}]])
-async def test_an_answer_that_nobody_waits_for_is_closed(
+async def test_an_answer_that_is_not_waited_for_is_closed(
     num_turns: int, told: list[dict[str, Any]]
 ) -> None:
     """At once, whenever its request is cancelled before its first chunk was there or as it came;
@@ -218,87 +223,61 @@ async def test_an_answer_that_nobody_waits_for_is_closed(
     assert closed.is_set() == has_begun.is_set()
 
 
-class RawClient:
-    """Of completions, whose body comes piece by piece; it also hears how each call was timed."""
+class SlowBody:
+    """A request whose body comes in two parts."""
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.answer: list[Any] = []
+    def __init__(self, front: Front, key: str = "") -> None:
+        self._rest: asyncio.Queue[bytes] = asyncio.Queue()
+        headers = {"content-type": "application/json"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        sending = front.send("POST", "/v1/completions", headers, content=self._parts())
+        self.answer = asyncio.create_task(sending)
 
-    def put(self, body: bytes, *, more: bool = True) -> None:
-        self.pieces.put_nowait({"type": "http.request", "body": body, "more_body": more})
+    async def _parts(self) -> AsyncIterator[bytes]:
+        yield json.dumps(BODY).encode()[:-1]
+        yield await self._rest.get()
 
-    def leave(self) -> None:
-        self.pieces.put_nowait({"type": "http.disconnect"})
-
-    async def call(self) -> int | None:
-        """The status, if there is an answer."""
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-            "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
-            "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1),
-            "server": ("here", 80), "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
-
-        async def send(message: Any) -> None:
-            self.answer.append(message)
-
-        async with asyncio.timeout(10):
-            await self.app(scope, self.pieces.get, send)
-        return self.answer[0]["status"] if self.answer else None
-
-
-class Times:
-    """Keeps the statuses that it is told of."""
-
-    def __init__(self) -> None:
-        self.statuses: list[int | None] = []
-
-    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        self.statuses.append(status)
+    def end(self) -> None:
+        self._rest.put_nowait(b"}")
 
 
 async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing is logged, nothing begun, and its time has no status."""
-    service, times = Service(STARTED, TOKENS, FINISHED), Times()
-    client = RawClient(build_app(service, asyncio.Event(), None, times=times))  # type: ignore[arg-type]
-    client.put(b"{")
-    client.leave()
-    await client.call()
-    assert (client.pieces.empty(), service.calls, caplog.text) == (True, [], "")
-    assert times.statuses == [None]
+    front = Front(Service(*WHOLE))
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    scope = {
+        "type": "http", "method": "POST", "scheme": "http", "path": "/v1/completions",
+        "query_string": b"", "headers": [],
+    }  # fmt: skip
+
+    async def receive() -> Any:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    await front.app(scope, receive, send)
+    assert (front.service.calls, caplog.text, front.statuses) == ([], "", [None])
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has begun to come counts until it is whole, or given up; one too many may try again."""
-    body = json.dumps(BODY).encode()
-    monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODIES_BYTES_MAX", 2 * len(body))
-    app = build_app(Service(STARTED, TOKENS, FINISHED), asyncio.Event(), None)  # type: ignore[arg-type]
-
-    async def status() -> int | None:
-        client = RawClient(app)
-        client.put(body, more=False)
-        return await client.call()
-
-    slow = [RawClient(app) for _ in range(2)]
-    calls = [asyncio.create_task(one.call()) for one in slow]
-    for one in slow:
-        one.put(body[:-1])
-        await asyncio.sleep(0)
-    third = RawClient(app)
-    third.put(body[:3])
-    assert await third.call() == 503
-    assert (b"retry-after", b"1") in third.answer[0]["headers"]
-    assert b"too many bodies" in third.answer[1]["body"]
-    slow[0].leave()
-    await calls[0]
-    assert await status() == 200
-    slow[1].put(body[-1:], more=False)
-    assert await calls[1] == 200
-    assert [await status() for _ in range(3)] == [200] * 3
+    size = len(json.dumps(BODY))
+    monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODIES_BYTES_MAX", 2 * size)
+    front = Front(Service(*WHOLE))
+    slow = [SlowBody(front) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    third = await front.post()
+    assert (third.status_code, third.headers["retry-after"]) == (503, "1")
+    assert "too many bodies" in third.text
+    slow[0].answer.cancel()
+    await asyncio.gather(slow[0].answer, return_exceptions=True)
+    assert (await front.post()).status_code == 200
+    slow[1].end()
+    assert (await slow[1].answer).status_code == 200
 
 
 async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,30 +286,130 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     class Slow(Service):
         async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
             await asyncio.sleep(0.3)
-            for event in (STARTED, TOKENS, FINISHED):
+            for event in WHOLE:
                 yield event
 
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODY_S_MAX", 0.1)
-    app = build_app(Slow(), asyncio.Event(), None)  # type: ignore[arg-type]
-    client = RawClient(app)
-    client.put(b"{")
-    assert await client.call() == 408
-    assert (b"connection", b"close") in client.answer[0]["headers"]
-    assert json.loads(client.answer[1]["body"])["error"]["code"] == "request_timeout"
-    client = RawClient(app)
-    client.put(json.dumps(BODY).encode(), more=False)
-    assert await client.call() == 200
+    front = Front(Slow())
+    found = await SlowBody(front).answer
+    assert (found.status_code, found.headers["connection"]) == (408, "close")
+    assert found.json()["error"]["code"] == "request_timeout"
+    assert (await front.post()).status_code == 200
 
 
-@pytest.mark.parametrize(("prompt", "field"), [([[1], [99]], "prompt[1][0]"), ([99], "prompt[0]")])
-async def test_which_prompt_is_wrong_is_told(prompt: Any, field: str) -> None:
-    class Choosy(Service):
-        async def generate(
-            self, request: GenerateRequest, *_: Any, **__: Any
-        ) -> AsyncGenerator[Event]:
-            if request.prompt[0] == 99:
-                raise BadRequest("token_ids[0]", "99 is not a token id")
-            yield STARTED
+def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
+    """An application that asks for keys, with that of its only caller."""
+    key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
+    slots = MemorySlots(1500, 0.02)
+    access = AccessControl(watch_keys(directory / "keys"), Limiter(slots))
+    return Front(Service(*WHOLE), access, key), slots
 
-    answer = await post(Choosy(), {"prompt": prompt})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
+    """Whatever the application has, by every method, and what it has not: without credentials, with
+    a wrong key, another scheme or two keys it is a 401 in OpenAI's shape, before a body is looked
+    at, but for the paths that are open. With a key each answers by itself."""
+    front, _ = locked(tmp_path)
+    key = front.key
+    refused: list[list[tuple[str, str]]] = [
+        [],
+        [("authorization", f"Bearer {key[:-2]}xx")],
+        [("authorization", f"Basic {key}")],
+        [("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")],
+        [("x-api-key", key)],
+        [("cookie", f"authorization=Bearer {key}")],
+    ]
+    routes = {str(getattr(route, "path", "")) for route in front.app.routes} - {"/page"}
+    paths = {path.replace("{name:path}", "a/b").replace("{path:path}", "a") for path in routes}
+    assert paths >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"}
+    assert paths >= {"/openapi.json", "/version", "/health", "/v1/models/a/b"}
+    for path in (paths | set(NOWHERE)) - OPEN_PATHS:
+        for method in METHODS:
+            for headers in refused:
+                found = await front.send(method, path, headers, json={"no": "body"})
+                assert found.status_code == 401, (method, path, headers)
+                assert found.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or found.json()["error"]["code"] == "invalid_api_key"
+                assert key not in found.text
+            let_in = await front.send(method, path, json={"no": "body"})
+            assert let_in.status_code not in (401, 500), (method, path)
+            assert let_in.status_code == 404 or path not in ("/health/", "//health"), path
+    for path in OPEN_PATHS:
+        for headers in refused:
+            assert (await front.send("GET", path, headers)).status_code == 200, (path, headers)
+    assert front.service.tenants == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
+    tmp_path: Path, stream: bool
+) -> None:
+    """All places are taken at once, and free when its caller has the answer; a request that needs
+    more than are free is refused whole, and one that needs more than there are for good. What does
+    not generate is not counted."""
+    front, slots = locked(tmp_path, concurrency=4)
+    found = await front.post(n=2, prompt=[[1], [2]], stream=stream)
+    assert found.status_code == 200
+    assert len(slots.depths) == 1
+    assert front.service.tenants == ["team"] * 4
+    assert slots.taken == set()
+    for fields, param in (({"n": 5}, "n"), ({"prompt": [[1]] * 5}, "prompt")):
+        found = await front.post(**fields, stream=stream)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, param)
+        assert "the key 'alice' may run 4 at a time" in error["message"]
+    slots.taken.add("of another coordinator")
+    found = await front.post(n=4, stream=stream)
+    assert found.status_code == 429
+    assert (await front.send("GET", "/v1/models")).status_code == 200
+    assert len(slots.depths) == 1
+    assert (await front.post(n=3, stream=stream)).status_code == 200
+    assert len(front.service.tenants) == 7
+
+
+async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the store asked, until there is a request again; other routes answer."""
+    front, slots = locked(tmp_path)
+    asked: list[Caller] = []
+
+    async def take(caller: Caller, slots: Sequence[str], depth: int) -> None:
+        asked.append(caller)
+        raise rate_exceeded(caller, 300)
+
+    monkeypatch.setattr(slots, "take", take)
+    begun = asyncio.get_running_loop().time()
+    assert (await front.post()).status_code == 429
+    monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Who calls it fails.
+    found = await front.post(nothing=1)
+    assert (found.status_code, found.headers["retry-after"], len(asked)) == (429, "1", 1)
+    assert "requests a minute" in found.json()["error"]["message"]
+    assert (await front.send("GET", "/v1/models")).status_code == 200
+    monkeypatch.undo()
+    await asyncio.sleep(begun + 0.31 - asyncio.get_running_loop().time())
+    assert (await front.post()).status_code == 200
+
+
+async def test_one_tenants_bodies_keep_no_other_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted apart, over all keys of a tenant, until they are whole or given up."""
+    size = len(json.dumps(BODY))
+    monkeypatch.setattr("coordinator.http_api.reading.HTTP_TENANT_BODIES_BYTES_MAX", 2 * size)
+    ann, bob, eve = (
+        add_key(tmp_path / "keys", Caller(name, tenant))
+        for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))
+    )
+    front = Front(Service(*WHOLE), AccessControl(watch_keys(tmp_path / "keys")), ann)
+    waiting = [SlowBody(front, key) for key in (ann, bob)]
+    await asyncio.sleep(0.05)
+    refused = await front.post()
+    assert refused.status_code == 429
+    assert "the tenant 'team' sends bodies" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"]
+    other = SlowBody(front, eve)
+    for slow in (other, *waiting):
+        slow.end()
+    assert [(await one.answer).status_code for one in (other, *waiting)] == [200] * 3
+    assert (await front.post()).status_code == 200
