@@ -1,43 +1,49 @@
-"""The law of a completion's first tokens, by enumeration, and a test of samples against it."""
+"""The law of a completion's first tokens, by enumeration, and Pearson's test of samples against a
+law."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from scipy import stats
+from scipy.stats import chi2, ncx2
 
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.logits_processing import (
+    TokenHistory,
+    masked_logits,
+    target_probabilities,
+)
 from outrider.speculation.sampling_params import SamplingParams
 
 FALSE_ALARM = 1e-6
+"""Probability that one test rejects what is exact."""
 POOLED_BELOW = 10.0
 """Cells of smaller expected count are pooled, so that the chi-square law holds."""
 
 
 def completion_law(
-    module: Any, prompt: Sequence[int], length: int, params: SamplingParams
+    module: Any,
+    prompt: Sequence[int],
+    length: int,
+    params: SamplingParams,
+    mask: Callable[[tuple[int, ...]], Any] = lambda prefix: None,
 ) -> dict[tuple[int, ...], float]:
     """Probability of every completion of `length` tokens: the model's own dense forward pass over
-    every prefix, then the sampling transforms."""
-    vocab_size = module.config.vocab_size
+    every prefix, the `mask` behind it, then the sampling transforms."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        prefixes = list(law)
-        ids = torch.tensor([[*prompt, *prefix] for prefix in prefixes])
+        ids = torch.tensor([[*prompt, *prefix] for prefix in law])
         with torch.inference_mode():
-            logits = module(ids).logits[:, -1].float()
+            rows = module(ids).logits[:, -1:].float()
         longer: dict[tuple[int, ...], float] = {}
-        for row, prefix in enumerate(prefixes):
-            history = TokenHistory(prompt, prefix)
-            p = target_probabilities(logits[row : row + 1], params, history)[0].tolist()
-            for token_id in range(vocab_size):
-                if p[token_id] > 0:
-                    longer[(*prefix, token_id)] = law[prefix] * p[token_id]
+        for row, (prefix, chance) in zip(rows, law.items(), strict=True):
+            masked = masked_logits(row, [mask(prefix)])
+            p = target_probabilities(masked, params, TokenHistory(prompt, prefix))[0]
+            for token_id in p.nonzero()[:, 0].tolist():
+                longer[(*prefix, token_id)] = chance * float(p[token_id])
         law = longer
     return law
 
@@ -48,38 +54,43 @@ class Fit:
 
     p_value: float
     num_samples: int
-    num_cells: int
-    power: float
-    """Probability to find a law at total variation `detects`."""
+    degrees: int
+
+    @property
+    def rejects(self) -> bool:
+        return self.p_value < FALSE_ALARM
+
+    def power(self, tv: float) -> float:
+        """A lower bound of the probability that a law at total variation `tv` is rejected."""
+        return power(tv, self.num_samples, self.degrees)
 
 
-def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float], tv: float) -> Fit:
-    """Pearson's chi-square. The power is that against the hardest law at total variation `tv`: for
-    a given distance, sum d^2 / p is smallest, 4 tv^2, where half of the mass moves evenly."""
-    num = len(samples)
-    counts = Counter(samples)
-    impossible = [cell for cell in counts if cell not in law]
-    if impossible:
-        return Fit(0.0, num, len(law), 1.0)
-    pooled_seen = pooled_expected = statistic = 0.0
-    cells = 0
-    for cell, probability in law.items():
-        expected = probability * num
-        if expected < POOLED_BELOW:
-            pooled_seen += counts[cell]
-            pooled_expected += expected
-        else:
-            statistic += (counts[cell] - expected) ** 2 / expected
-            cells += 1
-    if pooled_expected >= POOLED_BELOW:
-        statistic += (pooled_seen - pooled_expected) ** 2 / pooled_expected
-        cells += 1
-    degrees = cells - 1
-    threshold = stats.chi2.isf(FALSE_ALARM, degrees)
-    power = float(stats.ncx2.sf(threshold, degrees, 4 * tv**2 * num))
-    return Fit(float(stats.chi2.sf(statistic, degrees)), num, cells, power)
+def power(tv: float, num_samples: int, degrees: int) -> float:
+    """For a given distance sum d^2 / p is smallest, 4 tv^2, where half of the mass moves evenly."""
+    noncentrality = 4 * num_samples * tv**2
+    return float(ncx2.sf(chi2.isf(FALSE_ALARM, degrees), degrees, noncentrality))
 
 
-def product(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All combinations, for parametrised grids."""
-    return list(itertools.product(*axes))
+def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:
+    """`cells`: the place of every sample in `law`; -1 where it has none."""
+    law = law.ravel()
+    observed = np.bincount(cells + 1, minlength=law.size + 1)
+    if observed[0] or observed[1:][law == 0].any():
+        return Fit(0.0, len(cells), law.size)
+    seen, expected = observed[1:][law > 0], law[law > 0] * len(cells)
+    rare = expected < POOLED_BELOW
+    if rare.any():
+        pooled = [np.append(each[~rare], each[rare].sum()) for each in (seen, expected)]
+        large = pooled[1] >= POOLED_BELOW
+        seen, expected = pooled[0][large], pooled[1][large]
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    degrees = len(expected) - 1
+    p_value = chi2.sf(statistic, degrees) if degrees else 1.0
+    return Fit(float(p_value), len(cells), degrees)
+
+
+def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> Fit:
+    """The same of tuples."""
+    places = {cell: place for place, cell in enumerate(law)}
+    cells = np.array([places.get(sample, -1) for sample in samples])
+    return chi_square(cells, np.array(list(law.values())))

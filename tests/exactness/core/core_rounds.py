@@ -7,20 +7,24 @@ Nothing of a rule is stated here: draft draws, verdicts, uniforms and acceptance
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from core_toys import ToyPair
-from scipy.stats import chi2, ncx2
 from verdict_laws import NoiseRows, score_rows
 
-from outrider.speculation.accept_reject import count_accepted
+from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from outrider.messages import ReplicaDescription
+from outrider.speculation.accept_reject import count_accepted, survival
 from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.sampling_params import Rule
 
+torch.set_num_threads(1)  # The rows are too short for more.
 K_MAX = 3
 PROMPT_LENGTH = 5
 
@@ -81,64 +85,46 @@ def generate(
     """The first `num_tokens` tokens of one sequence for each seed: [N, num_tokens]."""
     num = len(seeds)
     tokens = torch.zeros(num, num_tokens + K_MAX + 1, dtype=torch.int64)
-    lengths = torch.zeros(num, dtype=torch.int64)
-    states = torch.zeros(num, dtype=torch.int64)
+    lengths, states = torch.zeros(2, num, dtype=torch.int64)
     seen = Seen.nothing(num)
-    while bool((lengths < num_tokens).any()):
+
+    def play(k: int, drafter: int, chosen: torch.Tensor, after: Seen) -> None:
+        """One round of the sequences `chosen`."""
+        start = lengths[chosen]
+        begun_at = (start + PROMPT_LENGTH).numpy().astype(np.uint64)
+        noise = broken.noise(seeds[chosen.numpy()], rule, begun_at)
+        path = [states[chosen]]
+        drafted = torch.zeros(len(chosen), k, dtype=torch.int64)
+        for i in range(k):
+            drafted[:, i] = _draw(pair, noise, drafter, path[-1], i, broken)
+            path.append(pair.step[path[-1], drafted[:, i]])
+        visited = torch.stack(path, dim=1)
+        drafts = pair.draft_rows(drafted, visited[:, :-1], drafter)
+        accept, correction = score_rows(broken.rows(pair.p[visited]), drafts, noise)
+        uniforms = noise.accept_uniforms(k)
+        accepted = accepted_of(rule, uniforms <= accept)
+        last = correction.gather(1, accepted[:, None])[:, 0]
+        for i in range(k):
+            rows = accepted > i
+            tokens[chosen[rows], start[rows] + i] = drafted[rows, i]
+        tokens[chosen, start + accepted] = last
+        lengths[chosen] = start + accepted + 1
+        states[chosen] = pair.step[visited.gather(1, accepted[:, None])[:, 0], last]
+        after.num_drafted[chosen], after.num_accepted[chosen] = k, accepted
+        for name, what in (("drafted", drafted), ("accept", accept), ("uniforms", uniforms),
+                           ("correction", correction)):  # fmt: skip
+            getattr(after, name)[chosen[:, None], torch.arange(what.shape[1])] = what
+
+    while bool((running := lengths < num_tokens).any()):
         plan_k, plan_drafter = controller(seen)
         after = Seen.nothing(num)
         after.round = seen.round + 1
-        running = lengths < num_tokens
         for k, drafter in itertools.product(range(K_MAX + 1), range(len(pair.q))):
             chosen = (running & (plan_k == k) & (plan_drafter == drafter)).nonzero()[:, 0]
             if len(chosen):
-                begun_at = (lengths[chosen] + PROMPT_LENGTH).numpy().astype(np.uint64)
-                noise = broken.noise(seeds[chosen.numpy()], rule, begun_at)
-                _round(pair, noise, k, drafter, broken, chosen, tokens, lengths, states, after)
+                play(k, drafter, chosen, after)
         seen = after
     return tokens[:, :num_tokens].numpy()
-
-
-def _round(
-    pair: ToyPair,
-    noise: NoiseRows,
-    k: int,
-    drafter: int,
-    broken: Broken,
-    chosen: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    states: torch.Tensor,
-    seen: Seen,
-) -> None:
-    """One round of the sequences `chosen`; changes their tokens, lengths, states and `seen`."""
-    path = [states[chosen]]
-    drafted = torch.zeros(len(chosen), k, dtype=torch.int64)
-    for i in range(k):
-        drafted[:, i] = _draw(pair, noise, drafter, path[-1], i, broken)
-        path.append(pair.step[path[-1], drafted[:, i]])
-    visited = torch.stack(path, dim=1)
-    drafts = pair.draft_rows(drafted, visited[:, :-1], drafter)
-    accept, correction = score_rows(broken.rows(pair.p[visited]), drafts, noise)
-    uniforms = noise.accept_uniforms(k)
-    accepted = accepted_of(noise.rule, uniforms <= accept)
-    last = correction.gather(1, accepted[:, None])[:, 0]
-    start = lengths[chosen]
-    for i in range(k):
-        rows = accepted > i
-        tokens[chosen[rows], start[rows] + i] = drafted[rows, i]
-    tokens[chosen, start + accepted] = last
-    lengths[chosen] = start + accepted + 1
-    states[chosen] = pair.step[visited.gather(1, accepted[:, None])[:, 0], last]
-    seen.num_drafted[chosen] = k
-    seen.num_accepted[chosen] = accepted
-    for where, what in (
-        (seen.drafted, drafted),
-        (seen.accept, accept),
-        (seen.uniforms, uniforms),
-        (seen.correction, correction),
-    ):
-        where[chosen[:, None], torch.arange(what.shape[1])] = what
 
 
 def _draw(
@@ -210,41 +196,96 @@ def reads_everything(seen: Seen) -> Plan:
     return k, (seen.thrown_away(seen.drafted) == 2).long()
 
 
-FALSE_ALARM = 1e-6
-"""Probability that one test rejects what is exact."""
+NERVOUS = Tuning(
+    memory_rounds=1.5,
+    shared_memory_rounds=8.0,
+    prior_rounds=0.2,
+    shared_prior_rounds=1.0,
+    first_looks=0,
+    young_rounds=0,
+    choice_rounds=1,
+    switch_gain=0.0,
+    plain_gain=0.0,
+    plain_rounds=1,
+    plain_rounds_max=2,
+    credit_tokens=0.0,
+    trial_share=0.0,
+)
+"""Chooses again each round, by little more than the last one: what a round showed decides the next
+one's length, and nothing is left to averages."""
+ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
-class ChiSquare:
-    """A statistic and what it may not exceed."""
+class Times:
+    """What rounds are said to take, s."""
 
-    statistic: float
-    degrees: int
-    impossible: int
-    """Observations in cells of probability 0: one is enough to reject."""
-
-    @property
-    def threshold(self) -> float:
-        return float(chi2.isf(FALSE_ALARM, self.degrees)) if self.degrees else 0.0
-
-    @property
-    def rejects(self) -> bool:
-        return self.impossible > 0 or self.statistic > self.threshold
+    target_s: float = 1.0
+    draft_s: float = 0.15
+    """A draft token."""
+    stall_s: float = 0.0
+    """More where the slot behind the one that was corrected has a high uniform or drafted token 2:
+    times may depend on all that was seen, too."""
 
 
-def chi_square(cells: np.ndarray, law: np.ndarray) -> ChiSquare:
-    """`cells`: the observed cell of every sample; `law`: the probability of each cell."""
-    law = law.ravel()
-    observed = np.bincount(cells, minlength=law.size)
-    possible = law > 0
-    expected = law[possible] * len(cells)
-    assert expected.min() > 5, "too few samples for Pearson's approximation"
-    statistic = ((observed[possible] - expected) ** 2 / expected).sum()
-    return ChiSquare(float(statistic), int(possible.sum()) - 1, int(observed[~possible].sum()))
+TELLING = Times(draft_s=0.05, stall_s=2.0)
+"""Long enough to decide the next length by themselves."""
 
 
-def power(total_variation: float, num_samples: int, degrees: int) -> float:
-    """A lower bound of the probability that a law this far from the stated one is rejected: by
-    Cauchy-Schwarz the noncentrality is at least 4 n TV^2."""
-    noncentrality = 4 * num_samples * total_variation**2
-    return float(ncx2.sf(chi2.isf(FALSE_ALARM, degrees), degrees, noncentrality))
+class ChosenLate(LengthControl):
+    """A fault: the length of a round is chosen when it begins, and not with the round before."""
+
+    def choose(self, index: int, num_left: int) -> RoundLength:
+        if self._current is not None:
+            self._next = self._plan()
+        return super().choose(index, num_left)
+
+
+def run_prompt(session: LengthControl, target_s: float) -> None:
+    """A session's first round."""
+    session.choose(0, ENDLESS)
+    session.note(PlayedRound(0, (), 1, PROMPT_LENGTH, 0.0, target_s, 0.0))
+
+
+class ChosenLengths:
+    """A `Controller`: one `LengthControl` a sequence, all of one coordinator, or each of its own,
+    whose times are then this sequence's. Their first rounds, which run the prompt, are over."""
+
+    def __init__(self, rule: Rule, seeds: np.ndarray, times: Times, *, together: bool) -> None:
+        description = ReplicaDescription("m", "", "", 3, "float64", 0, (), 64)
+        controls = LengthControls(description, description, 2, NERVOUS)
+        self.counts: Counter[int] = Counter()
+        """How often each K was chosen."""
+        self._rule = rule
+        self._times = times
+        self._sessions: list[LengthControl] = []
+        for seed in seeds.tolist():
+            if not together:
+                controls = LengthControls(description, description, 2, NERVOUS)
+            self._sessions.append(controls.open(rule, seed, K_MAX, PROMPT_LENGTH))
+            run_prompt(self._sessions[-1], times.target_s)
+        self._now = [0.0] * len(seeds)
+        self._asked = [0] * len(seeds)
+
+    def __call__(self, seen: Seen) -> Plan:
+        """K of every sequence's next round; the fair drafter."""
+        if seen.round > 0:
+            self._note(seen)
+        for row, session in enumerate(self._sessions):
+            self._asked[row] = session.choose(seen.round + 1, ENDLESS).num_draft_tokens
+        self.counts.update(self._asked)
+        return torch.tensor(self._asked), torch.zeros(len(self._asked), dtype=torch.int64)
+
+    def _note(self, seen: Seen) -> None:
+        stalls = (seen.thrown_away(seen.uniforms) > 0.5) | (seen.thrown_away(seen.drafted) == 2)
+        for row, session in enumerate(self._sessions):
+            asked = self._asked[row]
+            draft_s = asked * self._times.draft_s + self._times.stall_s * bool(stalls[row])
+            self._now[row] += draft_s + self._times.target_s
+            told = survival(self._rule, seen.accept[row, :asked].tolist())
+            session.note(
+                PlayedRound(
+                    asked, told, int(seen.num_accepted[row]) + 1, PROMPT_LENGTH, draft_s,
+                    self._times.target_s, self._now[row],
+                )
+            )  # fmt: skip

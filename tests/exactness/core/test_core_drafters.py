@@ -16,7 +16,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from core_rounds import ChiSquare, accepted_of, cells_of, chi_square, power, seeds_of
+from core_rounds import accepted_of, cells_of, seeds_of
+from core_toys import RATIO_RULES
+from exactness.law import Fit, chi_square, power
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import NoiseRows, draft_rows, score_rows
 
@@ -149,7 +151,7 @@ class ModelDropsTheEnd(ModelDrafter):
         return found
 
 
-def committed(rule: Rule, proposals: list[Proposal]) -> ChiSquare:
+def committed(rule: Rule, proposals: list[Proposal]) -> Fit:
     """The first tokens behind one round with each proposal, then the target alone."""
     seeds = seeds_of(NUM_ROUNDS, 11)
     random = np.random.default_rng(12)
@@ -191,13 +193,8 @@ DRAFTERS: dict[str, tuple[Callable[..., list[Proposal]], type]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+@pytest.mark.parametrize("rule", RATIO_RULES)
 def test_proposals_that_a_grammar_ends_leave_the_law(rule: Rule, drafter: str) -> None:
     """False alarm 1e-6; that the end is dropped is found."""
     propose, broken = DRAFTERS[drafter]

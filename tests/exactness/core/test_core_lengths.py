@@ -8,18 +8,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from core_lengths import ENDLESS, NERVOUS, ChosenLate
-from core_rounds import K_MAX, PROMPT_LENGTH, ChiSquare, accepted_of, chi_square, power, seeds_of
-from core_toys import flat_pair
-from verdict_laws import NoiseRows, draft_rows, score_rows
+from core_rounds import (
+    ENDLESS,
+    K_MAX,
+    NERVOUS,
+    PROMPT_LENGTH,
+    ChosenLate,
+    Plan,
+    Seen,
+    fixed,
+    generate,
+    run_prompt,
+    seeds_of,
+)
+from core_toys import RATIO_RULES, flat_pair
+from exactness.law import Fit, chi_square, power
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.accept_reject import survival
-from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.sampling_params import Rule
 
 PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
@@ -31,44 +40,21 @@ SLOW = 0
 """A draft takes long where this is the first token that it draws ..."""
 STALL_S = 4.0
 """... by so much."""
-RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+def first_rounds(rule: Rule, seeds: np.ndarray) -> list[tuple[np.ndarray, Seen]]:
+    """By K: the first token of a session for each seed, and what its first round showed."""
+    found = []
+    for k in range(K_MAX + 1):
+        shown: list[Seen] = []
 
+        def controller(seen: Seen, k: int = k, shown: list[Seen] = shown) -> Plan:
+            shown.append(seen)
+            return fixed(k)(seen)
 
-class FirstRound:
-    """The round behind the prompt of one session for each seed, for every K."""
-
-    def __init__(self, rule: Rule, seeds: np.ndarray) -> None:
-        begun_at = np.full(len(seeds), PROMPT_LENGTH, dtype=np.uint64)
-        noise = NoiseRows(seeds, rule, begun_at)
-        mass = PAIR.mass[0, 0].expand(len(seeds), K_MAX, -1)
-        every = torch.arange(3).expand(len(seeds), -1)
-        depths = [np.full(len(seeds), i, dtype=np.uint64) for i in range(K_MAX)]
-        drafted = [
-            torch.from_numpy(
-                draw_quantised(
-                    every.numpy(), count_levels(mass[:, i].numpy()), noise.draft_keys(depths[i])
-                )
-            )
-            for i in range(K_MAX)
-        ]
-        self.drafted = drafted[0].tolist()
-        self.accept: list[list[list[float]]] = []
-        self.num_tokens: list[list[int]] = []
-        self.first_token: list[list[int]] = []
-        for k in range(K_MAX + 1):
-            tokens = torch.stack(drafted[:k], dim=1) if k else torch.zeros(len(seeds), 0).long()
-            rows = draft_rows(tokens, every[:, None].expand(-1, k, -1), mass[:, :k])
-            accept, correction = score_rows(PAIR.p[0].expand(len(seeds), k + 1, -1), rows, noise)
-            accepted = accepted_of(rule, noise.accept_uniforms(k) <= accept)
-            first = torch.where(accepted > 0, drafted[0], correction[:, 0])
-            self.accept.append(accept.tolist())
-            self.num_tokens.append((accepted + 1).tolist())
-            self.first_token.append(first.tolist())
+        tokens = generate(PAIR, rule, controller, seeds, K_MAX + 2)
+        found.append((tokens[:, 0], shown[1]))
+    return found
 
 
 def made() -> LengthControls:
@@ -80,30 +66,29 @@ def made() -> LengthControls:
 
 
 def begin(controls: LengthControls, rule: Rule, seed: int) -> LengthControl:
-    """A session behind its first round, which runs the prompt."""
     session = controls.open(rule, seed, K_MAX, PROMPT_LENGTH)
-    session.choose(0, ENDLESS)
-    session.note(PlayedRound(0, (), 1, PROMPT_LENGTH, 0.0, TARGET_S, 0.0))
+    run_prompt(session, TARGET_S)
     return session
 
 
-def second_sessions(rule: Rule) -> ChiSquare:
+def second_sessions(rule: Rule) -> Fit:
     """The first token of a session whose seed another one had before, at one coordinator."""
     seeds = seeds_of(NUM_SEEDS, test_seed=21)
-    rounds = FirstRound(rule, seeds)
+    rounds = first_rounds(rule, seeds)
     tokens = []
     for row, seed in enumerate(seeds.tolist()):
         controls = made()
         first = begin(controls, rule, seed)
         k = first.choose(1, ENDLESS).num_draft_tokens
-        told = survival(rule, rounds.accept[k][row])
-        num_tokens, draft_s = rounds.num_tokens[k][row], DRAFT_S * k
+        seen, draft_s = rounds[k][1], DRAFT_S * k
+        told = survival(rule, seen.accept[row, :k].tolist())
+        num_tokens = int(seen.num_accepted[row]) + 1
         first.note(
             PlayedRound(k, told, num_tokens, PROMPT_LENGTH, draft_s, TARGET_S, TARGET_S + draft_s)
         )
         first.close()
         k = begin(controls, rule, seed).choose(1, ENDLESS).num_draft_tokens
-        tokens.append(rounds.first_token[k][row])
+        tokens.append(rounds[k][0][row])
     return chi_square(np.array(tokens), PAIR.law(1))
 
 
@@ -118,23 +103,21 @@ def test_a_second_session_with_a_seed_has_the_law(
     assert second_sessions(rule).rejects
 
 
-def behind_slow_drafts(rule: Rule) -> ChiSquare:
+def behind_slow_drafts(rule: Rule) -> Fit:
     """The first token of a round whose proposal is drawn while the round before runs: the time of
     that round tells a draft token."""
     seeds = seeds_of(NUM_SEEDS, test_seed=22)
-    rounds = FirstRound(rule, seeds)
+    rounds = first_rounds(rule, seeds)
+    drafted = rounds[1][1].drafted[:, 0].tolist()
     tokens = []
     for row, seed in enumerate(seeds.tolist()):
         session, now = begin(made(), rule, seed), 0.0
         for index in (1, 2, 3):
             k = session.choose(index, ENDLESS).num_draft_tokens
-            stalls = index == 3 and rounds.drafted[row] == SLOW
-            stall_s = STALL_S if stalls else 0.0
-            now += TARGET_S + DRAFT_S * k + stall_s
+            now += TARGET_S + DRAFT_S * k + (STALL_S if index == 3 and drafted[row] == SLOW else 0)
             told = tuple(0.8 ** (n + 1) for n in range(k))
             session.note(PlayedRound(k, told, 1 + k, PROMPT_LENGTH, DRAFT_S * k, TARGET_S, now))
-        k = session.choose(4, ENDLESS).num_draft_tokens
-        tokens.append(rounds.first_token[k][row])
+        tokens.append(rounds[session.choose(4, ENDLESS).num_draft_tokens][0][row])
     return chi_square(np.array(tokens), PAIR.law(1))
 
 

@@ -6,23 +6,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from core_lengths import TELLING, ChosenLate, ChosenLengths
 from core_rounds import (
     K_MAX,
     PROMPT_LENGTH,
+    TELLING,
     Broken,
-    ChiSquare,
+    ChosenLate,
+    ChosenLengths,
     Controller,
     Plan,
     Seen,
     cells_of,
-    chi_square,
     fixed,
     generate,
     seeds_of,
     stops_after_a_weak_slot,
 )
-from core_toys import ToyPair, flat_pair, sampling_pair
+from core_toys import RATIO_RULES, ToyPair, flat_pair, sampling_pair
+from exactness.law import Fit, chi_square
 from verdict_laws import NoiseRows
 
 from outrider.errors import InvariantError
@@ -33,15 +34,9 @@ from outrider.speculation.random_streams import RowKeys, Stream, WordArray
 from outrider.speculation.sampling_params import Rule
 
 NUM_SEQUENCES = 90_000
-RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 EXACT = Broken()
 THREE_DRAFTS = fixed(3)
 WEAK_SLOT_PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def run(
@@ -50,7 +45,7 @@ def run(
     pair: ToyPair | None = None,
     controller: Controller = THREE_DRAFTS,
     num_tokens: int = 3,
-) -> ChiSquare:
+) -> Fit:
     pair = pair or sampling_pair()
     tokens = generate(pair, rule, controller, seeds_of(NUM_SEQUENCES, 7), num_tokens, broken)
     return chi_square(cells_of(tokens, pair.vocab_size), pair.law(num_tokens))

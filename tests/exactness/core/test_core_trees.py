@@ -9,9 +9,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from core_enumeration import EXACT
-from core_rounds import cells_of, chi_square, power
-from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
+from core_rounds import cells_of
+from core_toys import EXACT, ToyPair, flat_pair, random_pair, sampling_pair
+from exactness.law import chi_square, power
 from verdict_laws import score, tree_law
 
 from outrider.errors import InvariantError

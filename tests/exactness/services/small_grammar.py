@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
-from outrider.speculation.logits_processing import masked_logits, target_probabilities
-from outrider.speculation.sampling_params import SamplingParams
+from outrider.grammar.token_mask import TokenMask
 
 END = 3
 """Ends the text."""
@@ -36,21 +35,12 @@ def grammars() -> Grammars:
     return Grammars(lambda: GrammarTokenizer(letters(), (END,)))
 
 
-def constrained_law(
-    module: Any, prompt: tuple[int, ...], length: int, params: SamplingParams
-) -> dict[tuple[int, ...], float]:
-    """Probability of the first tokens of a completion under the grammar; behind its end stands
-    `END` alone."""
+def mask_of() -> Callable[[tuple[int, ...]], TokenMask | None]:
+    """What may follow a prefix of a completion; behind its end stands `END` alone."""
     matcher = PrefixMatcher(GrammarTokenizer(letters(), (END,)).compile(CONSTRAINT))
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer: dict[tuple[int, ...], float] = {}
-        for prefix, chance in law.items():
-            matcher.stand(0, prefix)
-            with torch.inference_mode():
-                logits = module(torch.tensor([[*prompt, *prefix]])).logits[:, -1].float()
-            p = target_probabilities(masked_logits(logits, [matcher.mask()]), params)[0]
-            for token_id in p.nonzero()[:, 0].tolist():
-                longer[(*prefix, token_id)] = chance * float(p[token_id])
-        law = longer
-    return law
+
+    def mask(prefix: tuple[int, ...]) -> TokenMask | None:
+        matcher.stand(0, prefix)
+        return matcher.mask()
+
+    return mask

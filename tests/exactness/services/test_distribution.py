@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
+from exactness.law import Fit, completion_law, fit
 from models import (
     tiny_config,
     tiny_drafter,
@@ -28,7 +29,7 @@ from models import (
     tiny_module,
     twin,
 )
-from small_grammar import CONSTRAINT, END, constrained_law, grammars, letters
+from small_grammar import CONSTRAINT, END, grammars, letters, mask_of
 from stack import HYBRID, RARE, Stack, running_stack
 from verdict_laws import NoiseRows
 
@@ -47,10 +48,9 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 
-DETECTS = 0.05
-DETECTS_SOON = 0.09
-"""Where a third of the samples must do."""
 POWER = 0.99
+SOON = 0.09
+"""The total variation to find where a third of the samples must do."""
 CONFIDENT = 0.7
 """Tokens that a look-up before a model must expect: so that each of them drafts some rounds."""
 SLOWER = 20.0
@@ -60,17 +60,20 @@ FLATTER = 0.5
 CONCURRENCY = 48
 SEED = 20_260_000
 """Requests use the seeds from here on."""
-
 PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
 """Repeats itself, so that n-grams have something to find."""
 RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
-PLAIN = SamplingParams()
-TOP_K = SamplingParams(top_k=2)
-TOP_P = SamplingParams(top_p=0.8)
-PENALISED = SamplingParams(
-    temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
-)
-BIASED = SamplingParams(temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5)
+PARAMS = {
+    "plain": SamplingParams(),
+    "top-k": SamplingParams(top_k=2),
+    "top-p": SamplingParams(top_p=0.8),
+    "penalised": SamplingParams(
+        temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    ),
+    "biased": SamplingParams(
+        temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,24 +82,20 @@ class Cell:
 
     rule: Rule
     num_draft_tokens: int
-    params: SamplingParams
+    params: str = "plain"
+    drafter: str = "model"
+    """`heads` or `exit`: the target itself; `eagle`: a head that reads its features; or `none`."""
+    token_ids: tuple[int, ...] = ()
+    """Those of the target's that are drafted; empty = as many as the next one says."""
+    draft_vocab_size: int = 3
     vocab_size: int = 3
-    draft_vocab_size: int | None = 3
-    """None = no model drafts."""
     lookup: LookupKind | None = None
     """Drafts where no model does, or in its place where it is confident."""
     draft_seed: int = 4
     """That of the target's weights is 3."""
     draft_bits: int | None = None
     """What the draft's weights are rounded to."""
-    draft_token_ids: tuple[int, ...] = ()
-    """Those that a draft's head has rows for, of the target's; empty = as wide as said above."""
-    num_heads: int = 0
-    """Of the target, which drafts itself then, for `draft_token_ids`."""
-    reads_features: bool = False
-    """Whether a head drafts `draft_token_ids` from what the target's head reads."""
-    exits: bool = False
-    """Whether the target drafts with the first of two layers, for `draft_token_ids`."""
+    num_heads: int = 3
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees then."""
     length_control: bool = False
@@ -110,35 +109,16 @@ class Cell:
     max_tokens: int = 4
     """... completions of this length. A round drafts no further than that."""
     num_samples: int = 9_600
-    detects: float = DETECTS
+    detects: float = 0.05
 
     def __str__(self) -> str:
-        drafters = [self.lookup] if self.lookup else []
-        bits = f"-{self.draft_bits}bits" if self.draft_bits else ""
-        drafters += [f"draft{self.draft_vocab_size}{bits}"] if self.draft_vocab_size else []
-        draft = "+".join(drafters)
-        if self.draft_token_ids:
-            head = "eagle" if self.reads_features else f"{self.num_heads or ''}head"
-            head = "exit" if self.exits else head
-            draft = head + "".join(map(str, self.draft_token_ids))
-        transforms = (
-            f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
-            f"{'-penalised' if self.params.penalised else ''}"
-            f"{'-biased' if self.params.logit_bias else ''}"
-        )
-        kinds = {
-            "-tree": self.siblings, "-chosen": self.length_control, "-grammar": self.grammar,
-            "-repeated": self.repeated,
-        }  # fmt: skip
-        return (
-            f"{self.rule.value}-K{self.num_draft_tokens}{''.join(k for k in kinds if kinds[k])}-"
-            f"{transforms}-V{self.vocab_size}-{draft}-"
-            f"{self.num_tokens}of{self.max_tokens}"
-        )
+        named = {one.name: getattr(self, one.name) for one in fields(self)[2:-2]}
+        given = (f"{name}={value}" for name, value in named.items() if value != getattr(Cell, name))
+        return "-".join((self.rule.value, f"K{self.num_draft_tokens}", *given))
 
 
 MANY_ROUNDS = Cell(
-    Rule.BLOCK, 2, TOP_K, draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
+    Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
     detects=0.07,
 )  # fmt: skip
 """The law of so many tokens sees drafted rounds follow each other, and what one lends the next. The
@@ -146,115 +126,127 @@ draft is one of those under which such a fault shows most."""
 CELLS = [
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
-        Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=2_400,
-        detects=DETECTS_SOON,
+        Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=2_400,
+        detects=SOON,
     ),
     # A head that reads the target's features, in trees.
     Cell(
-        Rule.TOKEN, 2, PLAIN, draft_token_ids=(0, 1), reads_features=True, siblings=1,
-        num_samples=3_000, detects=DETECTS_SOON,
+        Rule.TOKEN, 2, drafter="eagle", token_ids=(0, 1), siblings=1, num_samples=3_000,
+        detects=SOON,
     ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
     Cell(
-        Rule.BLOCK, 2, BIASED, vocab_size=4, draft_token_ids=(1, 3), num_samples=3_500,
-        detects=DETECTS_SOON,
+        Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=3_500, detects=SOON
     ),
 ]  # fmt: skip
 OTHER_CELLS = [
     # Suffix decoding over all that was written before, and a model where that is not confident; in
     # fewer samples among the adaptive cells, as the next one.
-    Cell(Rule.TOKEN, 2, TOP_P, lookup=LookupKind.SUFFIX, num_samples=3_000, detects=DETECTS_SOON),
+    Cell(Rule.TOKEN, 2, "top-p", lookup=LookupKind.SUFFIX, num_samples=3_000, detects=SOON),
     # A target whose first layer drafts all tokens but one, in trees.
     Cell(
-        Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), exits=True, siblings=1, num_samples=3_000,
-        detects=DETECTS_SOON,
+        Rule.TOKEN, 3, "top-p", "exit", (0, 2), siblings=1, num_samples=3_000, detects=SOON
     ),
 ]  # fmt: skip
-SOON: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5}
+FEW: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5, "length_control": True}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
     # other; a look-up that has seen the first answer goes before the model.
-    Cell(
-        Rule.TOKEN, 3, PLAIN, lookup=LookupKind.SUFFIX, length_control=True, repeated=True, **SOON
-    ),
+    Cell(Rule.TOKEN, 3, lookup=LookupKind.SUFFIX, repeated=True, **FEW),
     # The same with a grammar, of one kind of drafter after the other.
+    Cell(Rule.BLOCK, 3, vocab_size=4, draft_vocab_size=4, grammar=True, **FEW),
     *(
-        Cell(rule, 3, PLAIN, vocab_size=4, grammar=True, length_control=True, **SOON, **drafter)
-        for rule, drafter in (
-            (Rule.BLOCK, {"draft_vocab_size": 4}),
-            (Rule.TOKEN, {"draft_token_ids": (0, 2, 3), "num_heads": 3, "siblings": 1}),
-            (Rule.TOKEN, {"draft_token_ids": (0, 2, 3), "exits": True}),
-            (Rule.TOKEN, {"draft_token_ids": (0, 2, 3), "reads_features": True}),
+        Cell(
+            Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
+            siblings=int(drafter == "heads"), **FEW,
         )
+        for drafter in ("heads", "exit", "eagle")
     ),
-]
+]  # fmt: skip
 """What may go wrong where more than the target's answers decides what is drafted, in few samples:
 faults of this kind are large."""
-SMALL_GRID = [
-    Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
-    for rule, k, params in product(RULES, (0, 1, 2, 4), (PLAIN, TOP_K, TOP_P, PENALISED))
-]
-ADAPTIVE_GRID = [
-    replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
-    for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
-    if not (cell.siblings and rule is Rule.BLOCK)
-]
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
-WIDE_GRID = [
+GRID = [
+    *OTHER_CELLS,
+    *(
+        Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
+        for rule, k, params in product(RULES, (0, 1, 2, 4), list(PARAMS)[:4])
+    ),
+    *(
+        replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
+        for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
+        if not (cell.siblings and rule is Rule.BLOCK)
+    ),
     MANY_ROUNDS,
     *(
-        Cell(rule, k, params, vocab_size=4, draft_token_ids=token_ids, **WIDE)
+        Cell(rule, k, params, token_ids=token_ids, vocab_size=4, **WIDE)
         for rule, k, params, token_ids in product(
-            RULES, (1, 4), (PENALISED, TOP_P, BIASED), ((1, 3), (0, 2, 3), (2,))
+            RULES, (1, 4), ("penalised", "top-p", "biased"), ((1, 3), (0, 2, 3), (2,))
         )
     ),
-    Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
-    Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
-    Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
+    Cell(Rule.TOKEN, 2, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
+    Cell(Rule.BLOCK, 2, "top-p", vocab_size=8, draft_vocab_size=8, num_tokens=2,
+         num_samples=13_500),
+    Cell(Rule.BLOCK, 4, vocab_size=4, num_samples=13_500),
     *(
-        Cell(rule, 4, PLAIN, draft_vocab_size=draft, lookup=lookup, num_tokens=4, **WIDE)
-        for rule, draft, lookup in product(RULES, (None, 3), tuple(LookupKind))
+        Cell(rule, 4, drafter=drafter, lookup=lookup, num_tokens=4, **WIDE)
+        for rule, drafter, lookup in product(RULES, ("none", "model"), LookupKind)
     ),
-    *(Cell(rule, 4, PLAIN, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
+    *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
-        Cell(rule, 4, params, vocab_size=4, draft_token_ids=(0, 1, 3), **WIDE, **kind)
-        for kind in ({"num_heads": 3}, {"exits": True}, {"reads_features": True})
-        for rule, params in product(RULES, (PLAIN, PENALISED, BIASED))
+        Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
+        for drafter in ("heads", "exit", "eagle")
+        for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
     # Heads draft trees of fewer places than are asked for.
-    Cell(Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, siblings=1),
-    Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
-    Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
-]
+    Cell(Rule.TOKEN, 3, "top-p", "heads", (0, 2), num_heads=2, siblings=1),
+    Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
+    Cell(Rule.BLOCK, 4, "top-k", num_tokens=6, max_tokens=6, num_samples=12_500),
+]  # fmt: skip
 
 
-def tiny_engine(
-    vocab_size: int,
-    seed: int,
-    bits: int | None = None,
-    head_ids: tuple[int, ...] = (),
-    num_heads: int = 0,
-    shows_features: bool = False,
-    exits: bool = False,
-    eos: tuple[int, ...] = (),
-) -> tuple[Any, PagedEngine]:
+def tiny(vocab_size: int, seed: int, num_layers: int = 1) -> Any:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
-    config.num_hidden_layers = 2 if exits else 1
-    module = tiny_module(config, seed)
+    config.num_hidden_layers = num_layers
+    return flatter(tiny_module(config, seed))
+
+
+def flatter(module: Any) -> Any:
     with torch.no_grad():
         module.lm_head.weight.mul_(FLATTER)
-    info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", eos, f"w{seed}", "tiny")
-    original = twin(module)
-    heads = tiny_heads(module, head_ids, num_heads) if num_heads else None
-    made = tiny_exit(module, head_ids) if exits else None
-    if bits is not None:
-        speed_up(module, bits)
-    engine = PagedEngine(
-        module, info, max_num_seqs=64, draft_heads=heads, exit_head=made,
-        shows_features=shows_features,
-    )  # fmt: skip
-    return original, engine
+    return module
+
+
+def engine_of(module: Any, eos: tuple[int, ...], **options: Any) -> PagedEngine:
+    size, token_ids = module.config.vocab_size, options.pop("token_ids", ())
+    info = ModelInfo("tiny", size, 128, "float32", eos, "w", "tiny", token_ids)
+    return PagedEngine(module, info, max_num_seqs=64, **options)
+
+
+def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
+    """What `running_stack` is given for a cell, with a twin of the target's module."""
+    eos, ids = ((END,) if cell.grammar else ()), cell.token_ids
+    options: dict[str, Any] = {}
+    found: dict[str, Any] = {"draft_engine": None}
+    if cell.drafter == "heads":
+        options["draft_heads"] = tiny_heads(module, ids, cell.num_heads)
+    elif cell.drafter == "exit":
+        options["exit_head"] = tiny_exit(module, ids)
+    elif cell.drafter == "eagle":
+        options["shows_features"] = True
+        found["eagle"] = EagleDrafter(tiny_eagle(module, ids), RARE, sessions_max=CONCURRENCY)
+    elif ids:
+        draft = flatter(tiny_drafter(module, ids, seed=cell.draft_seed))
+        found["draft_engine"] = engine_of(draft, (), token_ids=ids)
+    elif cell.drafter == "model":
+        draft = tiny(cell.draft_vocab_size, cell.draft_seed)
+        if cell.draft_bits is not None:
+            speed_up(draft, cell.draft_bits)
+        found["draft_engine"] = engine_of(draft, eos)
+    target = engine_of(twin(module), eos, **options)
+    self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
+    return found | {"target_engine": target, "self_drafter": self_drafter}
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
@@ -262,17 +254,6 @@ def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
         # Every match abounds with three token ids: fewer are looked at, for time's sake.
         return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
     return NgramDrafter() if kind else None
-
-
-def reduced_engine(target: Any, token_ids: tuple[int, ...], seed: int) -> PagedEngine:
-    """A draft with the target's embeddings, and a head for some of its tokens."""
-    module = tiny_drafter(target, token_ids, seed=seed)
-    with torch.no_grad():
-        module.lm_head.weight.mul_(FLATTER)
-    info = ModelInfo(
-        "reduced", target.config.vocab_size, 128, "float32", (), "w", "tiny", token_ids
-    )
-    return PagedEngine(module, info, max_num_seqs=64)
 
 
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
@@ -292,7 +273,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
         nonlocal num_accepted
         request = GenerateRequest(
             PROMPT,
-            sampling=cell.params,
+            sampling=PARAMS[cell.params],
             max_tokens=cell.max_tokens,
             seed=SEED + number,
             rule=cell.rule,
@@ -327,55 +308,38 @@ def drafting_pays() -> Iterator[None]:
 
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
-    eos = (END,) if cell.grammar else ()
-    module, target = tiny_engine(
-        cell.vocab_size, 3, head_ids=cell.draft_token_ids, num_heads=cell.num_heads,
-        exits=cell.exits, shows_features=cell.reads_features, eos=eos,
-    )  # fmt: skip
-    draft = eagle = None
-    self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
-    if cell.reads_features:
-        loaded = tiny_eagle(module, cell.draft_token_ids)
-        eagle = EagleDrafter(loaded, RARE, sessions_max=CONCURRENCY)
-    elif cell.draft_token_ids and self_drafter is None:
-        draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
-    elif cell.draft_vocab_size is not None:
-        _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits, eos=eos)
-    law_of = constrained_law if cell.grammar else completion_law
-    law = law_of(module, PROMPT, cell.num_tokens, cell.params)
-    lookup = lookup_of(cell.lookup)
+    module = tiny(cell.vocab_size, 3, num_layers=2 if cell.drafter == "exit" else 1)
+    options: dict[str, Any] = {}
+    if cell.grammar:
+        options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}
+    law = completion_law(
+        module, PROMPT, cell.num_tokens, PARAMS[cell.params], *([mask_of()] if cell.grammar else ())
+    )
+    slow = drafting_pays() if cell.length_control else nullcontext()
     async with running_stack(
-        target,
-        draft,
-        directory,
-        lookup=lookup,
-        hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT),
-        draft_siblings=cell.siblings,
-        length_control=cell.length_control,
-        self_drafter=self_drafter,
-        eagle=eagle,
-        text=TokenizerText(letters(), "small") if cell.grammar else None,
-        grammars=grammars if cell.grammar else None,
-    ) as stack:
-        samples, num_accepted = await sample(stack, cell)
-    result = fit(samples, law, cell.detects)
+        directory=directory, lookup=lookup_of(cell.lookup), draft_siblings=cell.siblings,
+        hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT), length_control=cell.length_control,
+        **engines_of(cell, module), **options,
+    ) as stack:  # fmt: skip
+        with slow:
+            samples, num_accepted = await sample(stack, cell)
+    result = fit(samples, law)
     print(f"{cell}: {result}, {num_accepted} draft tokens accepted")
     return result, num_accepted
 
 
-async def check_cell(cell: Cell, directory: Path) -> None:
-    with drafting_pays() if cell.length_control else nullcontext():
-        result, num_accepted = await measure(cell, directory)
-    assert result.power >= POWER
-    assert result.p_value >= FALSE_ALARM
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "cell",
+    [*CELLS, *ADAPTIVE_CELLS, *(pytest.param(cell, marks=pytest.mark.full) for cell in GRID)],
+    ids=str,
+)
+async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) -> None:
+    result, num_accepted = await measure(cell, tmp_path)
+    assert result.power(cell.detects) >= POWER
+    assert not result.rejects
     if cell.num_draft_tokens and cell.max_tokens > 2:
         assert num_accepted > (cell.num_samples / 8 if cell.length_control else 0)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("cell", [*CELLS, *ADAPTIVE_CELLS], ids=str)
-async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) -> None:
-    await check_cell(cell, tmp_path)
 
 
 @pytest.mark.full
@@ -397,13 +361,4 @@ async def test_noise_that_rounds_share_is_found(
     monkeypatch.setattr(RoundNoise, "place", absolute)
     monkeypatch.setattr(NoiseRows, "_places", absolute_many)
     result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
-    assert result.p_value < FALSE_ALARM
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("cell", [*OTHER_CELLS, *SMALL_GRID, *ADAPTIVE_GRID, *WIDE_GRID], ids=str)
-async def test_completions_follow_the_targets_law_over_the_whole_grid(
-    cell: Cell, tmp_path: Path
-) -> None:
-    await check_cell(cell, tmp_path)
+    assert result.rejects

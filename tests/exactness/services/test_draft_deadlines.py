@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness.law import FALSE_ALARM, fit
+from exactness.law import fit
 from session_links import asked, context_of, session
 from toy_engine import ToyEngine, toy_logits
 
@@ -215,10 +215,10 @@ def test_a_deadline_keeps_the_law(rule: Rule, siblings: tuple[int, ...]) -> None
     found = first_tokens(rule, DEADLINE_MS, siblings=siblings)
     assert found.lengths.keys() == {1, 2, 3}, "some proposals are cut, others end by the grammar"
     assert max(found.waits) <= DEADLINE_MS / 1e3 + PASS_S
-    fitted = fit(found.tokens, law(), TV)
+    fitted = fit(found.tokens, law())
     print(rule, siblings, fitted, dict(found.lengths))
-    assert fitted.p_value >= FALSE_ALARM
-    assert fitted.power > 0.99
+    assert not fitted.rejects
+    assert fitted.power(TV) > 0.99
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, pytest.param(Rule.BLOCK, marks=pytest.mark.full)])
@@ -230,7 +230,7 @@ def test_a_deadline_that_drops_what_was_drawn_is_found(
     monkeypatch.setattr(DraftDeadline, "allows_draw", lambda self: True)
     found = first_tokens(rule, DEADLINE_MS)
     assert found.lengths.keys() == {0, 1}
-    assert fit(found.tokens, law(), TV).p_value < FALSE_ALARM
+    assert fit(found.tokens, law()).rejects
 
 
 @pytest.mark.parametrize(
@@ -245,17 +245,17 @@ def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(ho
     )
     assert found.num_looked_up == NUM_ROUNDS // 3
     assert found.lengths.keys() == {1, 2, 3}
-    fitted = fit(found.tokens, law(), TV)
+    fitted = fit(found.tokens, law())
     print(how, fitted)
-    assert fitted.p_value >= FALSE_ALARM
-    assert fitted.power > 0.99
+    assert not fitted.rejects
+    assert fitted.power(TV) > 0.99
 
 
 def test_a_look_up_that_proposes_for_what_a_draft_has_drawn_is_found() -> None:
     """The loss of a draft that depends on its tokens, which docs/exactness.md assumes away."""
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=OneLookUp(), link=SelectingLink)
     assert 0 < found.num_looked_up < NUM_ROUNDS
-    assert fit(found.tokens, law(), TV).p_value < FALSE_ALARM
+    assert fit(found.tokens, law()).rejects
 
 
 def test_a_deadline_costs_coupled_tokens_nothing() -> None:

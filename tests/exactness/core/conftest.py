@@ -1,0 +1,12 @@
+"""For all tests of the core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Rows are too short for more."""
+    torch.set_num_threads(1)
