@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
@@ -53,12 +53,15 @@ class World:
     tables: bool = True
     """Whether the engines say what their steps cost."""
     prompt_length: int = 100
+    drafts_itself: bool = False
+    """Whether the target drafts, beside the verdict before."""
     delays: bool = False
     """Whether the target waits while the draft works."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
     """What is added to a proposal's time."""
-    seed: int = 0
     now: float = 0.0
+    num_beside: int = 0
+    """Tokens that came with the newest verdict."""
     controls: LengthControls = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +69,7 @@ class World:
         draft = StepCosts((1, 65), (self.draft_s, 2 * self.draft_s)) if self.draft_s else None
         tables = (target, draft) if self.tables else (None, None)
         self.controls = controls(*tables, delays=self.delays)
-        self.random = random.Random(self.seed)
+        self.random = random.Random(0)
 
     def verify(self, num_rows: int) -> float:
         return self.verify_s + self.row_s * (num_rows - 1)
@@ -77,7 +80,7 @@ class World:
             return 1 / self.verify_s
         tokens = sum(self.acceptance**n for n in range(num_asked + 1))
         step_s = self.verify(1 + num_asked) + num_asked * self.draft_s
-        return tokens / (step_s + 2 * self.wire_s)
+        return tokens / (step_s + (0.0 if self.drafts_itself else 2 * self.wire_s))
 
     @property
     def best(self) -> int:
@@ -104,24 +107,33 @@ class World:
         return run
 
     def _round(self, control: LengthControl, length: RoundLength, *, is_first: bool) -> int:
-        num_asked = length.num_draft_tokens
+        num_asked, wire_s, beside = length.num_draft_tokens, self.wire_s, None
         num_proposed = num_asked
         if self.length is not None:
             num_proposed = min(num_asked, self.length(self.random))
+        if self.drafts_itself:
+            num_proposed, wire_s = min(num_asked, self.num_beside), 0.0
+            took_s = self.draft_s * self.num_beside
+            beside = DraftedBeside(self.num_beside, took_s, took_s) if num_proposed else None
+            self.num_beside = length.next_max
         passes = [self.random.random() < self.acceptance for _ in range(num_proposed)]
         survival = tuple(float(all(passes[: n + 1])) for n in range(num_proposed))
-        draft_s = self.wire_s + self._noisy(num_proposed * self.draft_s) if num_asked else 0.0
-        if num_asked and (draft_s := draft_s + self.stall(self.random)) > length.draft_budget_s:
-            draft_s, num_asked, num_proposed, survival = length.draft_budget_s, 0, 0, ()
-        target_s = self._noisy(self.verify(1 + num_proposed))
-        self.now += draft_s + target_s + (self.wire_s if draft_s or is_first else 0.0)
+        draft_s = 0.0
+        if num_asked and not self.drafts_itself:
+            draft_s = wire_s + self._noisy(num_proposed * self.draft_s) + self.stall(self.random)
+        if draft_s > length.draft_budget_s:
+            draft_s, num_asked, survival = length.draft_budget_s, 0, ()
+        target_s = self._noisy(self.verify(1 + len(survival)))
+        next_draft_s = self.draft_s * self.num_beside
+        self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
-        work_s = draft_s - self.wire_s if num_asked else 0.0
         control.note(
             PlayedRound(
-                num_asked, survival, num_tokens, 100, draft_s, target_s, self.now, work_s=work_s
+                num_asked, survival, num_tokens, 100, draft_s, target_s, self.now,
+                beside=beside, next_draft_s=next_draft_s,
+                work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
             )
-        )
+        )  # fmt: skip
         return num_tokens
 
     def _noisy(self, seconds: float) -> float:

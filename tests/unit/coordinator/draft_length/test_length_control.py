@@ -12,18 +12,18 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
+from length_world import ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
-from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 
 
 @pytest.mark.parametrize("tables", [True, False])
-@pytest.mark.parametrize("draft_s", [0.001, 0.002, 0.004])
-@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("draft_s", [0.001, 0.004])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: bool) -> None:
     """What a settled session asks for in most of its rounds is within 5 % of the best constant K,
     by that K's own rate; its whole run, looks and trials and all, within 8 %."""
@@ -63,19 +63,27 @@ def test_drafting_comes_back_when_the_draft_gets_quicker() -> None:
     assert world.play(control, 400, first_index=3800).plain_share < 0.1
 
 
-def test_noise_makes_no_length_flap() -> None:
-    """Times that vary by 40 %, and K = 2 and 3 that are alike: the length stays for hundreds of
-    rounds, looks one token further apart."""
-    world = World(acceptance=0.7, draft_s=0.0035, noise=0.4)
-    assert world.rate(2) == pytest.approx(world.rate(3), rel=0.05)
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("draft_s", [0.0003, 0.004])
+def test_what_a_targets_own_drafts_cost_is_known(draft_s: float, acceptance: float) -> None:
+    """Whether they cost next to nothing, as heads, or a quarter of a step each, as first layers."""
+    world = World(acceptance, draft_s, row_s=0.0015, drafts_itself=True)
     control = world.open()
     world.play(control, 400)
-    settled = [control._choice]
-    for index in range(400, 2400, 4):
-        world.play(control, 4, first_index=index)
-        settled.append(control._choice)
-    changes = sum(a.num_draft_tokens != b.num_draft_tokens for a, b in pairwise(settled))
-    assert changes <= 2000 / 60
+    run = world.play(control, 1200, first_index=400)
+    assert run.rate > 0.9 * world.rate(world.best)
+    assert run.rate > 0.96 * world.rate(0)
+
+
+@pytest.mark.parametrize(("row_s", "is_tree"), [(0.0, True), (0.004, False)])
+def test_siblings_are_asked_for_where_rows_cost_little(row_s: float, is_tree: bool) -> None:
+    world = World(acceptance=0.7, row_s=row_s)
+    control = world.controls.open(Rule.TOKEN, 1, 4, 100, siblings_max=4)
+    lengths = world.play(control, 60).lengths[-20:]
+    drafted = [length for length in lengths if length.num_draft_tokens > 0]
+    assert drafted
+    assert all(bool(length.siblings) is is_tree for length in drafted)
+    assert all(len(length.siblings) <= length.num_draft_tokens for length in drafted)
 
 
 def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
@@ -87,16 +95,6 @@ def test_plain_decoding_and_drafting_do_not_take_turns() -> None:
     changes = sum((a == 0) != (b == 0) for a, b in pairwise(run.asked))
     assert changes <= 3000 / 30
     assert run.rate > 0.97 * world.rate(0)
-
-
-def test_a_lookup_that_seldom_finds_anything_is_kept_where_that_pays() -> None:
-    """One proposal in five has eight tokens, the others none; nine in ten are accepted."""
-    world = World(0.9, 0.0, length=lambda rng: 8 if rng.random() < 0.2 else 0)
-    control = world.open()
-    run = world.play(control, 2000)
-    assert run.plain_share < 0.2
-    assert run.rate > 1.25 * world.rate(0)
-    assert run.asked.count(BOUND) > 0.9 * len(run.asked)
 
 
 def test_plain_decoding_is_tried_where_only_a_table_speaks_of_it() -> None:
@@ -172,19 +170,6 @@ def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
     assert all(again[-20:])
 
 
-def test_sessions_that_accept_more_than_all_others_are_found() -> None:
-    """One in four is about a text to copy, and the others make it look hopeless: yet once such a
-    one was found, most of them draft from their first rounds on."""
-    world = World(draft_s=0.2 * 0.016)
-    shares = []
-    for seed in range(1, 80):
-        world.acceptance = 0.97 if seed % 4 == 0 else 0.05
-        run = world.session(seed, 60)
-        if seed % 4 == 0:
-            shares.append(run.plain_share)
-    assert sum(shares[5:]) / len(shares[5:]) < 0.4
-
-
 def test_long_prompts_and_short_ones_are_told_apart() -> None:
     """Answers to long prompts copy from them. They are drafted from their first rounds on, and
     those to short ones, which come as often, are not."""
@@ -196,47 +181,6 @@ def test_long_prompts_and_short_ones_are_told_apart() -> None:
         shares[world.prompt_length].append(world.session(seed, 60).plain_share)
     assert max(shares[900][5:]) < 0.2
     assert sum(shares[50][-20:]) / 20 > 0.8
-
-
-def test_a_trial_behind_a_prompt_that_the_draft_has_not_read_is_dearer() -> None:
-    """It has to read that first."""
-    drafted = []
-    for prompt_length in (10, 3000):
-        world = World(acceptance=0.1, draft_s=0.1 * 0.016, prompt_length=prompt_length)
-        beginnings(world, 60)
-        controls = (world.open(seed) for seed in range(100, 140))
-        rounds = [world.play(one, 400).asked for one in controls if one.begins_plain]
-        assert len(rounds) > 5
-        drafted.append(sum(num > 0 for asked in rounds for num in asked) / len(rounds))
-    assert drafted[0] > 1.5 * drafted[1]
-
-
-def teach(one: LengthControls, rule: Rule, seed: int) -> LengthControl:
-    """A session whose every draft token is refused; it goes on."""
-    control = one.open(rule, seed, BOUND, 10)
-    for index in range(300):
-        num = control.choose(index, ENDLESS).num_draft_tokens
-        control.note(PlayedRound(num, (0.0,) * num, 1, 10, 0.001 * num, 0.01, 0.02 * (index + 1)))
-    return control
-
-
-def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With room for four seeds: the fifth session finds averages that know of nobody, and so one
-    that has an earlier seed may read them; but the seed of a session that runs stays known."""
-    assert DRAFTED_SEEDS_MAX > 1000
-    monkeypatch.setattr("coordinator.draft_length.controller.DRAFTED_SEEDS_MAX", 4)
-    one = controls()
-    running = teach(one, Rule.TOKEN, seed=1)
-    for seed in (2, 3, 4):
-        teach(one, Rule.TOKEN, seed).close()
-    fresh = controls().open(Rule.TOKEN, 9, BOUND, 10)._averages.prospects(1).committed[0]
-    assert one.open(Rule.TOKEN, 5, BOUND, 10)._averages.prospects(1).committed[0] == fresh
-    teach(one, Rule.TOKEN, seed=6)
-    assert one.open(Rule.TOKEN, 2, BOUND, 10)._averages.prospects(1).committed[0] != fresh
-    assert one.open(Rule.TOKEN, 1, BOUND, 10)._averages.prospects(1).committed[0] == fresh
-    running.close()
 
 
 TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
@@ -277,9 +221,6 @@ def test_bounds_hold_for_any_history(
     control.close()
 
 
-STALL_S = 1.0
-
-
 def test_a_proposal_is_waited_for_as_long_as_its_tokens_are_worth() -> None:
     """Beside what it takes: the time of as many rounds of plain decoding as are accepted of K."""
     world = World(0.7, 0.002, noise=0.0)
@@ -292,24 +233,12 @@ def test_a_proposal_is_waited_for_as_long_as_its_tokens_are_worth() -> None:
     assert length.draft_budget_s == pytest.approx(expected_s, rel=0.25)
 
 
-def test_a_draft_that_stops_now_and_then_costs_little_each_time() -> None:
-    """One proposal in 50 comes a second late: as much as 60 rounds. Waiting for each would halve
-    the rate."""
-    steady, world = World(0.8), World(0.8, stall=lambda r: STALL_S * (r.random() < 0.02))
-    rates = []
-    for one in (steady, world):
-        control = one.open()
-        one.play(control, 400)
-        rates.append(one.play(control, 2000, first_index=400).rate)
-    assert rates[1] > 0.85 * rates[0]
-
-
 def test_of_one_that_is_always_late_it_is_learned() -> None:
     """It is soon asked no more, but for trials."""
     world = World(0.8)
     control = world.open()
     world.play(control, 400)
-    world.stall = lambda _: STALL_S
+    world.stall = lambda _: 1.0
     world.play(control, 200, first_index=400)
     run = world.play(control, 2000, first_index=600)
     assert run.plain_share > 0.9

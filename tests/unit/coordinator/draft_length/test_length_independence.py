@@ -15,7 +15,7 @@ import pytest
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.draft_length.controller import LengthControl, LengthControls, Tuning
-from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
+from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
@@ -187,6 +187,8 @@ def test_forgotten_seeds_take_the_round_costs_along(monkeypatch: pytest.MonkeyPa
     one.open(Rule.TOKEN, 3, BOUND, 10)
     before = one.costs.forecast(BOUND, 10)
     np.testing.assert_equal(asdict(before), asdict(made().costs.forecast(BOUND, 10)))
+    assert one.open(Rule.TOKEN, 2, BOUND, 10).choose(0, ENDLESS).is_timed
+    assert not one.open(Rule.TOKEN, 3, BOUND, 10).choose(0, ENDLESS).is_timed
     play(running, at_random(3), 20, first=20)
     np.testing.assert_equal(asdict(one.costs.forecast(BOUND, 10)), asdict(before))
 
@@ -210,34 +212,3 @@ def test_a_length_is_settled_before_the_round_before_it_is_played(rule: Rule) ->
             assert length.next_siblings == following.siblings
             asked.add(following.num_draft_tokens)
         assert len(asked) == 1
-
-
-def test_the_time_of_a_targets_own_drafting_is_learned_one_round_later() -> None:
-    """What drafting for round r took changes no length of round r, but those that follow."""
-    table = StepCosts((1, 16), (0.0175, 0.04))
-    itself = replace(description(table), drafts_itself=True)
-    at_r, after = set(), set()
-    for draft_s in (0.0001, 0.5):
-        control = LengthControls(itself, None, RUN_AHEAD, EAGER, drafting_delays=True).open(
-            Rule.TOKEN, 1, BOUND, 100
-        )
-        now, beside, asked = 0.0, None, []
-        for index in range(40):
-            length = control.choose(index, ENDLESS)
-            num = length.num_draft_tokens
-            asked.append(num)
-            # From round 12 on, which drafts for round 13, the target drafts at another speed.
-            each_s = draft_s if index >= 12 else 0.001
-            next_s = each_s * length.next_max
-            now += 0.02 + next_s
-            control.note(
-                PlayedRound(
-                    num, (1.0,) * num, 1 + num, 100, 0.0, 0.02, now,
-                    beside=beside if num else None, next_draft_s=next_s,
-                )
-            )  # fmt: skip
-            beside = DraftedBeside(length.next_max, next_s, next_s) if length.next_max else None
-        at_r.add(tuple(asked[:14]))
-        after.add(tuple(asked[14:]))
-    assert len(at_r) == 1
-    assert len(after) == 2

@@ -87,16 +87,6 @@ def test_lookups_take_as_long_however_much_they_find() -> None:
     assert found.round_s == pytest.approx(0.016 + 0.0015 + 0.002, rel=0.02)
 
 
-def test_plain_decoding_that_was_seen_long_ago_counts_less_than_the_rounds_since() -> None:
-    one = costs()
-    for _ in range(50):
-        note_load(one, 1, 1, 0.1, 0.1, 0)
-        one.note_plain(0.1, 0)
-    for _ in range(6000):
-        play(one, 2, 0.006, TARGET.step_seconds(3))
-    assert one.forecast(1, 0).plain_s == pytest.approx(0.016, rel=0.2)
-
-
 def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     """Nine sessions that are at the target half of their time: four others share the step, and each
     millisecond that a row makes it longer costs them four times what a session gets in it."""
