@@ -170,14 +170,3 @@ async def test_a_guess_goes_in_the_place_of_a_lost_replica(
     assert drafted.proposal.token_ids == guessed
     assert (drafted.source != "fallback", Lookup.num_guesses) == (False, 1)
     await side.close()
-
-
-@virtually
-async def test_a_prompt_is_read_for_as_many_tokens_as_the_model_draws() -> None:
-    side = Side(NEW)
-    side.side.prefill(0, 8)
-    await asyncio.sleep(1)
-    assert side.engine.counts == [[len(NEW)]]
-    drafted = await side.propose(8, 4)
-    assert (len(drafted.proposal), drafted.num_asked) == (MODEL_TOKENS, 8)
-    await side.close()

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from session_links import (
     CONFIG,
     GONE_S,
@@ -29,12 +31,21 @@ from session_links import (
 )
 from virtual_time import virtually
 
-from coordinator.routing.replica_pool import PROBE_PERIOD_S, ReplicaPool, SessionRoute
+from coordinator.routing.replica_pool import (
+    PROBE_PERIOD_S,
+    ReplicaPool,
+    SessionRoute,
+    affinity,
+    choose,
+    ranked,
+)
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
-from outrider.messages import ReplicaDescription
+from outrider.messages import ProposalReply, ReplicaDescription, ReplyKey, Resync, VerdictReply
 from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState, Counters
-from outrider.speculation.proposal import NOTHING_SEALED
+from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.transport.link import LinkBytes
 
 NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
@@ -73,20 +84,6 @@ async def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_sess
     await target.verify(0, NOTHING_SEALED)
     assert loop.time() == pytest.approx(0.3)
     assert target.cache_state.replica == "r1"
-
-
-@virtually
-async def test_a_target_that_runs_ahead_is_asked_again_elsewhere() -> None:
-    """What the first one was to answer without being asked, the second does not know of."""
-    first, second = ScriptedLink(verdict), ScriptedLink(verdict)
-    one = session()
-    target = target_of(first, second, one=one)
-    reply = await target.verify(0, NOTHING_SEALED, 8)
-    one.decide((9,), Counters())
-    target.settle(reply, len(PROMPT))
-    first.on_lost(LinkLost("reset"))
-    await target.verify(1, NOTHING_SEALED, 8)
-    assert [item.head.committed_length for item in second.sent] == [len(PROMPT) + 1]
 
 
 @virtually
@@ -139,6 +136,7 @@ async def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None
     target = target_of(*links)
     with pytest.raises(Unavailable, match="no target can be reached"):
         await target.verify(0, NOTHING_SEALED)
+    assert GONE_S <= asyncio.get_running_loop().time() <= GONE_S + 2.0
     assert sum(len(link.sent) for link in links) < 2.5 * GONE_S / PROBE_PERIOD_S
 
 
@@ -182,24 +180,6 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
     with pytest.raises(Unavailable, match="no target can be reached"):
         await target.verify(1, NOTHING_SEALED)
     assert len(link.sent) == 1
-
-
-@virtually
-async def test_a_replica_that_is_taken_out_while_it_is_looked_for_ends_nothing() -> None:
-    pool = ReplicaPool("target")
-    link, other = described(), described()
-    await pool.join("a", link)
-    await pool.join("b", other)
-    watching = asyncio.create_task(pool.watch())
-    for one in (link, other):
-        one.away_until = 2.0
-        one.on_lost(LinkLost("reset"))
-    await asyncio.sleep(0.5)
-    await pool.leave("a")
-    await asyncio.sleep(2.0)
-    assert not watching.done()
-    assert pool.num_present == 1
-    watching.cancel()
 
 
 @virtually
@@ -278,15 +258,6 @@ async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_a
     assert len(second.sent) == 1
 
 
-@virtually
-async def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
-    first, second = ScriptedLink(None), ScriptedLink(proposal)
-    draft = draft_of(first, second)
-    assert (await draft.propose(1, asked(2), NOISE)).source == "fallback"
-    assert (await draft.propose(2, asked(2), NOISE)).source == "fallback"
-    assert not second.sent
-
-
 @pytest.mark.parametrize(
     ("role", "first", "other", "reason"),
     [
@@ -319,24 +290,6 @@ async def test_only_replicas_that_fit_join(
         await pool.join("b", described(first))
     await pool.join_all({"d": described(other)})  # There is one already.
     assert pool.names == ["b"]
-
-
-@virtually
-async def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
-    """Nobody sends to one that is away, so it would not be heard of."""
-    pool = ReplicaPool("target")
-    link = described()
-    await pool.join("a", link)
-    await pool.join("b", described())
-    watching = asyncio.create_task(pool.watch())
-    link.away_until = 1.0
-    link.on_lost(LinkLost("reset"))
-    assert pool.num_present == 1
-    await asyncio.sleep(0.9)
-    assert pool.num_present == 1
-    await asyncio.sleep(0.2 + PROBE_PERIOD_S)
-    assert pool.num_present == 2
-    watching.cancel()
 
 
 @virtually
@@ -393,3 +346,120 @@ async def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
         start = loop.time()
         assert await pool.healthy(2.0) is healthy
         assert loop.time() - start == (4.0 if numbers else 0.0)
+
+
+NAMES = st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
+
+
+@given(st.binary(min_size=1, max_size=32), NAMES)
+def test_who_leaves_changes_nothing_for_the_others(key: bytes, names: list[str]) -> None:
+    order = ranked(key, names)
+    assert sorted(order) == sorted(names)
+    for gone in names:
+        assert ranked(key, [name for name in reversed(names) if name != gone]) == [
+            name for name in order if name != gone
+        ]
+
+
+@given(st.binary(min_size=1, max_size=32), st.dictionaries(st.text(max_size=3), st.integers(0, 99)))
+def test_nobody_is_given_more_than_a_quarter_above_the_mean(
+    key: bytes, loads: dict[str, int]
+) -> None:
+    found = choose(key, loads, 1000)
+    if not loads:
+        assert found is None
+        return
+    assert found is not None
+    mean = (sum(loads.values()) + 1) / len(loads)
+    assert loads[found] + 1 <= max(1.25 * mean, mean + 1)
+    if len(set(loads.values())) == 1:
+        assert found == ranked(key, list(loads))[0] or loads[found] == 0
+
+
+def test_beyond_the_seats_of_a_step_all_have_the_same() -> None:
+    """Whoever had more would keep its sessions waiting."""
+    for num_seats, most in ((2, 8), (9, 9), (64, 10)):
+        loads = dict.fromkeys("ab", 0)
+        for _ in range(16):
+            name = choose(b"the same", loads, num_seats)
+            assert name is not None
+            loads[name] += 1
+        assert max(loads.values()) == most
+
+
+def test_what_begins_alike_has_one_key_within_a_tenant() -> None:
+    prompt = tuple(range(40))
+    assert affinity("", prompt) == affinity("", (*prompt[:32], 7, 7))
+    assert affinity("", prompt) != affinity("", (*prompt[:31], 7))
+    assert affinity("", prompt) != affinity("b", prompt)
+    assert affinity("", prompt[:5]) != affinity("", prompt[:6])
+
+
+SESSION = "ab" * 16
+
+
+def late_verdict(round_index: int, session_id: str = SESSION, epoch: int = 1) -> VerdictReply:
+    return VerdictReply(ReplyKey(session_id, epoch, round_index), Verdict((), (1,)), 3)
+
+
+def late_proposal(
+    round_index: int, token_ids: tuple[int, ...] = (1, 2), assumed: tuple[int, ...] = ()
+) -> ProposalReply:
+    key = ReplyKey(SESSION, 1, round_index)
+    return ProposalReply(key, SealedProposal(token_ids), 3, 3, assumed=assumed)
+
+
+async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
+    link = ScriptedLink()
+    pool = ReplicaPool("draft")
+    pool.admit("d", link, TOY)
+    route: SessionRoute[Any, Any] = SessionRoute(pool, context_of(session(name=SESSION)))
+    route.begin(2)
+    for answer in (
+        late_proposal(2),
+        late_proposal(3),
+        late_proposal(1, ()),  # Of a prompt that was read: there is nothing to be late.
+        late_proposal(1, assumed=(4,)),  # Pushed, for what did not come true.
+        Resync(ReplyKey(SESSION, 1, 1), 0, 0),
+    ):
+        link.on_answer(answer)
+    assert pool.num_stale == 0
+    late = (
+        late_proposal(1),
+        late_verdict(0),
+        late_verdict(2, epoch=2),
+        late_proposal(2),
+        late_verdict(5, "cd" * 16),
+    )
+    for num, answer in enumerate(late, start=1):
+        link.on_answer(answer)
+        assert pool.num_stale == num
+    route.close()
+    link.on_answer(late_proposal(3, assumed=(4,)))
+    assert pool.num_stale == 5
+    link.on_answer(late_proposal(3))
+    assert pool.num_stale == 6
+
+
+async def test_sums_never_fall_when_a_replica_leaves() -> None:
+    pool = ReplicaPool("target")
+    links = {"a": ScriptedLink(), "b": ScriptedLink()}
+    for number, (name, link) in enumerate(links.items(), start=1):
+        link.num_bytes = LinkBytes(sent=10 * number, received=100 * number)
+        pool.admit(name, link, TOY)
+        link.on_answer(late_verdict(0))
+    for left in ("", "a", "b"):
+        if left:
+            await pool.leave(left)
+        assert (pool.num_bytes.sent, pool.num_bytes.received, pool.num_stale) == (30, 300, 2)
+
+
+async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
+    pool = ReplicaPool("target")
+    assert pool.is_full  # There is no seat at all.
+    pool.admit("a", ScriptedLink(), TOY)
+    pool.admit("b", ScriptedLink(), TOY)
+    for number in range(2 * TOY.max_num_seqs):
+        assert not pool.is_full
+        SessionRoute(pool, context_of(session((number,) * 40, name=f"{number:032x}")))
+    assert pool.is_full

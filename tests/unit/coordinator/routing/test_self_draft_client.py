@@ -81,15 +81,6 @@ def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
     assert fewer == NextWanted(1, (2,), budget_us=500_000)
 
 
-async def test_heads_of_a_hybrid_count_as_asked_for_the_whole_round() -> None:
-    """As a look-up of it does: tokens beyond what heads may propose are not proposed."""
-    drafts = self_drafts(confident=4.0, model_tokens=1)
-    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
-    drafts.hear(verdict(sealed(1)))
-    drafted = await drafts.propose(1, asked(3), NOISE)
-    assert (drafted.proposal, drafted.num_asked) == (sealed(1), 3)
-
-
 async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     """Cut to the round's length; then nothing is left of it, and the stand-in fills in, of which
     nothing is learned."""
@@ -114,18 +105,6 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
 
 
-@pytest.mark.parametrize(("confident", "is_sure"), [(0.5, True), (4.0, False), (None, False)])
-async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: bool) -> None:
-    """It counts as what was asked for, unlike one that only fills in."""
-    drafts = self_drafts(confident=confident)
-    drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
-    drafts.hear(verdict(sealed(2)))
-    drafted = await drafts.propose(1, asked(2), NOISE)
-    assert drafted.num_asked == 2
-    assert drafted.proposal.token_ids == ((2, 3) if is_sure else (4, 5))
-    assert (await drafts.propose(2, asked(2), NOISE)).num_asked == (2 if is_sure else 0)
-
-
 @pytest.mark.parametrize(("confident", "by_stand_in"), [(0.5, True), (4.0, False)])
 async def test_who_proposes_says_nothing_of_what_the_target_drew(
     confident: float, by_stand_in: bool
@@ -140,14 +119,6 @@ async def test_who_proposes_says_nothing_of_what_the_target_drew(
         assert (drafted.beside is None) is by_stand_in
         assert drafted.num_asked == 2
         assert drafted.proposal.token_ids == ((2, 3) if by_stand_in else token_ids)
-
-
-async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(1, 0, next_max=1), 99)
-    drafts.hear(verdict(sealed(1)))
-    drafted = await drafts.propose(1, asked(4), NOISE)
-    assert (drafted.proposal, drafted.num_asked) == (sealed(1), 1)
 
 
 async def test_siblings_come_with_their_tokens() -> None:
@@ -180,14 +151,6 @@ async def test_what_extends_something_else_is_not_used() -> None:
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
     assert (await drafts.propose(1, asked(2), NOISE)).proposal.token_ids == (2, 3)
-
-
-async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
-    drafts.hear(verdict(sealed(3)))
-    drafts.hear(verdict(SealedProposal()))
-    assert (await drafts.propose(1, asked(2), NOISE)).num_asked == 0
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,16 @@
+"""What a session asks its target, and what it makes of the answers."""
+
+from __future__ import annotations
+
 import asyncio
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from session_links import (
-    ANSWER_S,
-    NOISE,
     PROMPT,
-    RETRY_S,
-    TOY,
     ScriptedLink,
-    asked,
-    draft_of,
-    proposal,
     refuse,
     session,
     target_of,
@@ -24,26 +19,19 @@ from session_links import (
 )
 from virtual_time import virtually
 
-from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.drafts import NextWanted
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import (
     BadRequest,
     DataLoss,
     InvariantError,
     LinkLost,
-    NotFound,
     OutriderError,
     StaleEpoch,
-    Unavailable,
 )
-from outrider.hidden_states import Features
-from outrider.limits import SILENT_DRAFT_S
-from outrider.messages import ReplyKey, Resync, VerdictReply
+from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
-from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -95,17 +83,6 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     assert [item.head.base_length for item in link.sent] == [0, 2, 0]
 
 
-def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
-    link = ScriptedLink(*[LinkLost("down")] * 50)
-
-    async def test(target: TargetClient, one: Session) -> float:
-        with pytest.raises(Unavailable, match="no target can be reached"):
-            await target.verify(0, NOTHING_SEALED)
-        return asyncio.get_running_loop().time()
-
-    assert 4.0 <= with_target(link, test) <= 6.0
-
-
 @pytest.mark.parametrize(
     ("refusal", "becomes"),
     [
@@ -141,28 +118,6 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
     assert len(link.sent) == 2
 
 
-def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> None:
-    link = ScriptedLink()
-
-    async def test(target: TargetClient, one: Session) -> list[int]:
-        asked = []
-        for index in range(10):
-            sent = len(link.sent)
-            link.script = [None]
-            task = asyncio.create_task(target.verify(index, NOTHING_SEALED, 8))
-            await asyncio.sleep(0.01)
-            if len(link.sent) > sent:
-                asked.append(index)
-            key = link.sent[-1].head.key
-            answer = VerdictReply(type(key)(key.session_id, 1, index), Verdict((), (9,)), 0)
-            link.on_answer(answer)
-            target.settle(await task, one.length)
-            one.decide((9,), Counters())
-        return asked
-
-    assert with_target(link, test) == [0, 5]
-
-
 @virtually
 async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
     link = ScriptedLink(verdict)
@@ -179,96 +134,6 @@ async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() ->
     link.on_answer(verdict(item, correction=2))
     link.on_answer(verdict(item, correction=3))
     assert (await task).verdict.correction == (2,)
-
-
-@virtually
-async def test_a_draft_reads_the_prompt_once() -> None:
-    link = ScriptedLink(proposal, proposal)
-    one = session()
-    draft = draft_of(link, one=one)
-    draft.prefill(0, 3)
-    one.decide((9,), Counters())
-    drafted = await draft.propose(1, asked(3), NOISE)
-    assert drafted.source != "fallback"
-    assert drafted.proposal.token_ids == (0, 1, 2)
-    prefill, item = link.sent
-    assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
-    assert (item.head.base_length, item.head.append) == (4, (9,))
-
-
-@virtually
-async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
-    """What it has not answered to; all that are kept where it asks for a resync."""
-
-    def resync(item: Any) -> Resync:
-        return Resync(item.head.key, 0, 0)
-
-    def shown(place: int) -> VerdictReply:
-        key = ReplyKey("0" * 32, 0, 0)
-        features = Features(place, 1, bytes([place, 0]))
-        return VerdictReply(key, Verdict((), (9,)), 0, features=features)
-
-    link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
-    link.description = replace(TOY, reads_features=True)
-    one = session()
-    draft = draft_of(link, one=one)
-    wanted = draft.next_wanted(RoundLength(2, 0), 9)
-    assert wanted == NextWanted(features=True)
-    for index in range(5):
-        await draft.propose(index, asked(1), NOISE)
-        draft.hear(shown(3 + index))
-        one.decide((9,), Counters())
-        draft.settle(one.length)
-    await asyncio.sleep(RETRY_S)
-    await draft.propose(5, asked(1), NOISE)
-    sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
-    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
-
-
-@pytest.mark.parametrize("draft_budget_s", [math.inf, 0.02])
-@virtually
-async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(
-    draft_budget_s: float,
-) -> None:
-    """It is waited for beyond the time that it has, as a healthy one would have answered by then.
-    Of what somebody else proposes nothing is learned."""
-    link = ScriptedLink()
-    draft = draft_of(link)
-    loop = asyncio.get_running_loop()
-    drafted = await draft.propose(1, asked(3, draft_budget_s=draft_budget_s), NOISE)
-    assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
-    waited_s = min(draft_budget_s, ANSWER_S) + SILENT_DRAFT_S
-    assert loop.time() == drafted.seconds == pytest.approx(waited_s)
-    for index in (2, 3):
-        assert (await draft.propose(index, asked(3), NOISE)).proposal.token_ids == (1,)
-    assert loop.time() == drafted.seconds
-    link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
-    link.script = [proposal]
-    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
-
-
-@virtually
-async def test_an_absent_draft_is_probed_without_waiting() -> None:
-    link = ScriptedLink(LinkLost("down"))
-    draft = draft_of(link)
-    loop = asyncio.get_running_loop()
-    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
-    assert (await draft.propose(2, asked(3), NOISE)).source == "fallback"
-    assert len(link.sent) == 1
-    await asyncio.sleep(RETRY_S)
-    start = loop.time()
-    link.script = [proposal, proposal]
-    assert (await draft.propose(3, asked(3), NOISE)).source == "fallback"
-    assert loop.time() == start
-    await asyncio.sleep(0.01)
-    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
-
-
-@pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
-@virtually
-async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
-    draft = draft_of(ScriptedLink(refuse(error)))
-    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
 
 
 class Unreadable(RequestObserver):

@@ -1,14 +1,18 @@
-"""Look-ups in rounds of plain decoding: what is told of them, and how often they are made."""
+"""Proposals that a coordinator looks up itself."""
 
 from __future__ import annotations
 
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
-from test_lookup_drafts import opened
+from session_links import asked, session
+from virtual_time import virtually
 
 from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthControls
+from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
+    NOTHING_WANTED,
     WATCH_ROUNDS_MAX,
     WATCH_ROUNDS_MIN,
+    Drafts,
     LookupProbe,
     SessionLookup,
 )
@@ -18,6 +22,47 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+
+PROMPT = (1, 2, 3, 1, 2, 3, 1)
+
+
+def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
+    return session(prompt, Rule.BLOCK, name, seed)
+
+
+async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, ...]:
+    noise = RoundNoise(one.record.seed, one.record.rule, one.length)
+    drafted = await drafts.propose(1, asked(num_tokens, siblings=(2,)), noise)
+    assert (drafted.source != "fallback", drafted.num_asked) == (True, num_tokens)
+    assert not drafted.proposal.parents
+    return drafted.proposal.token_ids
+
+
+@virtually
+async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
+    """With no more tokens than were asked for; the target is asked for none."""
+    one = opened("0", 1)
+    drafts = Drafts(SessionLookup(SuffixDrafter(), one, SamplingParams()))
+    assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
+    one.decide((2,), Counters(1, 4, 0))
+    assert await proposed(drafts, one, 2) == (3, 1)
+    assert drafts.next_wanted(RoundLength(2, 0, next_max=2), 99) == NOTHING_WANTED
+    assert drafts.cache_state is None
+    drafts.close()
+
+
+@virtually
+async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
+    lookup = SuffixDrafter()
+    first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
+    drafts = Drafts(SessionLookup(lookup, first, SamplingParams()))
+    later = Drafts(SessionLookup(lookup, second, SamplingParams()))
+    first.decide((9, 10, 11), Counters(1, 0, 0))
+    await proposed(drafts, first, 4)
+    assert await proposed(later, second, 4) == ()
+    drafts.close()
+    assert await proposed(later, second, 4) == (9, 10, 11)
+
 
 REPEATED = (1, 2, 3, 1, 2, 3, 1)
 """Goes on with 2, 3, 1, ... as far as a look-up can tell."""
@@ -53,17 +98,6 @@ def test_as_many_survive_as_were_written() -> None:
     assert watched(REPEATED, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
     assert watched(REPEATED, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
     assert watched((1, 2, 3), (4,)).watched == [(4, ())]
-
-
-def test_what_a_draft_interrupts_is_not_told() -> None:
-    session, told = opened("0", 1, REPEATED), Told()
-    lookup = SessionLookup(SuffixDrafter(), session, SamplingParams())
-    watch = LookupProbe(lookup, told, 4)  # type: ignore[arg-type]
-    commit(watch, session, 2)
-    watch.interrupted()
-    for token_id in (7, 8, 9):
-        commit(watch, session, token_id)
-    assert told.watched == []
 
 
 def test_hopeless_texts_are_looked_at_seldom() -> None:

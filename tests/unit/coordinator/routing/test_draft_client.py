@@ -1,0 +1,439 @@
+"""What a session asks its draft, what it believes of the answers, and what it does without them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from session_links import (
+    ANSWER_S,
+    CONFIG,
+    NOISE,
+    PROMPT,
+    RETRY_S,
+    TOY,
+    ScriptedLink,
+    asked,
+    draft_of,
+    proposal,
+    refuse,
+    session,
+)
+from virtual_time import virtually
+
+from coordinator.draft_length.policy import RoundLength
+from coordinator.routing.draft_client import FeatureWindow, PushedProposals
+from coordinator.routing.drafts import NextWanted
+from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    LinkLost,
+    NotFound,
+)
+from outrider.hidden_states import Features
+from outrider.limits import SILENT_DRAFT_S
+from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
+from outrider.sessions.store import Counters
+from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule
+from outrider.tokens import TokenSequence
+
+
+@virtually
+async def test_a_draft_reads_the_prompt_once() -> None:
+    link = ScriptedLink(proposal, proposal)
+    one = session()
+    draft = draft_of(link, one=one)
+    draft.prefill(0, 3)
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(3), NOISE)
+    assert drafted.source != "fallback"
+    assert drafted.proposal.token_ids == (0, 1, 2)
+    prefill, item = link.sent
+    assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
+    assert (item.head.base_length, item.head.append) == (4, (9,))
+
+
+@virtually
+async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
+    """What it has not answered to; all that are kept where it asks for a resync."""
+
+    def resync(item: Any) -> Resync:
+        return Resync(item.head.key, 0, 0)
+
+    def shown(place: int) -> VerdictReply:
+        key = ReplyKey("0" * 32, 0, 0)
+        features = Features(place, 1, bytes([place, 0]))
+        return VerdictReply(key, Verdict((), (9,)), 0, features=features)
+
+    link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
+    link.description = replace(TOY, reads_features=True)
+    one = session()
+    draft = draft_of(link, one=one)
+    wanted = draft.next_wanted(RoundLength(2, 0), 9)
+    assert wanted == NextWanted(features=True)
+    for index in range(5):
+        await draft.propose(index, asked(1), NOISE)
+        draft.hear(shown(3 + index))
+        one.decide((9,), Counters())
+        draft.settle(one.length)
+    await asyncio.sleep(RETRY_S)
+    await draft.propose(5, asked(1), NOISE)
+    sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
+    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
+
+
+@virtually
+async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
+    """It is waited for beyond the time that it has, as a healthy one would have answered by then.
+    Of what somebody else proposes nothing is learned."""
+    link = ScriptedLink()
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    drafted = await draft.propose(1, asked(3, draft_budget_s=0.02), NOISE)
+    assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
+    assert loop.time() == drafted.seconds == pytest.approx(0.02 + SILENT_DRAFT_S)
+    for index in (2, 3):
+        assert (await draft.propose(index, asked(3), NOISE)).proposal.token_ids == (1,)
+    assert loop.time() == drafted.seconds
+    link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
+    link.script = [proposal]
+    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
+
+
+@virtually
+async def test_an_absent_draft_is_probed_without_waiting() -> None:
+    link = ScriptedLink(LinkLost("down"))
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
+    assert (await draft.propose(2, asked(3), NOISE)).source == "fallback"
+    assert len(link.sent) == 1
+    await asyncio.sleep(RETRY_S)
+    start = loop.time()
+    link.script = [proposal, proposal]
+    assert (await draft.propose(3, asked(3), NOISE)).source == "fallback"
+    assert loop.time() == start
+    await asyncio.sleep(0.01)
+    assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
+
+
+@pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
+@virtually
+async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
+    draft = draft_of(ScriptedLink(refuse(error)))
+    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
+
+
+def out_of_time(item: Any, num_tokens: int = 0) -> ProposalReply:
+    length = item.head.committed_length
+    tokens = SealedProposal(tuple(range(num_tokens)))
+    return ProposalReply(item.head.key, tokens, length, length, out_of_time=True)
+
+
+@virtually
+async def test_a_draft_is_told_the_time_that_is_left() -> None:
+    """Less what a resync has taken; the least of what a request, the settings and the length
+    control allow."""
+
+    link = ScriptedLink(lambda item: Resync(item.head.key, 0, 0), proposal, proposal)
+    on_sent = link.send
+
+    def send(item: Any) -> None:
+        on_sent(item)
+        loop: Any = asyncio.get_running_loop()
+        loop.wait(0.1)  # On the way.
+
+    link.send = send  # type: ignore[method-assign]
+    draft = draft_of(link)
+    await draft.propose(1, asked(3), NOISE)
+    await draft.propose(2, asked(3, draft_budget_s=0.02), NOISE)
+    assert [item.budget_us for item in link.sent] == [500_000, 400_000, 20_000]
+    for deadline_ms, expected_us in ((200, 200_000), (900, 500_000)):
+        other = ScriptedLink(proposal)
+        await draft_of(other, draft_deadline_ms=deadline_ms).propose(1, asked(3), NOISE)
+        assert other.sent[0].budget_us == expected_us
+
+
+@virtually
+async def test_a_proposal_that_comes_behind_its_time_is_used() -> None:
+    """How long a step lasts may depend on the tokens that are drawn in it, of others, too."""
+    link = ScriptedLink()
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    loop.call_later(ANSWER_S + 3.0, lambda: link.on_answer(out_of_time(link.sent[0], 2)))
+    drafted = await draft.propose(1, asked(3), NOISE)
+    assert (drafted.source != "fallback", drafted.proposal.token_ids) == (True, (0, 1))
+
+
+@virtually
+async def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
+    """What it waits for may depend on its own numbers. It goes on without a replica that is lost
+    alone."""
+    link = ScriptedLink()
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    loop.call_later(20.0, lambda: link.on_answer(proposal(link.sent[0])))
+    drafted = await draft.propose(1, asked(3, draft_budget_s=0.02, is_timed=False), NOISE)
+    assert (drafted.source != "fallback", len(drafted.proposal), loop.time()) == (True, 3, 20.0)
+    loop.call_later(1.0, lambda: link.on_lost(LinkLost("gone")))
+    assert (await draft.propose(2, asked(3, is_timed=False), NOISE)).source == "fallback"
+    assert loop.time() == 21.0
+    await asyncio.sleep(RETRY_S)
+    await draft.propose(3, asked(3, is_timed=False), NOISE)
+    assert [item.budget_us for item in link.sent] == [0, 0, 0]
+
+
+@virtually
+async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
+    """Drawn tokens are never dropped. Of one without any a look-up fills in, and the draft is asked
+    for the next round."""
+    draft = draft_of(ScriptedLink(lambda item: out_of_time(item, 2), out_of_time, proposal))
+    short = await draft.propose(1, asked(3), NOISE)
+    assert (short.source, short.proposal.token_ids, short.num_asked) == ("replica", (0, 1), 2)
+    none = await draft.propose(2, asked(3), NOISE)
+    assert (none.source, none.proposal.token_ids, none.num_asked) == ("fallback", (1,), 0)
+    assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
+
+
+@virtually
+async def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_it_is_ready() -> (
+    None
+):
+    """It says so at once, and answers once more when it has read what it lacked."""
+    link = ScriptedLink(refuse(DeadlineExceeded("its time ran out")))
+    draft = draft_of(link)
+    loop = asyncio.get_running_loop()
+    drafted = await draft.propose(1, asked(3), NOISE)
+    assert (drafted.source != "fallback", drafted.num_asked) == (False, 0)
+    assert (await draft.propose(2, asked(3), NOISE)).source == "fallback"
+    assert (loop.time(), len(link.sent)) == (0.0, 1)
+    link.on_answer(out_of_time(link.sent[0]))
+    link.script = [proposal]
+    assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "siblings", "is_believed"),
+    [
+        ((1, 2, 3, 4), (), (), False),
+        ((1, 2), (-1, -1), (), False),
+        ((1, 2, 3), (-1, -1, -1), (1,), False),
+        ((1, 2, 3), (-1, 0, 0), (1,), False),
+        ((1, 1), (-1, -1), (1,), False),
+        ((1, 2), (-1, 5), (1,), False),
+        ((1, 2, 3), (-1, -1, 0), (1, 1), True),
+    ],
+)
+@virtually
+async def test_what_was_not_asked_for_is_not_believed(
+    token_ids: tuple[int, ...], parents: tuple[int, ...], siblings: tuple[int, ...],
+    is_believed: bool,
+) -> None:  # fmt: skip
+    """The target would refuse it, and the request would end."""
+
+    def tree(item: Any) -> ProposalReply:
+        length = item.head.committed_length
+        sealed = SealedProposal(token_ids, b"", parents)
+        return ProposalReply(item.head.key, sealed, length, length + 1)
+
+    drafted = await draft_of(ScriptedLink(tree)).propose(1, asked(3, siblings), NOISE)
+    assert (drafted.source != "fallback") is is_believed
+    if is_believed:
+        assert (drafted.proposal.parents, drafted.siblings) == (parents, siblings)
+
+
+@virtually
+async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
+    """Under the token rule the target would refuse it, and the user would be blamed."""
+    link = ScriptedLink(proposal)
+    draft = draft_of(link, one=session(rule=Rule.TOKEN))
+    drafted = await draft.propose(1, asked(3), RoundNoise(3, Rule.TOKEN, len(PROMPT)))
+    assert drafted.source == "fallback"
+
+
+def rows(first: int, end: int, mark: int = 0) -> Features:
+    """Each row names its place."""
+    return Features(
+        first, 2, b"".join(bytes([p % 256, p // 256, mark, 0]) for p in range(first, end))
+    )
+
+
+def test_the_newest_are_kept_and_told_once() -> None:
+    window = FeatureWindow()
+    assert window.news is None
+    window.put(rows(5, 7), 5 + 1)
+    assert window.news == rows(5, 7)
+    window.tell()
+    assert window.news is None
+    window.put(rows(7, 10), 7 + 1)
+    assert window.news == rows(7, 10)
+    window.told = 0
+    assert window.news == rows(5, 10)
+
+
+def test_behind_a_gap_it_begins_anew_and_what_comes_later_stands() -> None:
+    window = FeatureWindow()
+    window.put(rows(5, 7), 5 + 1)
+    window.put(rows(9, 11), 9 + 1)
+    assert window.news == rows(9, 11)
+    window.put(rows(10, 12, mark=1), 10 + 1)
+    found = window.news
+    assert found is not None
+    assert found.since(9) == Features(9, 2, rows(9, 10).rows + rows(10, 12, mark=1).rows)
+    window.put(Features(12, 3, bytes(6)), 13)  # Of another width: another target's.
+    assert window.news == Features(12, 3, bytes(6))
+
+
+def test_what_cannot_be_of_the_round_is_left_out() -> None:
+    window = FeatureWindow()
+    for committed_length in (5, 7):
+        window.put(rows(5, 7), committed_length)
+    assert window.news is None
+
+
+BYTES = 10_000
+
+
+def pushed(
+    round_index: int, base: int, assumed: tuple[int, ...], tokens: tuple[int, ...] = (1, 2, 3),
+    q: bytes = b"",
+) -> ProposalReply:  # fmt: skip
+    return ProposalReply(
+        ReplyKey("0" * 32, 1, round_index),
+        SealedProposal(tokens, q),
+        base,
+        base + len(assumed) - 1,
+        assumed=assumed,
+    )
+
+
+def test_the_one_that_comes_true_is_picked() -> None:
+    kept = PushedProposals(BYTES)
+    for assumed in ((9,), (8, 9), (8, 7)):
+        kept.put(pushed(1, 4, assumed))
+    assert len(kept) == 3
+    found = kept.begin(1, TokenSequence((*PROMPT, 8, 9)))
+    assert found is not None
+    assert found.assumed == (8, 9)
+    assert len(kept) == 0
+    kept.put(pushed(2, 6, (5,)))
+    assert kept.begin(2, TokenSequence((*PROMPT, 8, 9, 4))) is None
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_of_other_rounds_nothing_is_kept(late: int) -> None:
+    kept = PushedProposals(BYTES)
+    kept.begin(1, TokenSequence(PROMPT))
+    kept.put(pushed(late, 4, (9,)))
+    assert len(kept) == 0
+
+
+def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
+    kept = PushedProposals(100)
+    kept.put(pushed(1, 4, (9,), q=b"x" * 50))
+    kept.put(pushed(1, 4, (9,), tokens=(4,), q=b""))
+    kept.put(pushed(1, 4, (8,), q=b"x" * 50))
+    assert len(kept) == 1
+    found = kept.begin(1, TokenSequence((*PROMPT, 9)))
+    assert found is not None
+    assert found.proposal.token_ids == (1, 2, 3)
+
+
+@virtually
+async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
+    link = ScriptedLink()
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(0, 3)
+    link.on_answer(pushed(1, 4, (9,)))
+    one.decide((9,), Counters())
+    drafted = await draft.propose(1, asked(2), NOISE)
+    assert (drafted.proposal.token_ids, drafted.ahead, drafted.source != "fallback") == (
+        (1, 2), True, True,
+    )  # fmt: skip
+    await asyncio.sleep(0)  # Whoever writes the verification to its stream has this turn.
+    assert len(link.sent) == 1
+    await asyncio.sleep(0)
+    assert len(link.sent) == 2
+    draft.settle(5)
+    link.on_answer(pushed(2, 5, (1, 7)))
+    one.decide((1, 7), Counters())
+    assert (await draft.propose(2, asked(3), NOISE)).ahead
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    prefill, first, second = link.sent
+    assert (prefill.held, prefill.num_draft_tokens, prefill.look_ahead) == ((), 3, 6)
+    # It has the prompt, and was told of what it proposed as far as that was cut.
+    assert (first.held, first.head.base_length, first.head.append) == ((1, 2), 4, (9,))
+    assert (second.held, second.head.base_length, second.head.append) == ((1, 2, 3), 6, (7,))
+
+
+@virtually
+async def test_a_push_that_crosses_the_question_answers_it() -> None:
+    """The answer that follows is the same, and is dropped; so is a push of another outcome. It is
+    not stale, also when its round is over; a third one would be."""
+    link = ScriptedLink()
+    one = session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
+    draft.prefill(0, 3)
+    one.decide((9,), Counters())
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.1, link.on_answer, pushed(1, 4, (8,), tokens=(5, 5, 5)))
+    loop.call_later(0.2, link.on_answer, pushed(1, 4, (9,)))
+    drafted = await draft.propose(1, asked(2), NOISE)
+    assert loop.time() == pytest.approx(0.2)
+    assert (drafted.proposal.token_ids, drafted.source != "fallback") == ((1, 2), True)
+    draft.settle(5)
+    link.on_answer(pushed(2, 5, (7,)))
+    one.decide((7,), Counters())
+    assert (await draft.propose(2, asked(3), NOISE)).ahead
+    link.on_answer(proposal(link.sent[1]))
+    assert draft._route._pool.num_stale == 0
+    link.on_answer(proposal(link.sent[1]))
+    assert draft._route._pool.num_stale == 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    one.decide((1,), Counters())
+    loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
+    await draft.propose(3, asked(2), NOISE)
+    link.on_answer(proposal(link.sent[-1]))
+    assert draft._route._pool.num_stale == 1
+    draft.close()
+
+
+@pytest.mark.parametrize(
+    ("look_ahead", "wanted", "pushes", "answered", "drafted_for"),
+    [
+        (6, 1, True, (), 1),
+        (6, 5, True, (), 2),  # A hit says nothing of tokens that it was not to have.
+        (6, 5, False, (1, 2), 2),  # As long as what was looked ahead for: it may be just that.
+        (6, 5, False, (1, 2, 3), 5),
+        (6, 5, False, (), 5),
+        (0, 5, False, (1, 2), 5),
+    ],
+)
+@virtually
+async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
+    look_ahead: int, wanted: int, pushes: bool, answered: tuple[int, ...], drafted_for: int
+) -> None:
+    """Behind a round of K = 2, for which the draft looked ahead."""
+
+    def answer(item: Any) -> ProposalReply:
+        length = item.head.committed_length
+        return ProposalReply(item.head.key, SealedProposal(answered), length, length)
+
+    link, one = ScriptedLink(None, answer), session()
+    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=look_ahead))
+    draft.prefill(0, 2)
+    if pushes:
+        link.on_answer(pushed(1, 4, (9,), tokens=(1, 2)))
+    one.decide((9,), Counters())
+    found = await draft.propose(1, asked(wanted), NOISE)
+    assert (found.ahead, found.num_asked) == (pushes, drafted_for)
+    if not pushes:
+        assert link.sent[1].held is None
