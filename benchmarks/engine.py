@@ -1,4 +1,4 @@
-"""`outrider bench engine`: many sessions at once, steps beside the library's, and verdicts.
+"""`outrider bench engine`: many sessions at once, and steps beside the library's.
 
 Every session continues a prompt of its own, 256 tokens, by its likeliest 128; EOS does not end it.
 Tokens a second are new tokens over the time from the first request to the last token, prefill
@@ -12,8 +12,6 @@ waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 toke
           median gap before
 steps     `verify_step_ms`: 5 new tokens over 256 cached ones of one session;
           `transformers_forward_ms`: the same in the library
-verdicts  `verdict_ms`, by rule: from logits [5, V] to the verdict, on one thread;
-          `draft_sampling_ms`: from logits [8,192] to a drawn token and its q
 
 A gap is the time between two tokens of one session as they come to the client; those of one
 message, for which the first of them has waited, share the time until the next message.
@@ -26,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
@@ -38,18 +35,12 @@ from transformers import DynamicCache
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import available_cores, build_engine
 from outrider.request import GenerateRequest, Tokens
-from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.logits_processing import NO_HISTORY
-from outrider.speculation.proposal import Proposal
-from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText
 
 from .acceptance import Answer, decode
@@ -61,8 +52,6 @@ from .report import Report, percentile
 
 SESSIONS: Final = (1, 4, 16, 32)
 GREEDY: Final = SamplingParams(temperature=0.0)
-SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.95)
-FLATTER: Final = SamplingParams(temperature=1.25, top_p=0.95)
 _STRIDE: Final = 7
 """Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
 and finds it cached."""
@@ -86,13 +75,6 @@ _REST_S: Final = 0.5
 CACHED_TOKENS: Final = 256
 STEP_TOKENS: Final = 5
 STEP_REPETITIONS: Final = 50
-
-NUM_DRAFT_TOKENS: Final = 4
-DRAFT_ENTRIES: Final = 8_192
-"""Width of the draft's logits: those of the target's first so many tokens."""
-NUM_CASES: Final = 40
-"""Verdicts' worth of rows: more than the processor's caches hold."""
-VERDICT_REPETITIONS: Final = 200
 
 
 class Prompts:
@@ -128,10 +110,6 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     if "steps" in options.parts:
         progress("steps")
         figures |= step_times(engine, target, prompts.take(1, CACHED_TOKENS)[0])
-    if "verdicts" in options.parts:
-        progress("verdicts")
-        length = min(room, NUM_CASES * (NUM_DRAFT_TOKENS + 1))
-        figures |= verdict_times(engine, prompts.take(1, length)[0])
     if {"sessions", "waits"} & set(options.parts):
         progress("starting the services")
         async with (
@@ -287,46 +265,3 @@ def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) ->
         verify, forward = medians_ms(works, STEP_REPETITIONS, undo)
     engine.release("step")
     return {"verify_step_ms": verify, "transformers_forward_ms": forward}
-
-
-def verdict_times(engine: Engine, prompt: tuple[int, ...]) -> dict[str, Any]:
-    """What verdicts and draft draws cost on one thread, on logits of the model reading `prompt`: K
-    = 4, top-p 0.95, temperature 1 (0 under greedy). A verdict is all that a target does between its
-    logits and its answer; a draft draw all that a draft does between logits and q."""
-    [logits] = engine.forward([SequenceStep("rows", prompt, num_logits=len(prompt))])
-    engine.release("rows")
-    rows = logits.cpu()
-    narrow = rows[:, :DRAFT_ENTRIES].contiguous()
-
-    def draw(index: int) -> None:
-        noise = RoundNoise(seed=7, rule=Rule.TOKEN, committed_length=100 + index)
-        draw_from_logits(narrow[index % len(narrow)][None], SAMPLED, [noise], [0])
-
-    def judge(cases: Sequence[Question], index: int) -> None:
-        verdicts_from_logits([cases[index % len(cases)]])
-
-    with torch.inference_mode(), on_threads(1):
-        works = [partial(judge, make_cases(rows, rule)) for rule in Rule]
-        *judged, drawn = medians_ms([*works, draw], VERDICT_REPETITIONS, warm_up=10)
-    return {
-        "vocab_size": rows.shape[1],
-        "verdict_ms": {rule.value: ms for rule, ms in zip(Rule, judged, strict=True)},
-        "draft_sampling_ms": drawn,
-    }
-
-
-def make_cases(rows: torch.Tensor, rule: Rule) -> list[Question]:
-    """Verdicts to take over `rows` [N, V], K + 1 at a time; what is left over is not used. The
-    draft's distribution is the target's, a little flatter."""
-    params, draft_params = (GREEDY, GREEDY) if rule is Rule.GREEDY else (SAMPLED, FLATTER)
-    cases, width = [], NUM_DRAFT_TOKENS + 1
-    for index in range(len(rows) // width):
-        logits = rows[index * width : (index + 1) * width]
-        noise = RoundNoise(seed=index, rule=rule, committed_length=100 + index)
-        drawn, _ = draw_from_logits(
-            logits[:-1], draft_params, [noise] * NUM_DRAFT_TOKENS, range(NUM_DRAFT_TOKENS)
-        )
-        q = tuple(q for _, q in drawn) if rule.needs_q else ()
-        proposal = Proposal(tuple(token_id for token_id, _ in drawn), q)
-        cases.append(Question(logits.clone(), params, NO_HISTORY, proposal, noise))
-    return cases

@@ -18,7 +18,7 @@ from .measurement import Decoding
 from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
-ENGINE_PARTS: Final = ("sessions", "waits", "steps", "verdicts")
+ENGINE_PARTS: Final = ("sessions", "waits", "steps")
 RANDOM_MODEL: Final = "random-7b"
 """For `bench device`: a Llama of 6.7 billion random parameters, made on the device."""
 

@@ -71,7 +71,7 @@ PURPOSES: Final = {
     "emulate": "ways to decode, by real services on emulated models of stated speed and acceptance",
     "overhead": "what rounds and requests cost beside the models, and how many one coordinator "
     "plays",
-    "engine": "many sessions at once, steps against the library's, and verdicts",
+    "engine": "many sessions at once, and steps against the library's",
     "acceptance": "how much of the target's text a draft would have proposed, and guessed",
     "device": "steps at batch 1 against the memory's speed",
 }

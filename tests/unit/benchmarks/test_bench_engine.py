@@ -1,7 +1,7 @@
-"""`bench engine`: its waits and verdicts against values known beforehand, and one small run."""
+"""`bench engine`: its waits against values known beforehand, and one small run."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,36 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 from toy_engine import ToyEngine
-from verdict_laws import score
 
 from benchmarks.engine import (
     LONG_TOKENS,
-    NUM_DRAFT_TOKENS,
     OWN_TOKENS,
     PREFIX_TOKENS,
     Prompts,
     _waits,
-    decode_with_engine,
     gaps,
-    make_cases,
 )
 from deploy.cli.main import main
 from outrider.client import Client
-from outrider.engine.interface import SequenceStep
-from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import verdicts_from_logits
-
-
-def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
-    engine = ToyEngine(8)
-    assert decode_with_engine(engine, [(1, 2), (3,)], 5) > 0
-    assert not engine.held
-    assert len(engine.batches) == 1 + 5
 
 
 def test_no_two_prompts_begin_alike() -> None:
@@ -66,7 +50,6 @@ def test_one_run_prints_every_figure(
 
     monkeypatch.setattr("benchmarks.engine.running_pair", running_pair)
     monkeypatch.setattr("benchmarks.engine.SESSIONS", (1, 2))
-    monkeypatch.setattr("benchmarks.engine.VERDICT_REPETITIONS", 3)
     directory = save_tiny_model(
         tmp_path / "model", vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
     )
@@ -78,40 +61,13 @@ def test_one_run_prints_every_figure(
         assert all(rate > 0 for rate in sessions.values())
     assert found["verify_step_ms"] > 0
     assert found["transformers_forward_ms"] > 0
-    assert set(found["verdict_ms"]) == {"token", "block", "coupled", "greedy"}
-    assert found["draft_sampling_ms"] > 0
     assert not {"prefix_ratio", "gap_ratio"} & set(found), "the model is too short"
-
-
-@pytest.mark.parametrize("rule", list(Rule))
-def test_what_is_timed_is_the_verdict(rule: Rule) -> None:
-    engine = ToyEngine(512, max_model_len=64)
-    [rows] = engine.forward([SequenceStep("rows", tuple(range(21)), 21)])
-    found = make_cases(rows, rule)
-    assert len(found) == 4  # one row of 21 is left over
-    for case in found:
-        assert len(case.proposal.q) == (NUM_DRAFT_TOKENS if rule.needs_q else 0)
-        expected = score(target_probabilities(case.logits, case.params), case.proposal, case.noise)
-        (verdict,) = verdicts_from_logits([case])
-        assert verdict.correction == expected.correction
-        assert verdict.accept_probability == pytest.approx(expected.accept_probability, abs=1e-6)
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
     """Two tokens at 1 s, one at 2 s, one at 5 s; a gap that lies outside in part counts."""
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 0.0, 9.0) == [0.5, 0.5, 3.0]
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 3.0, 4.0) == [3.0]
-    assert gaps([[1.0, 2.0], [1.5, 2.5]], 2.0, 2.1) == [1.0]
-
-
-class CountingEngine(ToyEngine):
-    """Counts what it reads."""
-
-    num_tokens = 0
-
-    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        self.num_tokens += sum(len(step.token_ids) for step in steps)
-        return super().forward(steps)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +77,9 @@ class CountingEngine(ToyEngine):
 async def test_waits_are_measured_as_far_as_the_model_is_long_enough(
     max_model_len: int, known: int, tmp_path: Path
 ) -> None:
-    """A prefix that was seen before is read from the cache, and a long prompt takes longer."""
-    engine = CountingEngine(64, max_model_len=max_model_len, num_pages=8192)
+    engine = ToyEngine(64, max_model_len=max_model_len, num_pages=8192)
     prompts = Prompts(np.random.default_rng(1).integers(64, size=10_000).tolist())
     async with running_stack(engine, None, tmp_path) as stack:
         found = await _waits(stack.client, prompts, max_model_len)
     assert len(found) == known
     assert all(value > 0 for value in found.values())
-    if known == 3:
-        assert engine.num_tokens < PREFIX_TOKENS + 4 * OWN_TOKENS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,32 +27,21 @@ class Side(BenchClient):
         return Completion(tokens, 0.0, 1.0, num_accepted_draft_tokens=drafted * self.accepts)
 
 
-async def report(side: Side, tmp_path: Path) -> dict[str, Any]:
+@pytest.mark.parametrize("side", [Side(), Side(differs="b"), Side(accepts=0)])
+async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Path) -> None:
+    """A difference fails, and so do drafts that were never accepted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
     options = IdentityOptions(prompts=prompts, num_draft_tokens=(1, 8))
     subject = Subject(
         client=side, model="m", draft_model="d", dtype="auto", num_draft_tokens=4, target=None
     )
-    return {**(await run(options, subject, lambda line: None)).values}
-
-
-async def test_all_ways_are_held_against_plain_decoding(tmp_path: Path) -> None:
-    side = Side()
-    found = await report(side, tmp_path)
-    assert found["failed"] == 0
+    found = (await run(options, subject, lambda line: None)).values
+    assert (found["failed"] > 0) == (side.differs != "" or side.accepts == 0)
     assert [(row["way"], row["num_draft_tokens"]) for row in found["ways"][:4]] == [
         ("alone", 1), ("alone", 8), ("beside", 1), ("beside", 8),
     ]  # fmt: skip
+    assert found["ways"][0]["different"] == ([1] if side.differs else [])
     coupled = [call for call in side.calls if call.rule is Rule.COUPLED]
     assert {(call.seed, call.temperature) for call in coupled} == {(0, 1.0), (1, 1.0)}
     assert sum(call.num_draft_tokens == 0 for call in coupled) == 4  # With and without a context.
-
-
-@pytest.mark.parametrize("side", [Side(differs="b"), Side(accepts=0)])
-async def test_a_difference_fails_and_so_do_drafts_that_were_never_accepted(
-    side: Side, tmp_path: Path
-) -> None:
-    found = await report(side, tmp_path)
-    assert found["failed"] > 0
-    assert found["ways"][0]["different"] == ([1] if side.differs else [])

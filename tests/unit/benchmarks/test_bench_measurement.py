@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Contestant, Decoding, measure, medians_ms
+from benchmarks.measurement import Contestant, Decoding, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
-from outrider.errors import InvariantError, OutriderError, Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
 
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
-
 WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
 
 
@@ -43,13 +42,13 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
         ("p2", "plain"), ("p2", "drafted"),
     ]  # fmt: skip
     assert [results[name].seconds for name in ("plain", "speculative")] == [6.0, 3.0]
-    assert results["speculative"].tokens_per_second == 10.0
     assert {len(result.completions) for result in results.values()} == {3}
     assert side.most_running == 1
 
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
-    """Later prompts end sooner here, so results in the order of their end would be reversed."""
+    """Later prompts end sooner here, so results in the order of their end would be reversed. Either
+    side comes first with every second prompt, so with prompts of all categories."""
     side = ScriptedSide(lambda prompt, decoding: (10 + int(prompt.text[1:]), 9.0)
                         if prompt.text[0] == "p" else (1, 1.0))  # fmt: skip
     results = await measure(PROMPTS, pair(side, concurrency=3), silent)
@@ -58,11 +57,9 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
         assert [len(done.token_ids) for done in result.completions] == [10, 11, 12, 13, 14]
         # Two turns of 3 and 2 prompts, each of which runs at a time.
         assert result.seconds == 18.0
-    measured = [kind for text, kind in side.log if text[0] == "p"]
-    assert measured == ["plain"] * 3 + ["drafted"] * 3 + ["drafted"] * 2 + ["plain"] * 2
-    # Either side comes first with every second prompt, so with prompts of all categories.
-    texts = [text for text, _ in side.log if text[0] == "p"]
-    assert texts == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
+    log = [(text, kind) for text, kind in side.log if text[0] == "p"]
+    assert [kind for _, kind in log] == ["plain"] * 3 + ["drafted"] * 5 + ["plain"] * 2
+    assert [text for text, _ in log] == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
 
 
 async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() -> None:
@@ -76,8 +73,7 @@ async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() ->
     side = Failing(lambda prompt, decoding: (10, 50.0))
     with pytest.raises(Unavailable, match="gone"):
         await measure(PROMPTS, pair(side, concurrency=3), silent)
-    assert side.running == 0
-    assert side.cancelled == 2
+    assert (side.running, side.cancelled) == (0, 2)
 
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
@@ -99,17 +95,3 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
     assert dropped == ["speculative: the library broke"]
     assert list(results) == ["plain"]
     assert len(results["plain"].completions) == len(PROMPTS)
-
-
-async def test_an_empty_completion_is_no_measurement() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (0 if prompt.text == "p0" else 1, 1.0))
-    with pytest.raises(InvariantError, match="plain decoded 0 tokens"):
-        await measure(PROMPTS, pair(side), silent)
-
-
-def test_works_in_this_process_take_turns_and_are_undone() -> None:
-    order: list[str] = []
-    works = [lambda index: order.append(f"a{index}"), lambda index: order.append(f"b{index}")]
-    times = medians_ms(works, 2, lambda: order.append("undone"), warm_up=1)
-    assert len(times) == 2
-    assert order == [word for i in (-1, 0, 1) for name in "ab" for word in (f"{name}{i}", "undone")]
