@@ -1,15 +1,19 @@
-"""A simulated fleet against what can be reckoned by hand."""
+"""`outrider plan --simulate`: what it reads and prints, and a fleet against what can be reckoned by
+hand."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.planner.fleets import keeps, smallest
+from deploy.cli.main import main
+from deploy.planner.fleets import keeps, of_numbers, smallest
 from deploy.planner.round_times import Line, Option, ServiceTimes
 from deploy.planner.simulation import (
     Fleet,
@@ -20,70 +24,49 @@ from deploy.planner.simulation import (
     simulate,
 )
 from outrider.engine.step_costs import StepCosts
+from outrider.errors import SettingError
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
 
-TARGET = StepCosts((1, 4096), (0.020, 0.020))
-"""20 ms, whatever is in it."""
-DRAFT = StepCosts((1, 4096), (0.001, 0.001))
+ALL = (1.0,) * 4
+FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
+TIMES = ServiceTimes(
+    target=StepCosts((1, 4096), (0.020, 0.020)), draft=StepCosts((1, 4096), (0.001, 0.001))
+)
+"""20 ms and 1 ms, whatever is in a step."""
 
 
-TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
-
-
-def _model(*survival: float) -> Pair:
+def _pair(*survival: float, **way: Any) -> Pair:
     """A model that draws all K tokens in every round."""
     num = len(survival)
-    return Pair(survival=survival, way=_way(num, num, num), times=TIMES)
-
-
-def _way(num: int, proposed: float, steps: float) -> Option:
-    return Option(
-        rule=Rule.TOKEN, num_draft_tokens=num, proposed_per_round=proposed, steps_per_round=steps
-    )
-
-
-def _ahead(pair: Pair, look_ahead: int, hit_rate: float) -> Pair:
-    return replace(pair, way=replace(pair.way, look_ahead=look_ahead, hit_rate=hit_rate))
-
-
-ALL, NONE, PLAIN = _model(1.0, 1.0, 1.0, 1.0), _model(0.0, 0.0, 0.0, 0.0), _model()
+    known = {"num_draft_tokens": num, "proposed_per_round": num, "steps_per_round": num}
+    return Pair(survival=survival, way=Option(rule=Rule.TOKEN, **known | way), times=TIMES)
 
 
 def _scenario(
-    sessions: int = 1,
-    targets: int = 1,
-    drafts: int = 1,
-    coordinators: int = 1,
-    seats: int = 64,
-    times: Mapping[str, object] | None = None,
-    pair: Pair = NONE,
-    workload: Workload | None = None,
-    target_seats: int | None = None,
-    **changes: object,
-) -> Scenario:
-    bounds = {"max_num_seqs": seats, "target_max_num_seqs": target_seats or seats}
-    changed: dict[str, Any] = {**bounds, **(times or {})}
-    pair = replace(pair, times=replace(TIMES, **changed))
+    sessions: int = 1, targets: int = 1, drafts: int = 1, seats: int = 64,
+    times: Mapping[str, Any] | None = None, pair: Pair | None = None,
+    workload: Workload | None = None, **changes: Any,
+) -> Scenario:  # fmt: skip
+    changed = {"max_num_seqs": seats, "target_max_num_seqs": seats, **(times or {})}
     asked = workload or Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf)
-    found: dict[str, object] = {"coordinator_s": 0.0, "warm_up_s": 1.0, "seconds": 4.0, **changes}
     return Scenario(
-        fleet=Fleet(targets=targets, drafts=drafts, coordinators=coordinators),
+        fleet=Fleet(targets=targets, drafts=drafts),
         workload=asked,
-        pair=pair,
-        **found,  # type: ignore[arg-type]
+        pair=replace(pair or _pair(0.0, 0.0, 0.0, 0.0), times=replace(TIMES, **changed)),
+        **{"coordinator_s": 0.0, "warm_up_s": 1.0, "seconds": 4.0, **changes},
     )
 
 
-def _simulated(**changes: object) -> FleetFigures:
-    return simulate(_scenario(**changes))  # type: ignore[arg-type]
+def _simulated(**changes: Any) -> FleetFigures:
+    return simulate(_scenario(**changes))
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
     """Verdict 20, rest 2 with the coordinator's 0.3 in it, wait 0.5 + 2 * 4 * 1, link 3 ms; and
     with all tokens accepted each round brings five."""
     found = _simulated(
-        pair=ALL,
+        pair=_pair(*ALL),
         times={"wait": Line(0.0005, 2.0), "rest_s": 0.002, "round_trip_s": 0.003},
         coordinator_s=0.0003,
     )
@@ -99,7 +82,7 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 def test_plain_decoding_waits_for_no_draft() -> None:
     """1.5 * 20 + 1 ms a token, told in bunches."""
-    found = _simulated(pair=PLAIN, drafts=0, times={"plain": Line(0.001, 1.5)})
+    found = _simulated(pair=_pair(), drafts=0, times={"plain": Line(0.001, 1.5)})
     assert found.tokens_per_second == pytest.approx(1 / 0.031, abs=0.6)
     assert (found.draft_ms, found.busy[1]) == (0, 0)
 
@@ -107,7 +90,7 @@ def test_plain_decoding_waits_for_no_draft() -> None:
 def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
     """Half of the rounds propose four tokens, all of them right: three a round, 20 ms each.
     False alarm of the bound, five standard errors: 1e-6."""
-    half = Pair(survival=(1.0,) * 4, way=_way(4, 2.0, 0.0), times=TIMES)
+    half = _pair(*ALL, proposed_per_round=2.0, steps_per_round=0.0)
     found = _simulated(pair=half, drafts=0, sessions=8, times={"draft": None})
     assert found.busy[1] == 0
     rounds = found.rounds_per_second * 4
@@ -118,7 +101,7 @@ def test_a_round_accepts_by_its_survival() -> None:
     """Tokens a round are 1 + 0.8 + 0.5 + 0.1; five standard errors of some 2,000 rounds, and
     0.005 for what the draft draws beside."""
     survival = (0.8, 0.5, 0.1)
-    found = _simulated(sessions=16, pair=_model(*survival))
+    found = _simulated(sessions=16, pair=_pair(*survival))
     rounds = found.rounds_per_second * 4
     second = 0.8 + 3 * 0.5 + 5 * 0.1  # sum of (2n - 1) P(n or more)
     error = math.sqrt((second - 1.4**2) / rounds)
@@ -131,17 +114,6 @@ def test_a_full_target_serves_its_seats_in_each_step() -> None:
     assert found.rounds_per_second == pytest.approx(4 / 0.020, rel=0.01)
     assert found.sessions_per_step == 4
     assert found.busy[0] == pytest.approx(1.0, abs=0.01)
-
-
-def test_a_draft_may_share_its_steps_otherwise_than_a_target() -> None:
-    """Of sixteen sessions one is drafted for at a time, in 16 ms, or all are; four share a target's
-    step."""
-    slow = {"draft": StepCosts((1, 64), (0.004,) * 2), "target": StepCosts((1, 64), (0.080,) * 2)}
-    few = _simulated(sessions=16, targets=4, seats=1, target_seats=4, times=slow)
-    many = _simulated(sessions=16, targets=4, seats=16, target_seats=4, times=slow)
-    assert few.rounds_per_second == pytest.approx(1 / 0.016, rel=0.03)
-    assert many.rounds_per_second > 1.2 * few.rounds_per_second
-    assert many.draft_ms < 0.5 * few.draft_ms
 
 
 def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
@@ -167,25 +139,16 @@ def test_a_rate_is_served_as_it_comes() -> None:
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """K = 4: where each outcome is there in time a round is the target's 20 ms; of a quarter that
     are missed it is 4 ms more (five standard errors of 200 rounds)."""
-    found = _simulated(pair=_ahead(NONE, 5, 1.0))
+    found = _simulated(pair=_pair(0.0, 0.0, 0.0, 0.0, look_ahead=5, hit_rate=1.0))
     assert found.rounds_per_second == pytest.approx(1 / 0.020, rel=0.02)
     assert found.hit_rate == pytest.approx(1.0, abs=0.02)
-    found = _simulated(pair=_ahead(_model(0.8, 0.6, 0.5, 0.4), 8, 0.75))
+    found = _simulated(pair=_pair(0.8, 0.6, 0.5, 0.4, look_ahead=8, hit_rate=0.75))
     error = math.sqrt(0.75 * 0.25 / (found.rounds_per_second * 4))
     assert found.hit_rate == pytest.approx(0.75, abs=5 * error)
     assert found.draft_ms == pytest.approx(4 * (1 - found.hit_rate), rel=0.2)
 
 
-def test_a_scenario_always_comes_to_the_same() -> None:
-    workload = Workload(rate=8.0, prompt_tokens=16, answer_tokens=30)
-    scenario = _scenario(
-        targets=3, drafts=2, coordinators=2, workload=workload, coordinator_s=0.0003,
-        pair=_model(0.8, 0.6), seconds=5.0,
-    )  # fmt: skip
-    assert simulate(scenario) == simulate(scenario)
-
-
-SIZED = _scenario(sessions=6, seats=2, pair=ALL, seconds=1.0, warm_up_s=0.5)
+SIZED = _scenario(sessions=6, seats=2, pair=_pair(*ALL), seconds=1.0, warm_up_s=0.5)
 """A round of 24 ms brings five tokens: 4.8 ms a token where nothing is waited for."""
 
 
@@ -209,3 +172,82 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
     assert (stated.drafts, stated.coordinators) == (3, 2)
     assert _smallest(4.7, "target", "draft", "coordinator") is None  # One session takes longer.
     assert _smallest(6.0, "draft", targets=1) is None
+
+
+def test_numbers_say_what_is_simulated() -> None:
+    """About the emulated pair's by default: 18.3 ms for 16 rows, 1.3 for 64."""
+    pair = of_numbers("", 64, 64)
+    for rows, ms in ((1, 18.3), (16, 18.3), (32, 36.6), (16 * 1_000, 18_300)):
+        assert pair.times.target.step_seconds(rows) == pytest.approx(ms / 1e3)
+    assert pair.survival == pytest.approx([0.8**n for n in range(1, 7)])
+    table = of_numbers(
+        "verify_ms=1:20/101:30, acceptance=0.9/0.5,num_draft_tokens=3,look_ahead=4,hit_rate=0.7,"
+        "draft_ms=1.3,rest_ms=2",
+        target_seats=7,
+        draft_seats=5,
+    )
+    assert table.times.target.step_seconds(51) == pytest.approx(0.025)
+    assert table.survival == pytest.approx((0.9, 0.45, 0.225))
+    assert (table.way.look_ahead, table.way.hit_rate) == (4, 0.7)
+    assert table.times.draft is not None
+    assert table.times.draft.step_seconds(7) == pytest.approx(0.0013)
+    assert (table.times.rest_s, table.seats("target"), table.seats("draft")) == (0.002, 7, 5)
+    assert table.times.plain.at(0.02) == pytest.approx(0.022)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("speed=1", "speed='1'"),
+        ("verify_ms=4:1/2:3", "whose rows ascend"),
+        ("acceptance=nan", "acceptance='nan'"),
+    ],
+)
+def test_wrong_numbers_are_named(text: str, named: str) -> None:
+    with pytest.raises(SettingError, match="from_numbers") as caught:
+        of_numbers(text, 64, 64)
+    assert named in caught.value.reason
+
+
+def test_a_saved_report_is_simulated_without_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every load on every fleet, always with the same result."""
+    pair = of_numbers("look_ahead=2,hit_rate=0.5", 8, 8)
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert main(["plan", "--simulate", "--from-report", str(path), *FLEET]) == 2
+    assert f"error: --from-report: {path} is not " in capsys.readouterr().err
+    path.write_text(json.dumps({"pair": asdict(pair)}))
+    flags = (
+        "plan", "--simulate", "--from-report", str(path), "--sessions", "2,4", "--targets", "1,2",
+        "--drafts", "1", "--coordinators", "1", "--simulated-seconds", "2",
+        "--json",
+    )  # fmt: skip
+    assert main(flags) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    report = json.loads(shown.out)
+    assert [(one["load"]["sessions"], one["fleet"]["targets"]) for one in report["fleets"]] == [
+        (2, 1), (2, 2), (4, 1), (4, 2)
+    ]  # fmt: skip
+    assert report["pair"]["way"]["look_ahead"] == 2
+    for one in report["fleets"]:
+        assert one["figures"]["tokens_per_second"] > 0
+    assert main(flags) == 0
+    assert capsys.readouterr().out == shown.out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tpot_ms", "said"),
+    [("rest_ms=1", "15", "keep 15 ms a token"), ("", "1", "keeps 1 ms a token")],
+)
+def test_the_smallest_fleet_is_named(
+    numbers: str, tpot_ms: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or that there is none; progress goes to standard error."""
+    load = ("--sessions", "2", "--simulated-seconds", "1", "--prompt-tokens", "16")
+    assert main(["plan", "--simulate", "--from-numbers", numbers, *load, "--tpot-ms", tpot_ms]) == 0
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.out.split())
+    assert "ms a token for 99 % of them" in shown.err

@@ -143,15 +143,6 @@ def test_at_temperature_1_they_are_so_in_the_mean(draft: DraftConfig, rule: Rule
     assert told.by_position[0] == pytest.approx(first, abs=0.056)
 
 
-def test_a_sure_draft_is_accepted_whole_and_guessed() -> None:
-    """The target as its own draft: every token, and every bonus at the first guess."""
-    sample = _sample(MODEL, 1.0, draft_salt=1)
-    found = total(scripted(MODEL, sample, Rule.COUPLED, 4))
-    assert found.by_position[:4] == pytest.approx((1.0,) * 4, abs=0.01)
-    guessing = sample.guessing[Rule.COUPLED]
-    assert guessing.hit_rates([1.0] * 4)[0] == pytest.approx(1.0, abs=0.01)
-
-
 TARGET = StepCosts((1, 9), (0.010, 0.018))
 DRAFT = StepCosts((1, 9), (0.002, 0.003))
 TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
