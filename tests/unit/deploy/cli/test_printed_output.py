@@ -16,9 +16,9 @@ import pytest
 from models import byte_level_tokenizer
 from recorded import record, run_here
 from rich.console import Console
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
-from deploy.cli import describe, generate
+from deploy.cli import generate
 from deploy.cli.generate import STYLES, Printer, logprob_table
 from deploy.cli.main import main
 from deploy.cli.output import Progress, progress, show
@@ -57,13 +57,6 @@ def test_work_that_takes_long_is_said_again(
     found = lines(capsys)
     assert len(found) >= 4
     assert found == ["loading", *["loading (0 s)"] * (len(found) - 2), "starting"]
-    told.update("starting: 1 of 2")
-    time.sleep(1.5 * PERIOD_S)
-    assert lines(capsys)[0] == "starting: 1 of 2 (0 s)"
-    told.rest()
-    told.update("nothing goes on")
-    time.sleep(2 * PERIOD_S)
-    assert lines(capsys) == []
     told("stopping", at_once=False)
     told.rest()
     time.sleep(2 * PERIOD_S)
@@ -78,28 +71,17 @@ def test_a_quiet_one_says_warnings_alone(
 ) -> None:
     told.quiet = True
     told("loading")
-    told.begin("training")
     told("warning: no tokenizer")
     told.relay("outrider: loading")
     told.relay("outrider: warning: keys are seen")
     assert lines(capsys) == ["warning: no tokenizer", "warning: keys are seen"]
 
 
-@pytest.mark.parametrize(("words", "quiet"), [((), False), (("--json",), True), (("-q",), True)])
-def test_json_and_quiet_turn_it_off(
-    words: tuple[str, ...], quiet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    monkeypatch.setattr(describe.drafters, "callback", lambda _: found.append(progress.quiet) or 0)
-    assert main(["drafters", *words]) == 0
-    assert found == [quiet]
-
-
 def test_what_a_detached_process_says_is_said_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it comes, without errors, which end the command, and without what its libraries log;
-    until it has recorded that it serves, or has gone."""
+    """Without errors, which end the command, and what its libraries log; until it has recorded
+    that it serves, or has gone."""
     said = b"outrider: loading\nI0000 a library\noutrider: error: none\n"
     monkeypatch.setattr(progress, "quiet", False)
     (tmp_path / "serve.log").write_bytes(said)
@@ -125,65 +107,37 @@ class _Recorder(Console):
         self.pieces.append((text, style))
 
 
-def _tokens(ids: tuple[int, ...], text: str, *origins: Origin) -> Tokens:
-    return Tokens(0, ids, text, origins, ())
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    """Token 0 is `a`, 1 is `bb`, 2 is `ccc`."""
+@pytest.mark.parametrize("known", [True, False])
+def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
+    """Also where an event has text of earlier tokens, or breaks off inside one. Without a
+    tokenizer all of it has the colour that most of its tokens have."""
     vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
-    from tokenizers import decoders
-
     made.decoder = decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_each_token_has_the_colour_of_its_origin(tokenizer: str, known: bool) -> None:
-    """The text of an event is split where its tokens end. Without a tokenizer all of it has the
-    colour that most of its tokens have."""
     console = _Recorder()
-    printer = Printer(tokenizer if known else "", console)
-    printer.show(_tokens((1, 0, 2), "bbaccc", A, A, C))
-    split = [("bba", STYLES[A]), ("ccc", STYLES[C])] if known else [("bbaccc", STYLES[A])]
-    assert console.pieces == split
-    printer.show(_tokens((), "tail"))
-    assert console.pieces[len(split) :] == [("tail", STYLES[B])]
-
-
-def test_text_that_lags_keeps_its_colours(tokenizer: str) -> None:
-    """A delta may hold the text of earlier tokens, or break off inside one."""
-    console = _Recorder()
-    printer = Printer(tokenizer, console)
-    printer.show(_tokens((1,), "", A))
-    printer.show(_tokens((2,), "bbc", C))
-    printer.show(_tokens((0,), "cca", B))
-    assert console.pieces == [
-        ("bb", STYLES[A]), ("c", STYLES[C]), ("cc", STYLES[C]), ("a", STYLES[B]),
-    ]  # fmt: skip
+    printer = Printer(str(tmp_path) if known else "", console)
+    for ids, text, origins in (
+        ((1, 0, 2), "bbaccc", (A, A, C)),
+        ((1,), "", (A,)),
+        ((2,), "bbc", (C,)),
+        ((0,), "cca", (B,)),
+        ((), "tail", ()),
+    ):
+        printer.show(Tokens(0, ids, text, origins, ()))
+    each = "bba:A ccc:C bb:A c:C cc:C a:B tail:B" if known else "bbaccc:A bbc:C cca:B tail:B"
+    pieces = [one.split(":") for one in each.split()]
+    assert console.pieces == [(text, STYLES[{"A": A, "B": B, "C": C}[of]]) for text, of in pieces]
 
 
 @pytest.mark.parametrize(
-    ("given", "prompt"),
-    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"a", "a"), (b" \n", " ")],
+    ("given", "prompt"), [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"a", "a")]
 )
 def test_a_line_feed_ends_a_prompt_on_standard_input(
     given: bytes, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
     assert generate._text("-") == prompt
-
-
-def test_an_empty_line_on_standard_input_is_no_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\r\n")))
-    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 2
-    said = "outrider: error: PROMPT: standard input has no text; it must have a character or more\n"
-    assert capsys.readouterr().err == said
 
 
 def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from recorded import RAY, record, run_here
 
 from deploy.cli.main import main
 from deploy.fleet.local_state import publish, state_directory
-from deploy.fleet.preflight import listeners
 from deploy.fleet.reconciler import changed
 from deploy.fleet.replica import Overview, ReplicaView
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
@@ -78,9 +77,7 @@ class Fleet:
     async def change(self, values: dict[str, Any]) -> AutoscaleConfig:
         if self.refusal is not None:
             raise self.refusal
-        found = changed(self.given, values)
-        if not self.given.address:
-            listeners(found)
+        changed(self.given, values)
         self.changes.append(values)
         if values.keys() <= {*BOUND_SETTINGS}:
             self.scaling = replace(self.scaling, **values)
@@ -136,18 +133,13 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     [
         (["scale", "drafts=4"], "drafts=4: is wrong; it must be ROLE=N, and ROLE coordinator, "),
         (["scale", "draft=1", "draft=2"], "draft=2: draft is given twice"),
-        (["scale", "draft="], "it must be 0 to"),
-        (["scale", "draft=1025"], "'1025' is wrong"),
         (["scale", "target=0"], "error: target=0: '0' is wrong; it must be 1 to 1024"),
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is wrong; it must be from 0 to 86400"),
-        (["scale", "draft=1", "--wait", "nan"], "error: --wait: nan is wrong"),
         (["autoscale", "target=0:2"], "target=0:2: it must be within 1:1024, or off"),
-        (["autoscale", "draft=3:2"], "draft=3:2: it must be LEAST:MOST, the lesser first, or off"),
         (["autoscale", "nobody=1:2"], "it must be ROLE=LEAST:MOST, and ROLE coordinator, target o"),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot be another one while a deploym"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
         (["upgrade", "--api-key", "k" * 20], "--api-key: cannot change while a deployment runs: a"),
-        (["upgrade", "--ngram-min", "5", "--ngram-max", "4"], "--ngram-min: "),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
@@ -238,18 +230,10 @@ def test_bounds_are_told_role_by_role(capsys: pytest.CaptureFixture[str], fleet:
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: off\n"
 
 
-def test_settings_are_the_bounds_at_first() -> None:
-    config = load_config({"autoscale_targets": "2:5", "autoscale_calm_s": 9}, {})
-    assert config.autoscale.bounds == {"target": (2, 5)}
-    with pytest.raises(ConfigError, match=r"autoscale_drafts.*it must be LEAST:MOST"):
-        load_config({"autoscale_drafts": "many"}, {})
-
-
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """What runs already, where its cluster is seen from here, and the name that a deployment has
-    made for itself are no changes."""
+    """What runs already, and where its cluster is seen from here, are no changes."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
     assert main(["upgrade", *words, "--json"]) == 0
@@ -263,47 +247,29 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
     fleet.given = load_config(GIVEN | {"deployment_name": "there"}, {})
     there = ["--address", "far:2", "--deployment-name", "there", "--max-num-seqs", "7"]
     assert main(["upgrade", *there]) == 0
-    fleet.given = load_config(GIVEN | {"deployment_name": ""}, {})
-    assert main(["upgrade", "--deployment-name", "d", "--max-num-seqs", "7"]) == 0
-    assert fleet.changes == 3 * [{"max_num_seqs": 7}]
-    assert fleet.opened[2:] == [("far:2", "outrider-there"), (RAY, "outrider-d")]
+    assert fleet.changes == 2 * [{"max_num_seqs": 7}]
+    assert fleet.opened[2:] == [("far:2", "outrider-there")]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--max-num-seqs", "7"], "max_num_seqs"),
-        (["--draft-model", "emulated"], "the upgrade that runs already"),
-    ],
-)
 def test_what_is_left_of_an_upgrade_is_told(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet, words: list[str], named: str
+    capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
     """Also of one that another command has begun."""
     fleet.stale = [2]
-    assert main(["upgrade", *words]) == 0
-    assert capsys.readouterr().out == f"{named}: replicas still to be replaced: 2\n"
-    assert main(["upgrade", *words, "--wait", "0.1"]) == 1
-    assert "not done after 0.1 s: see `outrider status`" in capsys.readouterr().err
+    words = ["upgrade", "--draft-model", "emulated"]
+    assert main(["upgrade", "--max-num-seqs", "7"]) == 0
+    assert capsys.readouterr().out == "max_num_seqs: replicas still to be replaced: 2\n"
     fleet.failures = ("target-2 did not start: no memory",)
-    assert main(["upgrade", *words, "--wait", "0.1"]) == 1
+    assert main([*words, "--wait", "0.1"]) == 1
     assert "not done after 0.1 s: target-2 did not start: no memory" in capsys.readouterr().err
     fleet.stale = [2, 1, 0]
-    assert main(["upgrade", *words, "--wait", "60"]) == 0
-    assert capsys.readouterr().out == f"{named}: done\n"
+    assert main([*words, "--wait", "60"]) == 0
+    assert capsys.readouterr().out == "the upgrade that runs already: done\n"
 
 
 def test_an_upgrade_that_is_refused_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """On one machine, also ports of two roles that are the same. In a cluster replicas are on
-    several, and each has all ports."""
-    same = ["--target-port", "47001", "--draft-port", "47001"]
-    assert main(["upgrade", *same]) == 0
-    fleet.given = load_config({k: v for k, v in GIVEN.items() if k != "address"}, {})
-    assert main(["upgrade", *same]) == 2
-    assert "--draft-port: 47001 is a port of target_port, too" in capsys.readouterr().err
-    assert len(fleet.changes) == 1
     fleet.refusal = ConfigError("engine: has another vocabulary")
     assert main(["upgrade", "--engine", "emulated:vocab_size=9"]) == 2
     assert "engine: has another vocabulary" in capsys.readouterr().err

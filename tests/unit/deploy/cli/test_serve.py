@@ -6,24 +6,21 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 import recorded
 from recorded import record
 
-from deploy.cli import options, status
+from deploy.cli import options
 from deploy.cli.main import main, parse
-from deploy.cli.options import Connection, connected
+from deploy.cli.options import connected
 from deploy.cli.output import program, progress
 from deploy.cli.serve import _until_it_fails, endpoints_text
-from deploy.cli.status import ask_registry
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.local_state import (
     FILE_NAME,
@@ -35,10 +32,9 @@ from deploy.fleet.local_state import (
     withdraw,
 )
 from deploy.fleet.replica import Overview, ReplicaView
-from outrider.client.grpc_transport import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable
-from outrider.registry.registry import ROLES, Role
+from outrider.registry.registry import Role
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,42 +105,6 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
         await serving
 
 
-async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_password(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is no process of Ray's, and has no flag for a password."""
-    monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
-    way = {"url": "redis://h:1", "key_prefix": "ours:", "asks_for_password": True}
-    known, error = await ask_registry(recorded.record(redis=way), 5.0)
-    host = socket.gethostname()
-    assert (known, error) == (
-        {},
-        f"redis_password: is not known on {host}; set OUTRIDER_REDIS_PASSWORD for this command",
-    )
-
-
-async def test_status_asks_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--timeout` is what it takes at most."""
-    recorded.run_here(state_directory(os.environ), recorded.record())
-    together = asyncio.Barrier(4)
-
-    async def registry(*_: object) -> tuple[dict[str, Any], None]:
-        await together.wait()
-        return {}, None
-
-    async def ask(role: Role, address: str, *_: object) -> dict[str, Any]:
-        await together.wait()
-        return {"address": address, "serving": role != "draft"}
-
-    monkeypatch.setattr(status, "ask_registry", registry)
-    monkeypatch.setattr(status, "_ask", ask)
-    async with asyncio.timeout(5):
-        found = await status._status(parse(["status"]))
-    assert [found[f"{role}s"][0]["address"] for role in ROLES] == ["h:1", "h:2", "h:3"]
-    assert found["serving"]
-    assert not found["drafts"][0]["serving"]
-
-
 async def test_commands_wait_while_the_only_coordinator_is_replaced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,11 +134,6 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
             assert client.address == known.find() == "h:9"
         withdraw(state)
         assert known.find() == ""
-    async with Connection("h:1", api_key="a-key").client(tries_again=False) as client:
-        transport: Any = client._transport
-        assert client.address == "h:1"
-        assert transport._resume_timeout_s == 0
-        assert transport._pool.begin()._metadata == key_metadata("a-key")
 
 
 @pytest.fixture
