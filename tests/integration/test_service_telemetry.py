@@ -43,9 +43,7 @@ GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.req
 
 
 @asynccontextmanager
-async def observed_stack(
-    exports: dict[str, Exports], directory: Path, detail: CoordinatorConfig = DETAIL
-) -> AsyncIterator[Stack]:
+async def observed_stack(exports: dict[str, Exports], directory: Path) -> AsyncIterator[Stack]:
     """The three services, each with exports of its own as if it had a process of its own."""
     steps = {
         role: ObservedSteps(exports[role].tracer, exports[role].meter, role) for role in ROLES[1:]
@@ -53,7 +51,7 @@ async def observed_stack(
     coordinator = exports["coordinator"]
     async with toy_stack(
         directory,
-        observation=ObservedRequests(coordinator.tracer, coordinator.meter, detail),
+        observation=ObservedRequests(coordinator.tracer, coordinator.meter, DETAIL),
         target_observer=steps["target"],
         draft_observer=steps["draft"],
         look_ahead=0,  # Every proposal is then asked for, and has its spans.
@@ -86,10 +84,6 @@ class Memory:
         (resource,) = data.resource_metrics
         (scope,) = resource.scope_metrics
         return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
-
-    def value(self, role: str, name: str) -> float:
-        (point,) = self.metrics(role)[name]
-        return float(point.value)
 
 
 def service(span: ReadableSpan) -> str:
@@ -140,8 +134,7 @@ async def test_a_request_is_one_trace_over_three_services(memory: Memory, tmp_pa
 async def test_the_request_span_says_what_the_conventions_and_we_promise(
     memory: Memory, tmp_path: Path
 ) -> None:
-    sampling = SamplingParams(temperature=0.0, top_p=0.9, top_k=5)
-    request = replace(REQUEST, sampling=sampling, seed=2**63, stop=("never said",))
+    request = replace(REQUEST, seed=2**63, stop=("never said",))
     async with observed_stack(memory.exports, tmp_path) as stack:
         answer = await stack.client.complete(request)
     (root,) = memory.named("text_completion model")
@@ -154,8 +147,6 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
         "gen_ai.request.model": "model",
         "gen_ai.request.max_tokens": 24,
         "gen_ai.request.temperature": 0.0,
-        "gen_ai.request.top_p": 0.9,
-        "gen_ai.request.top_k": 5,
         "gen_ai.request.seed": str(2**63),
         "gen_ai.request.stop_sequences": ("never said",),
         "gen_ai.response.id": answer.session_id,
@@ -168,8 +159,6 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
         "outrider.num_rounds": metrics.num_rounds,
         "outrider.num_draft_tokens": metrics.num_draft_tokens,
         "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-        "outrider.num_resyncs": 0,
-        "outrider.num_fallback_rounds": 0,
     }.items():
         assert found[name] == value, name
     durations = memory.metrics("coordinator")
@@ -188,19 +177,6 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
 
 def _target_wires(memory: Memory) -> list[ReadableSpan]:
     return [s for s in memory.named("outrider.wire") if s.attributes["outrider.peer"] == "target"]
-
-
-async def test_a_round_that_was_run_ahead_is_not_traced_as_the_one_asked_for(
-    memory: Memory, tmp_path: Path
-) -> None:
-    async with observed_stack(
-        memory.exports, tmp_path, CoordinatorConfig(trace_first_rounds=1, trace_every_rounds=0)
-    ) as stack:
-        answer = await stack.client.complete(replace(REQUEST, num_draft_tokens=0))
-    assert answer.metrics.num_rounds == 24
-    (verify,) = memory.named("outrider.verify")
-    assert verify.attributes["outrider.round.index"] == 0
-    assert memory.value("target", "outrider.steps") >= 24
 
 
 async def _raw_generate(stack: Stack, traceparent: str) -> None:
@@ -272,50 +248,36 @@ class Collector(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServ
     def Export(self, request: Any, context: Any) -> Any:
         if isinstance(request, metrics_pb.ExportMetricsServiceRequest):
             for resource in request.resource_metrics:
-                for scope in resource.scope_metrics:
-                    role = _service_of(resource.resource)
-                    self.metrics |= {(role, metric.name) for metric in scope.metrics}
+                found = [one for scope in resource.scope_metrics for one in scope.metrics]
+                self.metrics |= {(_service_of(resource), metric.name) for metric in found}
             return metrics_pb.ExportMetricsServiceResponse()
         for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                role = _service_of(resource.resource)
-                self.spans += [(role, span) for span in scope.spans]
+            spans = [one for scope in resource.scope_spans for one in scope.spans]
+            self.spans += [(_service_of(resource), span) for span in spans]
         return trace_pb.ExportTraceServiceResponse()
 
 
-def _service_of(resource: Any) -> str:
-    return next(a.value.string_value for a in resource.attributes if a.key == "service.name")
-
-
-@asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, int]]:
-    collector = Collector()
-    server = grpc.aio.server()
-    trace_grpc.add_TraceServiceServicer_to_server(collector, server)
-    metrics_grpc.add_MetricsServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield collector, port
-    finally:
-        await server.stop(None)
+def _service_of(found: Any) -> str:
+    attributes = found.resource.attributes
+    return next(a.value.string_value for a in attributes if a.key == "service.name")
 
 
 async def test_one_trace_over_real_otlp(tmp_path: Path) -> None:
-    async with collecting() as (collector, port):
-        started = {
-            role: start_exports(f"otlp=http://127.0.0.1:{port}", role, "127.0.0.1")
-            for role in ROLES
-        }
-        exports = {role: made for role, made in started.items() if made is not None}
-        async with observed_stack(exports, tmp_path) as stack:
-            await stack.client.complete(REQUEST)
-        for made in exports.values():
-            await made.close()
+    collector, server = Collector(), grpc.aio.server()
+    trace_grpc.add_TraceServiceServicer_to_server(collector, server)
+    metrics_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    way = f"otlp=http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    started = {role: start_exports(way, role, "127.0.0.1") for role in ROLES}
+    exports = {role: made for role, made in started.items() if made is not None}
+    async with observed_stack(exports, tmp_path) as stack:
+        await stack.client.complete(REQUEST)
+    for made in exports.values():
+        await made.close()
+    await server.stop(None)
     assert len({span.trace_id for _, span in collector.spans}) == 1
     assert {role for role, _ in collector.spans} == {f"outrider-{role}" for role in ROLES}
     names = {span.name for _, span in collector.spans}
     assert names >= {f"outrider.{n}" for n in ("queue", "draft", "wire", "verify", "commit")}
     assert ("outrider-coordinator", "outrider.generation_tokens") in collector.metrics
     assert ("outrider-target", "outrider.step_time_seconds") in collector.metrics
-    assert ("outrider-draft", "outrider.step_time_seconds") in collector.metrics

@@ -8,21 +8,10 @@ from pathlib import Path
 import pytest
 
 from deploy.fleet.launcher import Deployment
-from outrider.config import DeploymentConfig, load_config
+from outrider.config import load_config
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("deployment")
-
-EMULATED = {
-    "engine": "emulated:vocab_size=1000",
-    "draft_model": "emulated",
-    "grpc_port": 0,
-    "port": 0,
-}
-
-
-def _config(**settings: object) -> DeploymentConfig:
-    return load_config(EMULATED | settings, {})
 
 
 def _children(pid: int) -> set[int]:
@@ -37,11 +26,6 @@ def _children(pid: int) -> set[int]:
             child = int(path.parent.name)
             found |= {child} | _children(child)
     return found
-
-
-async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="redis_wait_replicas: needs redis_url"):
-        await Deployment(_config(redis_wait_replicas=1), tmp_path).start()
 
 
 async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import Actor, Cluster
 from deploy.fleet.ray_connection import RayConnection
 from deploy.fleet.reconciler import find_reconciler
-from outrider.config import DeploymentConfig, load_config
+from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
@@ -41,19 +41,32 @@ async def test_calls_of_a_head_that_is_away_are_unavailable(
             await call
 
 
+class Told:
+    """A reconciler elsewhere."""
+
+    def __init__(self, *, is_lost: bool = False, **answers: object) -> None:
+        self.answers, self.is_lost = answers, is_lost
+        self.calls: list[str] = []
+
+    async def call(self, method: str, *_: object, timeout_s: float | None = None) -> object:
+        self.calls.append(method)
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def kill(self) -> None:
+        self.calls.append("kill")
+        if self.is_lost:
+            raise Unavailable("the Ray head does not answer")
+
+
 @pytest.mark.parametrize("local", [True, False])
 async def test_a_stop_makes_every_step_while_the_head_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     """Where replicas may be left elsewhere it says so."""
     done: list[str] = []
-
-    class Lost:
-        async def call(self, *_: Any, **__: Any) -> Any:
-            return None
-
-        async def kill(self) -> None:
-            raise Unavailable("the Ray head does not answer")
 
     class Redis:
         def stop(self) -> None:
@@ -66,8 +79,8 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
     deployment.ray.local = local
     deployment._is_own, deployment.redis = True, Redis()
 
-    async def find(_: str) -> Lost:
-        return Lost()
+    async def find(_: str) -> Told:
+        return Told(is_lost=True)
 
     monkeypatch.setattr(launcher, "find_reconciler", find)
     monkeypatch.setattr(asking, "find_reconciler", find)
@@ -101,38 +114,8 @@ async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
 
 
-@pytest.fixture
-def config() -> DeploymentConfig:
-    return load_config(
-        {
-            "engine": "emulated:vocab_size=10", "draft_model": "emulated", "deployment_name": "d",
-            "address": "elsewhere", "redis_url": "redis://127.0.0.1:1/0",
-        },
-        {},
-    )  # fmt: skip
-
-
-class Told:
-    """A reconciler elsewhere."""
-
-    def __init__(self, **answers: object) -> None:
-        self.answers = answers
-        self.calls: list[str] = []
-
-    async def call(self, method: str, *_: object, timeout_s: float | None = None) -> object:
-        self.calls.append(method)
-        answer = self.answers.get(method)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def kill(self) -> None:
-        self.calls.append("kill")
-
-
-@pytest.mark.asyncio
 async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
-    config: DeploymentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reconciler has no replicas any more, and would never have any again. One that does not
     come up is not told again to start."""
@@ -147,6 +130,7 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
         running.append(new)
         return new
 
+    config = load_config(SETTINGS | {"deployment_name": "d"}, {})
     deployment = Deployment(config, tmp_path)
     monkeypatch.setattr(deployment, "_prepare", AsyncMock(return_value=config))
     monkeypatch.setattr(launcher, "resources", lambda: {"CPU": 8.0})
@@ -166,3 +150,9 @@ def test_an_emulated_target_is_not_called_by_the_model_that_would_run() -> None:
     assert load_config({"model": "demo"}, {}).served_model_name == "demo"
     named = {"engine": "emulated:", "served_model_name": "mine"}
     assert load_config(named, {}).served_model_name == "mine"
+
+
+async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) -> None:
+    config = load_config({"redis_wait_replicas": 1, "grpc_port": 0, "port": 0}, {})
+    with pytest.raises(SettingError, match="redis_wait_replicas: needs redis_url"):
+        await Deployment(config, tmp_path).start()
