@@ -41,11 +41,10 @@ OF_TARGETS = (
 
 async def announce(registry: MemoryRegistry) -> None:
     await registry.want({"target": 3, "draft": 1, "coordinator": 1})
-    of: tuple[tuple[Role, str, bool], ...] = (
-        ("target", "a", False), ("target", "b", False), ("draft", "c", False), ("target", "d", True)
-    )  # fmt: skip
-    for role, name, leaving in of:
-        await registry.announce(ReplicaRecord(role, name, "h:1", "h", 1, leaving=leaving))
+    roles: dict[str, Role] = {"a": "target", "b": "target", "c": "draft", "d": "target"}
+    for name, role in roles.items():
+        found = ReplicaRecord(role=role, name=name, address="h:1", host="h", pid=1)
+        await registry.announce(replace(found, leaving=name == "d"))
 
 
 async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:

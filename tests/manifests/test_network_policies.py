@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -28,13 +27,11 @@ ANY_PORT: Final = 40000
 """Where a target or a draft may listen: any port."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A pod that opens a connection."""
+class Source(NamedTuple):
+    """A pod that opens a connection, and the labels of its namespace; None = the release's own."""
 
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = {}
     namespace: Mapping[str, str] | None = None
-    """The labels of its namespace; None = the release's own."""
 
 
 STRANGER: Final = Source()
@@ -81,86 +78,71 @@ def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, 
     return found
 
 
-def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
-    return list(of_kind(manifests, "NetworkPolicy").values())
+class Release:
+    """Who reaches which ports of which pods."""
+
+    def __init__(self, cluster: str = f"{RELEASE}-outrider", *rendered: Any) -> None:
+        self.manifests = render(*rendered)
+        self.labels = _labels(self.manifests, cluster)
+        self._policies = list(of_kind(self.manifests, "NetworkPolicy").values())
+
+    def admits(self, to: str, source: Source, port: int) -> bool:
+        """Whether the pods `to` may be reached there."""
+        return admits(self._policies, self.labels[to], source, port)
+
+    def reached(self, source: Source) -> set[tuple[str, int]]:
+        ports = (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
+        return {(to, one) for to in self.labels for one in ports if self.admits(to, source, one)}
 
 
 @pytest.mark.parametrize("stranger", [STRANGER, FAR_STRANGER], ids=["near", "far"])
 def test_only_the_coordinators_ports_face_users(stranger: Source) -> None:
     """Of all ports of all pods, a stranger reaches two."""
-    manifests = render()
-    labels = _labels(manifests, f"{RELEASE}-outrider")
-    reached = {
-        (group, port)
-        for group in labels
-        for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
-        if admits(_policies(manifests), labels[group], stranger, port)
-    }
-    assert reached == {("coordinator", GRPC), ("coordinator", HTTP)}
+    assert Release().reached(stranger) == {("coordinator", GRPC), ("coordinator", HTTP)}
 
 
 def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
     """Ray's processes, and coordinators their targets and drafts, at any port; Redis at one. Those
     of another release, whose labels differ in the cluster's name alone, reach nothing."""
-    manifests = render()
-    labels = _labels(manifests, f"{RELEASE}-outrider")
-    others = _labels(manifests, "another-outrider")
-    to = labels["redis"]
+    release = Release()
+    others = _labels(release.manifests, "another-outrider")
     for group in GROUPS:
+        ours = Source(release.labels[group])
         for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT):
-            for other in GROUPS:
-                assert admits(_policies(manifests), labels[group], Source(labels[other]), port)
-        assert admits(_policies(manifests), to, Source(labels[group]), 6379)
-        assert not admits(_policies(manifests), to, Source(labels[group]), 26379)
-        for other in labels:
-            assert not admits(_policies(manifests), labels[other], Source(others[group]), 6379)
+            assert all(release.admits(other, ours, port) for other in GROUPS)
+        assert release.admits("redis", ours, 6379)
+        assert not release.admits("redis", ours, 26379)
+        assert not any(release.admits(to, Source(others[group]), 6379) for to in release.labels)
 
 
 def test_what_the_head_knows_is_for_the_head() -> None:
     """What stands there runs as code on every node: neither the pods of coordinators, targets and
     drafts reach it, nor clients of the sessions' Redis."""
-    for files, values in (((), ()), ([EVERY_OPTION], (*OWN_REDIS, *OWN_GCS))):
-        manifests = render(files, values)
-        name = "speculation" if files else f"{RELEASE}-outrider"
-        labels, policies = _labels(manifests, name), _policies(manifests)
-        sources = {group: Source(one) for group, one in labels.items()}
+    every = Release("speculation", [EVERY_OPTION], (*OWN_REDIS, *OWN_GCS))
+    for release in (Release(), every):
+        sources = {group: Source(one) for group, one in release.labels.items()}
         sources |= {"heir": Source({"ray.io/cluster": "speculation-next"}), "stranger": STRANGER}
-        admitted = {
-            group for group, one in sources.items() if admits(policies, labels["gcs"], one, 6379)
-        }
+        admitted = {group for group, one in sources.items() if release.admits("gcs", one, 6379)}
         assert admitted == {"headgroup"}
 
 
 def test_who_is_named_is_admitted_and_nobody_else() -> None:
     """Users, scrapers and clients of Redis, each to their ports."""
-    manifests = render([EVERY_OPTION], OWN_REDIS)
-    labels, policies = _labels(manifests, "speculation"), _policies(manifests)
+    release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})
     heir = Source({"ray.io/cluster": "speculation-next"})
-    reached = {
-        (name, group, port)
-        for name, source in (("user", user), ("scraper", scraper), ("heir", heir))
-        for group in labels
-        for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
-        if admits(policies, labels[group], source, port)
-    }
-    assert reached == {
-        ("user", "coordinator", GRPC),
-        ("user", "coordinator", HTTP),
-        *(("scraper", role, port) for role, port in METRICS.items()),
-        ("heir", "redis", 6379),
-    }
+    assert release.reached(user) == {("coordinator", GRPC), ("coordinator", HTTP)}
+    assert release.reached(scraper) == {*METRICS.items()}
+    assert release.reached(heir) == {("redis", 6379)}
     for stranger in (STRANGER, FAR_STRANGER, Source({"uses": "outrider"})):
-        for group in labels:
-            for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT):
-                assert not admits(policies, labels[group], stranger, port)
+        assert release.reached(stranger) == set()
 
 
 def test_services_lead_to_coordinators_and_to_redis() -> None:
     """No service of the chart has a port of a target, of a draft or of Ray."""
-    manifests = render()
-    labels = _labels(manifests, f"{RELEASE}-outrider")
+    release = Release()
+    manifests, labels = release.manifests, release.labels
     led = {
         name.removeprefix(f"{RELEASE}-outrider"): group
         for name, each in of_kind(manifests, "Service").items()
