@@ -14,14 +14,12 @@ import httpx
 import pytest
 import pytest_asyncio
 import ray
-import redis
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor, Cluster
-from outrider.client import Client, GenerateRequest, Started, Tokens
+from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config import load_config
-from outrider.errors import ConfigError, DataLoss, NotFound
-from outrider.registry.redis_registry import RedisRegistry
+from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
 from outrider.speculation.sampling_params import Rule
 
@@ -41,13 +39,8 @@ MODELS: tuple[Role, ...] = ("target", "draft")
 UNDER_WAY_S = 0.3
 """What was committed before the store stopped has reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
-NUM_FIRST_TOKENS, NUM_LONG_TOKENS, NUM_LONG_STREAMS = 20, 400, 6
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
-LOST_S = 30.0
-"""By when a stream has ended whose session Redis has lost ..."""
-AGAIN_S = 120.0
-"""... and who asked next is answered, and what Redis has lost of the fleet is there again."""
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -101,31 +94,12 @@ class Load:
         return tuple(tokens)
 
 
-def seeded(seed: int, num_tokens: int = NUM_TOKENS) -> GenerateRequest:
+def seeded(seed: int) -> GenerateRequest:
     """A request that is answered with the same tokens whenever it is made."""
     return GenerateRequest(
-        tuple(range(10 + seed, 40)), max_tokens=num_tokens, seed=seed, rule=Rule.COUPLED,
+        tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
         ignore_eos=True,
     )  # fmt: skip
-
-
-class LongStream:
-    """One generation of a client's own, as far as it has come."""
-
-    def __init__(self, coordinator: str, seed: int) -> None:
-        self.seed = seed
-        self.session_id = ""
-        self.tokens: list[int] = []
-        self._coordinator = coordinator
-        self.task = asyncio.create_task(self._hear())
-
-    async def _hear(self) -> None:
-        async with Client(self._coordinator) as client:
-            async for event in client.generate(seeded(self.seed, NUM_LONG_TOKENS)):
-                if isinstance(event, Started):
-                    self.session_id = event.session_id
-                elif isinstance(event, Tokens):
-                    self.tokens += event.token_ids
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -260,59 +234,6 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     for role in ROLES:
         assert not before[role] & serving(deployment, role)
         assert len(before[role]) == len(serving(deployment, role))
-
-
-async def known(deployment: Deployment) -> dict[str, object]:
-    """What Redis knows of the fleet."""
-    registry = RedisRegistry(deployment.config.coordinator.redis, deployment.name)
-    try:
-        names = {role: {one.name for one in await registry.records(role)} for role in ROLES}
-        started = await registry.started()
-        return {"names": names, "wanted": await registry.wanted(), "started": started}
-    finally:
-        await registry.close()
-
-
-async def test_redis_loses_everything_under_load(deployment: Deployment) -> None:
-    """Streams in flight end as lost, behind tokens that are right; who asks now is answered, and
-    the fleet says all again that it had said."""
-    addresses = deployment.overview.addresses("coordinator")
-    before = await known(deployment)
-    replicas = {role: serving(deployment, role) for role in ROLES}
-    async with Client(",".join(addresses)) as client:
-        whole = await asyncio.gather(
-            *(client.complete(seeded(seed, NUM_LONG_TOKENS)) for seed in range(NUM_SEEDS))
-        )
-        expected = [list(one.token_ids) for one in whole]
-        streams = [
-            LongStream(addresses[index % len(addresses)], index % NUM_SEEDS)
-            for index in range(NUM_LONG_STREAMS)
-        ]
-        async with asyncio.timeout(CHANGE_S):
-            while any(len(one.tokens) < NUM_FIRST_TOKENS for one in streams):
-                await asyncio.sleep(0.02)
-        assert not any(one.task.done() for one in streams)
-        assert deployment.redis is not None
-        with redis.Redis.from_url(deployment.redis.url, protocol=2) as admin:
-            admin.flushall()
-        again = asyncio.gather(*(client.complete(seeded(seed)) for seed in range(NUM_SEEDS)))
-        async with asyncio.timeout(LOST_S):
-            ends = await asyncio.gather(*(one.task for one in streams), return_exceptions=True)
-        async with asyncio.timeout(AGAIN_S):
-            answers = await again
-        for stream, end in zip(streams, ends, strict=True):
-            assert isinstance(end, DataLoss), end
-            assert NUM_FIRST_TOKENS <= len(stream.tokens) < NUM_LONG_TOKENS
-            assert stream.tokens == expected[stream.seed][: len(stream.tokens)]
-            with pytest.raises(NotFound):
-                await client.get_session(stream.session_id)
-        for seed, answer in enumerate(answers):
-            assert list(answer.token_ids) == expected[seed][:NUM_TOKENS]
-    give_up_at = asyncio.get_running_loop().time() + AGAIN_S
-    while (now := await known(deployment)) != before:
-        assert asyncio.get_running_loop().time() < give_up_at, now
-        await asyncio.sleep(0.1)
-    assert {role: serving(deployment, role) for role in ROLES} == replicas
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(
