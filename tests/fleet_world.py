@@ -13,7 +13,7 @@ from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.clock import run_virtually
 from outrider.config import load_config
-from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.errors import ConfigError, OutriderError
 from outrider.registry.registry import Engagement, Role
 from outrider.replica.process_setup import Place
 
@@ -51,37 +51,26 @@ class Sitter(Actor):
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
         self.num_items = 0
-        self.awake = asyncio.Event()
-        """Whether it answers whoever takes it over."""
-        self.awake.set()
+        self.config: Any = None
         self._cluster = cluster
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.calls.append(method)
         if method == "start":
             self._cluster.starts.append(self.demand.role)
+            await self._cluster.loading.wait()
+            if error := self._cluster.failures.get(self.demand.role):
+                raise error
+            self.config = arguments[0]
         if method == "wait":
             await asyncio.shield(self.end)
-        if method == "start":
-            await self._cluster.loading.wait()
-        if method == "start" and (error := self._cluster.failures.get(self.demand.role)):
-            raise error
-        if method == "start" and not self.rank:
-            self.config = arguments[0]
-            return f"{self.name}:1"
         if method == "traffic":
             return self.num_items
         if method == "engagement":
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self.awake.wait()
-            except TimeoutError as error:
-                raise Unavailable("it does not answer") from error
-            address = f"{self.name}:1" if hasattr(self, "config") else ""
-            if not address:
+            if self.config is None:
                 return Engagement(address="")
             return Engagement(
-                address=address, slot=self.config.slot, plan=self.config.plan,
+                address=f"{self.name}:1", slot=self.config.slot, plan=self.config.plan,
                 leaving="leave" in self.calls, num_ranks=self.demand.num_ranks,
             )  # fmt: skip
         return self.place if method == "ping" else None
@@ -96,7 +85,6 @@ class Machines:
     def __init__(self) -> None:
         self.failures: dict[str, Exception] = {}
         """By role: what its actors raise when they start."""
-        self.full = False
         self.room = 99
         """For actors."""
         self.actors: list[Sitter] = []
@@ -111,7 +99,7 @@ class Machines:
         """Roles whose actors were started behind the first ones."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        if self.full or len(self._there()) + len(demands) > self.room:
+        if len(self._there()) + len(demands) > self.room:
             raise ConfigError("there is no place")
         await self.placing.wait()
         made: list[list[Actor]] = []

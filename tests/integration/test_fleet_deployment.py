@@ -153,29 +153,21 @@ async def test_a_process_for_each_replica_and_traffic_on_each_hop(deployment: De
 
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
-    """Where its endpoints say, from its own process: health, the model, and a completion."""
+    """Where its endpoints say, from its own process: health, a completion, and the fleet."""
     address = deployment.overview.addresses("coordinator", http=True)[0]
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
-        health = await http.get("/health")
-        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        assert (await http.get("/health")).json() == {"status": "ok"}
         (model,) = (await http.get("/v1/models")).json()["data"]
-        assert model["max_model_len"] > 0
         body = {"model": model["id"], "prompt": list(PROMPT), "max_tokens": 8, "seed": 1}
         answer = (await http.post("/v1/completions", json=body, timeout=30)).json()
-        page = await http.get("/")
+        assert answer["usage"]["completion_tokens"] == 8
+        expected = ["coordinator", "coordinator", "target", "target", "draft"]
+        seen: list[tuple[str, ...]] = []
         async with asyncio.timeout(20):  # Until all have said where they are, and it has read that.
-            while True:
+            while seen != [(role, "serving", socket.gethostname()) for role in expected]:
                 fleet = (await http.get("/api/fleet")).json()
                 seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
-                if len(seen) == 5 and all(node for _, _, node in seen):
-                    break
                 await asyncio.sleep(0.1)
-    assert answer["usage"]["completion_tokens"] == 8
-    assert page.text.startswith("<!doctype html>")
-    node = socket.gethostname()
-    roles = ["coordinator", "coordinator", "target", "target", "draft"]
-    assert seen == [(role, "serving", node) for role in roles]
-    assert fleet["heard_ms_ago"] < 5000
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:

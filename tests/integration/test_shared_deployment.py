@@ -15,9 +15,8 @@ from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest
-from outrider.config import DeploymentConfig, load_config
+from outrider.config import load_config
 from outrider.models.loading import load_model
-from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import SamplingParams
 
 PROMPT = tuple(range(10, 30))
@@ -27,23 +26,6 @@ END_S = 150.0
 """A place that Ray has not found in time is looked for again, after longer and longer rests."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared")]
-
-
-def _config(directory: Path, **settings: object) -> DeploymentConfig:
-    return load_config(
-        {
-            "model": str(directory / "target"),
-            "draft_model": str(directory / "draft"),
-            "device": "cpu",
-            "dtype": "float32",
-            "grpc_port": 0,
-            "port": 0,
-            "stop_timeout_s": 0,
-            "length_control": False,
-        }
-        | settings,
-        {},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +43,12 @@ async def shared(
     models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Deployment]:
     """Five processes: two ranks of each model, and the coordinator."""
-    config = _config(models, tensor_parallel_size=2, draft_tensor_parallel_size=2)
-    async with Deployment(config, tmp_path_factory.mktemp("shared")) as started:
+    settings = {
+        "model": str(models / "target"), "draft_model": str(models / "draft"), "device": "cpu",
+        "dtype": "float32", "grpc_port": 0, "port": 0, "stop_timeout_s": 0, "length_control": False,
+        "tensor_parallel_size": 2, "draft_tensor_parallel_size": 2,
+    }  # fmt: skip
+    async with Deployment(load_config(settings, {}), tmp_path_factory.mktemp("shared")) as started:
         yield started
 
 
@@ -84,12 +70,6 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def _until_replaced(shared: Deployment, role: Role, pid: int) -> None:
-    async with asyncio.timeout(END_S):
-        while _runs(pid) or not shared.overview.num_serving(role):
-            await asyncio.sleep(0.05)
-
-
 async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
@@ -107,9 +87,11 @@ async def test_shared_models_write_what_the_whole_target_writes(
 async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
     """Its other processes end with it. While there is no target a request waits."""
     before = shared.overview.of("target")[0]
-    serving = before.places[0].pid
-    os.kill(before.places[1].pid, signal.SIGKILL)
+    serving, other = before.places
+    os.kill(other.pid, signal.SIGKILL)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
-    await _until_replaced(shared, "target", serving)
+    async with asyncio.timeout(END_S):
+        while _runs(serving.pid) or not shared.overview.num_serving("target"):
+            await asyncio.sleep(0.05)
     assert shared.overview.of("target")[0].name != before.name
     assert shared.overview.hopeless is None

@@ -64,10 +64,7 @@ def test_the_chart_and_the_image_are_of_one_version() -> None:
     chart = (ROOT / "deploy/helm/outrider/Chart.yaml").read_text("utf-8")
     assert f"appVersion: {project['version']}\n" in chart
     pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    versions = dict(re.findall(r"^(ray|torch)==(\S+)$", pinned, re.M))
     values = (ROOT / "deploy/helm/outrider/values.yaml").read_text("utf-8")
-    ray = re.search(r"^ray==(\S+)$", pinned, re.M)
-    torch = re.search(r"^torch==(\S+)$", pinned, re.M)
-    assert ray is not None
-    assert torch is not None
-    assert f"version: {ray[1]}\n" in values
-    assert f"torch=={torch[1]}+cpu" in DOCKERFILE.read_text("utf-8")
+    assert f"version: {versions['ray']}\n" in values
+    assert f"torch=={versions['torch']}+cpu" in DOCKERFILE.read_text("utf-8")

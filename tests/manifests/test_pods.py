@@ -169,36 +169,26 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
 
 
 def test_all_pods_find_models_at_the_same_place() -> None:
-    """Who starts the deployment writes there; actors only read."""
+    """What starts the deployment writes there; actors only read."""
     templates = ray_pods(render([EVERY_OPTION]))
     for group in ("headgroup", *GROUPS):
         each = templates[group]["spec"]["containers"][-1]
         (mount,) = (m for m in each["volumeMounts"] if m["name"] == "models")
-        assert mount["mountPath"] == "/models"
-        assert mount["readOnly"] is (group != "headgroup")
+        assert (mount["mountPath"], mount["readOnly"]) == ("/models", group != "headgroup")
         assert variables(each)["OUTRIDER_CACHE"] == "/models/converted"
-    for template in ray_pods(render()).values():
-        for each in template["spec"]["containers"]:
-            assert "OUTRIDER_CACHE" not in variables(each)
 
 
 def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
     """By the health service on its port, and its liveness is left to the operator."""
-    templates = ray_pods(render())
-    worker = container(templates["coordinator"], "ray-worker")
-    assert worker["readinessProbe"]["grpc"] == {"port": 50051}
-    assert worker["ports"] == [
-        {"name": "grpc", "containerPort": 50051}, {"name": "http", "containerPort": 8000}
-    ]  # fmt: skip
-    for group in GROUPS:
-        assert "livenessProbe" not in container(templates[group], "ray-worker")
-    for name in ("target", "draft"):
-        assert "readinessProbe" not in container(templates[name], "ray-worker")
+    for group, template in ray_pods(render()).items():
+        one = template["spec"]["containers"][0]
+        assert "livenessProbe" not in one
+        probe = one.get("readinessProbe", {})
+        assert probe.get("grpc") == ({"port": 50051} if group == "coordinator" else None)
 
 
 def test_pods_outlive_their_last_words() -> None:
-    """Each pod is given longer than what it does before it stops. A coordinator's hook ends
-    at once where nobody listens."""
+    """Each pod is given longer than what it does before it stops."""
     for values in ((), ("drainSeconds=300",)):
         manifests = render((), values)
         stop_s = yaml.safe_load(settings_file(manifests))["stop_timeout_s"]
@@ -209,10 +199,6 @@ def test_pods_outlive_their_last_words() -> None:
         hook = container(head, "ray-head")["lifecycle"]["preStop"]["exec"]["command"]
         waits = int(hook[hook.index("--timeout") + 1])
         assert 2 * (stop_s + 5) < waits < head["spec"]["terminationGracePeriodSeconds"]
-    worker = container(ray_pods(render())["coordinator"], "ray-worker")
-    command = worker["lifecycle"]["preStop"]["exec"]["command"]
-    nobody = [*command[:-1], command[-1].replace("/50051", "/1")]
-    assert subprocess.run(nobody, check=False, timeout=10).returncode == 0
 
 
 def _redis(manifests: list[Manifest]) -> Manifest:

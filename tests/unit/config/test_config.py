@@ -28,7 +28,7 @@ def _file(tmp_path: Path, text: str) -> Path:
 
 def test_defaults_are_the_configurations_own(tmp_path: Path) -> None:
     """A file of comments changes nothing, nor do variables that say where things lie."""
-    environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b", "OUTRIDER_TEST_DATA": "/c"}
+    environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b"}
     assert load_config({}, environment, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
 
 
@@ -55,11 +55,8 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
     [
         ("max_num_seq: 3", "settings.yaml: max_num_seq: there is no such setting; did you mean"),
         ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
-        ("max_num_seqs: 3.5", "settings.yaml: max_num_seqs: 3.5 is wrong"),
         ("max_num_seqs: '3'\nmax-num-seqs: 4", "max_num_seqs: is set twice"),
-        ("target_num_cpus: .nan", "settings.yaml: target_num_cpus: nan is wrong"),
         ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
-        ("target: {model: demo}", "settings.yaml: target: there is no such setting"),
         ("a: [", "is not YAML"),
         ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
@@ -76,7 +73,6 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
     ("environment", "says"),
     [
         ({"OUTRIDER_MAX_NUM_SEQ": "3"}, "OUTRIDER_MAX_NUM_SEQ: there is no such setting"),
-        ({"OUTRIDER_MAX_NUM_SEQS": "many"}, "OUTRIDER_MAX_NUM_SEQS: 'many' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": "5.0"}, "OUTRIDER_MAX_NUM_SEQS: '5.0' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": "0"}, "'0' is wrong; it must be a whole number from 1 to 4096"),
         ({"OUTRIDER_HTTP": "y"}, "OUTRIDER_HTTP: 'y' is wrong; it must be true or false"),
@@ -110,29 +106,22 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         kind(host=host, insecure=True)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""])
-def test_a_device_that_is_none_is_refused(device: str) -> None:
-    """`auto`, `cpu`, `cuda`, `cuda:N`."""
-    for good in ("auto", "cpu", "cuda", "cuda:1"):
-        TargetConfig(device=good)
-    with pytest.raises(ConfigError, match=r"^device: "):
-        TargetConfig(device=device)
-
-
-def test_an_unknown_engine_is_refused() -> None:
-    """`transformers` or `emulated:`."""
-    assert TargetConfig(engine="emulated:vocab_size=100").emulated == "vocab_size=100"
-    assert TargetConfig().emulated is None
-    with pytest.raises(ConfigError, match=r"^engine: "):
-        TargetConfig(engine="vllm")
-
-
-def test_other_checks_across_settings() -> None:
-    """A prefix for Redis keys has no braces; the shortest match is not above the longest."""
-    with pytest.raises(ConfigError, match=r"^redis_key_prefix: "):
-        load_config({"redis_key_prefix": "a{b"}, {})
-    with pytest.raises(ConfigError, match=r"^ngram_min: "):
-        DraftConfig(ngram_min=5, ngram_max=4)
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"device": "gpu"}, "device"),
+        ({"device": "cuda:x"}, "device"),
+        ({"engine": "vllm"}, "engine"),
+        ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
+        ({"ngram_min": 5, "ngram_max": 4}, "ngram_min"),
+        ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
+    ],
+)
+def test_what_is_no_value_or_goes_with_no_other_is_refused(
+    settings: dict[str, object], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        load_config(settings, {})
 
 
 def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:

@@ -13,12 +13,12 @@ import yaml
 from deploy.cli.command import Arguments
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_environment, masked_settings
-from deploy.cli.options import SECRETS, caller_key, caller_trust_of
+from deploy.cli.options import caller_key, caller_trust_of
 from deploy.fleet.preflight import check_before_start, warnings, without_secrets
 from outrider.api_keys import Keyring, given_keys, new_key
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, without_security
-from outrider.errors import BadRequest, ConfigError, SettingError
+from outrider.errors import ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 KEY = "a-secret-of-sixteen-or-more"
@@ -179,7 +179,6 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
     """By no dump of settings or variables, by no repr, and by no error about a setting."""
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
-    assert "api_key" in SECRETS
     shown = [
         str(masked_settings(config.values(secrets=False))),
         str(masked_environment({"OUTRIDER_API_KEY": KEY, "OUTRIDER_API_KEYS": KEY, "MY_KEY": made,
@@ -187,18 +186,12 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
         repr(CoordinatorConfig(api_key=KEY)),
     ]  # fmt: skip
     file = tmp_path / "settings.yaml"
-    for value in ([KEY, made], {"a": KEY}):
-        file.write_text(yaml.safe_dump({"api_key": value}))
+    file.write_text(yaml.safe_dump({"api_key": [KEY, made]}))
+    for settings, place in (({}, file), ({"api_key": f"{KEY} {made}"}, None)):
         with pytest.raises(ConfigError) as caught:
-            load_config({}, {}, file)
+            load_config(settings, {}, place)
         shown.append(str(caught.value))
-    with pytest.raises(ConfigError) as wrong:
-        load_config({"api_key": f"{KEY} {made}"}, {})
-    with pytest.raises(BadRequest) as bad:
-        from outrider.client import Client
-
-        Client("127.0.0.1:1", api_key=f"{KEY}\n")
-    for text in (*shown, str(wrong.value), str(bad.value)):
+    for text in shown:
         assert KEY not in text
         assert made not in text
 

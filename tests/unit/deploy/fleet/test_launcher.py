@@ -14,31 +14,12 @@ import ray
 from deploy.fleet import launcher
 from deploy.fleet import reconciler as asking
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import Actor, Cluster
+from deploy.fleet.ray_cluster import Cluster
 from deploy.fleet.ray_connection import RayConnection
-from deploy.fleet.reconciler import find_reconciler
 from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
-
-
-def fail(*_: Any, **__: Any) -> Any:
-    raise ray.exceptions.GetTimeoutError("the GCS is away")
-
-
-async def test_calls_of_a_head_that_is_away_are_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray, "get_actor", fail)
-    monkeypatch.setattr(ray, "kill", fail)
-    monkeypatch.setattr("ray.util.list_named_actors", fail)
-    for call in (
-        find_reconciler("outrider-d"), Actor("x", None).kill(),
-        Cluster("outrider-d", local=False).clear(),
-    ):  # fmt: skip
-        with pytest.raises(Unavailable, match=r"the Ray head does not answer: .*GCS is away"):
-            await call
 
 
 class Told:
@@ -142,14 +123,6 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
     assert new.calls == ["start", "close", "kill"]
-
-
-def test_an_emulated_target_is_not_called_by_the_model_that_would_run() -> None:
-    config = load_config({"engine": "emulated:", "model": "demo"}, {})
-    assert config.target_name == config.served_model_name == "emulated"
-    assert load_config({"model": "demo"}, {}).served_model_name == "demo"
-    named = {"engine": "emulated:", "served_model_name": "mine"}
-    assert load_config(named, {}).served_model_name == "mine"
 
 
 async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) -> None:
