@@ -277,7 +277,7 @@ def load_reading(
     """Loads the target, and what drafts for it. Raises `ConfigError`."""
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
-    target: Any = build_engine(config.target, "target", num_threads)
+    target: Any = build_engine(config.target, num_threads)
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     draft, lookup, kind = config.draft, build_lookup(config.draft), config.target.heads_kind
     name = f"{kind}:{config.target.heads}" if kind else draft.model
@@ -291,7 +291,7 @@ def load_reading(
         reader = Reader(target, EAGLE, build_eagle(draft)[0], draft.support_entries)
     else:
         progress("loading the draft")
-        engine = build_engine(draft, "draft", draft.num_threads or num_threads)
+        engine = build_engine(draft, draft.num_threads or num_threads)
         reader = Reader(engine, entries_max=draft.support_entries)
     if lookup is not None and not isinstance(reader, LookupReader) and not kind:
         name = f"the model of {name}"

@@ -102,7 +102,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
     # Stated, they are those of every step: nothing runs beside it.
-    engine = build_engine(replace(target, num_threads=num_threads), "target", num_threads)
+    engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if options.prompt_tokens + options.new_tokens > room:
         raise SettingError("model", f"takes {room} tokens, which is too short for the sessions")

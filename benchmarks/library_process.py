@@ -294,7 +294,7 @@ class Engine(Decoder):
 
         directory = setup["directory"]
         config = TargetConfig(model=directory, directory=directory, **setup["target"])
-        self._engine = build_engine(config, "target", config.num_threads)
+        self._engine = build_engine(config, config.num_threads)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         from benchmarks.acceptance import Answer, decode

@@ -33,7 +33,7 @@ class CoordinatorActor:
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """Serves; the address that clients call. Raises as `CoordinatorHost`."""
         use_threads(1)
-        log_to(log_directory, config.log_name("coordinator"))
+        log_to(log_directory, config.log_name)
         config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
         from .host import CoordinatorHost

@@ -31,8 +31,6 @@ PASSES_MAX: Final = 2
 class _Drafting(Work):
     """An item on its way through one or several steps."""
 
-    __slots__ = ("is_whole", "new_tokens", "request", "sampling")
-
     item: DraftItem
     sampling: SamplingParams
     request: DraftRequest

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -104,6 +104,8 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning"] = "info"
     """What the logs have: `debug` adds a line for each session that ends or moves."""
 
+    role: ClassVar[Role]
+    """The service that it is of."""
     membership: Internal[Membership | None] = None
     """Where it is announced; None = nowhere."""
 
@@ -117,9 +119,10 @@ class ServerConfig:
         """See `Membership.slot`."""
         return 0 if self.membership is None else self.membership.slot
 
-    def log_name(self, role: str) -> str:
+    @property
+    def log_name(self) -> str:
         """What its log is called: as the replica, or else as its role."""
-        return role if self.membership is None else self.membership.name
+        return self.role if self.membership is None else self.membership.name
 
     @property
     def authenticates_callers(self) -> bool:
@@ -306,6 +309,8 @@ _OF_MODELS: Final = (
 class TargetConfig(ModelServerConfig):
     """Settings of targets."""
 
+    role = "target"
+
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     gather_sessions: bool = True
@@ -326,6 +331,8 @@ class TargetConfig(ModelServerConfig):
 @dataclass(frozen=True, kw_only=True, config=named_with("draft_", _OF_REPLICAS + _OF_MODELS))
 class DraftConfig(ModelServerConfig):
     """Settings of drafts."""
+
+    role = "draft"
 
     model: str = AUTO
     """The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters`
@@ -388,6 +395,8 @@ class DraftConfig(ModelServerConfig):
         return parse_drafter(self.model)
 
 
+ReplicaConfig = TargetConfig | DraftConfig
+
 TRACE_ROUNDS_MAX: Final = 2**20
 WAIT_MS_MAX: Final = 600_000
 
@@ -397,6 +406,8 @@ WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class CoordinatorConfig(FrontConfig):
     """Settings of coordinators."""
+
+    role = "coordinator"
 
     served_model_name: str = ""
     """Name that requests call the model by; empty = the target's own."""

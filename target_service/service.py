@@ -54,9 +54,7 @@ class TargetService(SteppedService):
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         batching_delay = None
         if delays_batches and costs is not None:
-            batching_delay = BatchingDelay(
-                costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX
-            )
+            batching_delay = BatchingDelay(costs.step_seconds, max_num_seqs)
         super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

@@ -56,9 +56,6 @@ and take memory."""
 class _Round(Work):
     """An item that this model can answer, on its way through a step."""
 
-    __slots__ = ("allowed", "history", "logits", "proposal", "question", "sampling", "shown",
-                 "step", "untold")  # fmt: skip
-
     item: VerifyItem
     sampling: SamplingParams
     proposal: Proposal

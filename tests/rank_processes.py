@@ -64,7 +64,7 @@ def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
 
     async def follow() -> None:
         host = RankHost()
-        await host.start(config, "target", RankAssignment(rendezvous, rank, 1), JOIN_S, "")
+        await host.start(config, RankAssignment(rendezvous, rank, 1), JOIN_S, "")
         await host.wait()
 
     asyncio.run(follow())

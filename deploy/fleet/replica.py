@@ -169,8 +169,10 @@ class Replica:
             )
             for actor in followers:
                 seat = RankAssignment(rendezvous, actor.rank, on_node[actor.place.node])
-                work = (config, self.role, seat, timeout_s, log_directory)
-                starts.append(actor.call("start", *work, timeout_s=timeout_s))
+                call = actor.call(
+                    "start", config, seat, timeout_s, log_directory, timeout_s=timeout_s
+                )
+                starts.append(call)
         await _all_or_error(*starts)
         found: Engagement = await leader.call("engagement", timeout_s=timeout_s)
         self.address, self.http_address = found.address, found.http_address

@@ -38,10 +38,6 @@ logger = logging.getLogger(__name__)
 class AutoregressiveDraft:
     """One proposal as it is drawn."""
 
-    __slots__ = (
-        "beside", "deadline", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen",
-    )  # fmt: skip
-
     def __init__(
         self,
         request: DraftRequest,

@@ -24,8 +24,6 @@ class DraftDeadline:
     the tokens that are proposed, and never on a token that was drawn and dropped: it is a stopping
     time, which docs/exactness.md needs. May be used by several threads."""
 
-    __slots__ = ("_clock", "_has_drawn", "_is_told", "_lock", "ends_at", "has_cut")
-
     def __init__(
         self, ends_at: float = math.inf, clock: Callable[[], float] = lambda: -math.inf
     ) -> None:

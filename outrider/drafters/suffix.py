@@ -202,8 +202,6 @@ END: Final = -1
 
 
 class _TenantHistory:
-    __slots__ = ("lengths", "text")
-
     def __init__(self, gram_length: int) -> None:
         self.text = TextIndex(gram_length)
         self.lengths: OrderedDict[int, int] = OrderedDict()

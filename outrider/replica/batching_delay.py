@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+
 GAIN: Final = 0.9
 """A step waits where that makes the cycle shorter than so much of it."""
 MEMORY: Final = 0.25
@@ -24,14 +26,10 @@ SPREAD: Final = 2.5
 """Mean deviations of its gaps that a session may be late by."""
 SPREAD_S: Final = 0.0005
 """And that much more: loops and networks are no exact clocks."""
-FORGIVEN: Final = 0.03
-"""By so much a step without a delay restores the trust that delays in vain have cost."""
 
 
 class _Rhythm:
     """When a session comes back."""
-
-    __slots__ = ("answered_at", "deviation_s", "gap_s", "rows")
 
     def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
         self.rows = rows
@@ -45,47 +43,26 @@ class _Rhythm:
         self.gap_s += MEMORY * (gap_s - self.gap_s)
 
 
-class Hold:
-    """A step that waits."""
-
-    def __init__(self, until: float, awaited: set[str]) -> None:
-        """No longer than `until`, for the sessions `awaited`."""
-        self.until = until
-        self.awaited = awaited
-        """Those that have not come yet."""
-        self._num_awaited = len(awaited)
-
-    @property
-    def share_that_came(self) -> float:
-        """0 to 1."""
-        return 1.0 - len(self.awaited) / self._num_awaited
-
-
 class BatchingDelay:
     """Knows the sessions of a replica, and what its steps take. Times are of one clock, in s."""
 
-    def __init__(
-        self, step_seconds: Callable[[int, int], float], max_batch: int, sessions_max: int
-    ) -> None:
+    def __init__(self, step_seconds: Callable[[int, int], float], max_batch: int) -> None:
         """`step_seconds(rows, sessions)` is what a step takes; `max_batch` sessions share one at
-        most; so many sessions are remembered."""
+        most."""
         self._step_seconds = step_seconds
         self._max_batch = max_batch
-        self._sessions_max = sessions_max
         self._rhythms: OrderedDict[str, _Rhythm] = OrderedDict()
         self._typical = _Rhythm(1)
         """Of a session that has not come back yet."""
         self._num_gaps = 0
         self._scale = 1.0
         """Of what steps take to what `step_seconds` says."""
-        self._trust = 1.0
-        """Share of the steps that waited for which all came whom they waited for."""
-        self._hold: Hold | None = None
+        self.awaited: set[str] = set()
+        """The sessions for which the next step waits, and which have not come yet."""
 
     def arrived(self, session_id: str, now: float) -> None:
         """An item has come."""
-        if self._hold is not None:
-            self._hold.awaited.discard(session_id)
+        self.awaited.discard(session_id)
         rhythm = self._rhythms.get(session_id)
         if rhythm is None or rhythm.answered_at is None:
             return
@@ -99,9 +76,8 @@ class BatchingDelay:
         """What it waited for has been sent, an answer to an item of so many rows."""
         rhythm = self._rhythms.pop(session_id, None)
         if rhythm is None:
-            typical = self._typical
-            rhythm = _Rhythm(rows, typical.gap_s, typical.deviation_s)
-            if len(self._rhythms) >= self._sessions_max:
+            rhythm = _Rhythm(rows, self._typical.gap_s, self._typical.deviation_s)
+            if len(self._rhythms) >= SEQUENCES_PER_REPLICA_MAX:
                 self._rhythms.popitem(last=False)
         rhythm.rows, rhythm.answered_at = rows, now
         self._rhythms[session_id] = rhythm  # The one that was answered last is the last one.
@@ -109,8 +85,7 @@ class BatchingDelay:
     def forget(self, session_id: str) -> None:
         """It has ended."""
         self._rhythms.pop(session_id, None)
-        if self._hold is not None:
-            self._hold.awaited.discard(session_id)
+        self.awaited.discard(session_id)
 
     def took(self, seconds: float, rows: int, sessions: int) -> None:
         """A step has run."""
@@ -118,21 +93,10 @@ class BatchingDelay:
         if told > 0:
             self._scale += MEMORY * (seconds / told - self._scale)
 
-    def hold(self, now: float, waiting: Sequence[int]) -> Hold | None:
-        """Whether the step should wait whose items have so many rows; `arrived` removes sessions
-        from those awaited, and `began` is to be called when the step begins."""
-        self._hold = self._best(now, waiting)
-        return self._hold
-
-    def began(self) -> None:
-        """The step begins, whether or not it waited."""
-        if self._hold is None:
-            self._trust = min(1.0, self._trust + FORGIVEN)
-        else:
-            self._trust += MEMORY * (self._hold.share_that_came - self._trust)
-        self._hold = None
-
-    def _best(self, now: float, waiting: Sequence[int]) -> Hold | None:
+    def hold(self, now: float, waiting: Sequence[int]) -> float | None:
+        """Until when the step should wait whose items have so many rows, for the sessions that are
+        then `awaited`; None = not at all."""
+        self.awaited = set()
         room = self._max_batch - len(waiting)
         if not waiting or room <= 0 or self._num_gaps == 0:
             return None
@@ -143,20 +107,17 @@ class BatchingDelay:
             return None
         num_left, rows_left = len(expected), sum(rows for _, _, rows in expected)
         best, best_s = 0, GAIN * (alone_s + self._seconds(rows_left, num_left))
-        num_come = rows_come = 0
-        for back_at, _, more in expected[:room]:
-            num_come, rows_come = num_come + 1, rows_come + more
-            num_left, rows_left = num_left - 1, rows_left - more
-            cycle_s = back_at - now + self._seconds(rows + rows_come, num + num_come)
-            if num_left:
-                cycle_s += self._seconds(rows_left, num_left)
-            # As often as they do not come they need a step of their own after all.
-            cycle_s += (1 - self._trust) * self._seconds(rows_come, num_come)
+        for num_come, (back_at, _, more) in enumerate(expected[:room], start=1):
+            rows, rows_left = rows + more, rows_left - more
+            cycle_s = back_at - now + self._seconds(rows, num + num_come)
+            if num_left > num_come:
+                cycle_s += self._seconds(rows_left, num_left - num_come)
             if cycle_s < best_s:
                 best, best_s = num_come, cycle_s
         if best == 0:
             return None
-        return Hold(expected[best - 1][0], {name for _, name, _ in expected[:best]})
+        self.awaited = {name for _, name, _ in expected[:best]}
+        return expected[best - 1][0]
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
         """When sessions that are away should have come, the next one first, and with how many rows;

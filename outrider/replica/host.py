@@ -12,9 +12,9 @@ import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from outrider.config import DraftConfig, TargetConfig
+from outrider.config import DraftConfig, ReplicaConfig
 from outrider.engine.tensor_parallel.rank_process import (
     RankLeader,
     engine_of_a_replica,
@@ -69,13 +69,13 @@ class ReplicaHost:
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
-    async def start(self, config: TargetConfig | DraftConfig, log_directory: str) -> str:
+    async def start(self, config: ReplicaConfig, log_directory: str) -> str:
         """Loads the model or the head, and serves; the address that coordinators call. Raises
         `ConfigError`."""
-        role = _role(config)
+        role = config.role
         num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
         use_threads(num_threads)
-        log_to(log_directory, config.log_name(role))
+        log_to(log_directory, config.log_name)
         log_at(config.log_level)
         exports = engine = None
         if config.telemetry:
@@ -84,7 +84,7 @@ class ReplicaHost:
             exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if not (isinstance(config, DraftConfig) and config.drafter.reads_target):
             engine = await on_passing_thread(
-                engine_of_a_replica, config, role, num_threads, self.leadership
+                engine_of_a_replica, config, num_threads, self.leadership
             )
         # On another thread: the helpers of that one would slow down the steps that are measured.
         service = await on_passing_thread(self._build, engine, config)
@@ -98,16 +98,14 @@ class ReplicaHost:
         codec: Any = VERIFY if role == "target" else DRAFT
         return await self.serve(service, codec, config)
 
-    def _build(self, engine: Engine | None, config: TargetConfig | DraftConfig) -> SteppedService:
+    def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.engine.threads import start_workers
         from outrider.replica.scheduler import ThreadExecutor
 
-        name = f"{_role(config)}-step"
-        if engine is None:
-            executor = ThreadExecutor(name, lambda: 0.0, start_workers)
-            return self.build(config, executor, None, None)
-        executor = ThreadExecutor(name, engine.take_step_seconds, start_workers)
-        costs = executor.call(lambda: step_costs(engine, config))
+        take_seconds = (lambda: 0.0) if engine is None else engine.take_step_seconds
+        executor = ThreadExecutor(f"{config.role}-step", take_seconds)
+        executor.call(start_workers)
+        costs = None if engine is None else executor.call(lambda: step_costs(engine, config))
         return self.build(config, executor, engine, costs)
 
     def build(
@@ -150,7 +148,7 @@ class ReplicaHost:
         self,
         service: SteppedService,
         codec: Codec[Any, Any],
-        config: TargetConfig | DraftConfig,
+        config: ReplicaConfig,
     ) -> str:
         """Serves `service` by gRPC, and announces it; the address that coordinators
         call. Health follows the service's, and a service that is lost ends the replica. Raises
@@ -165,9 +163,8 @@ class ReplicaHost:
 
             # Only coordinators may call it, nor does it tell others what it has.
             with blaming("internal_tls_dir"):
-                credentials = internal_server_credentials(
-                    Path(config.internal_tls_dir), _role(config)
-                )
+                directory = Path(config.internal_tls_dir)
+                credentials = internal_server_credentials(directory, config.role)
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
@@ -188,9 +185,7 @@ class ReplicaHost:
         )  # fmt: skip
         return address
 
-    async def _announce(
-        self, service: SteppedService, address: str, config: TargetConfig | DraftConfig
-    ) -> None:
+    async def _announce(self, service: SteppedService, address: str, config: ReplicaConfig) -> None:
         member = config.membership
         if member is None:
             return
@@ -200,7 +195,7 @@ class ReplicaHost:
         def record() -> ReplicaRecord:
             runs = service.describe()
             return ReplicaRecord(
-                role=_role(config),
+                role=config.role,
                 name=member.name,
                 address=address,
                 host=socket.gethostname(),
@@ -226,12 +221,8 @@ class ReplicaHost:
             self._announcer.say_again()
 
     async def _follow_health(self, service: SteppedService, server: RpcServer) -> None:
-        changes: asyncio.Queue[bool] = asyncio.Queue()
-        service.watch(changes.put_nowait)
         while service.lost is None:
-            await server.set_serving(await changes.get())
+            await service.health_changed.wait()
+            service.health_changed.clear()
+            await server.set_serving(service.healthy)
         await self.stop(LOST_REPLICA_GRACE_S)
-
-
-def _role(config: TargetConfig | DraftConfig) -> Literal["target", "draft"]:
-    return "target" if isinstance(config, TargetConfig) else "draft"

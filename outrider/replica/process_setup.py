@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from outrider.config import DraftConfig, TargetConfig
+from outrider.config import DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
@@ -74,7 +74,7 @@ def available_cores() -> int:
     return max(1, min(cores, round(int(quota) / int(period))))
 
 
-def cores_for(role: Literal["target", "draft"]) -> int:
+def cores_for(role: str) -> int:
     """Half of the cores for a draft's model: the target has all of them, and waits while the draft
     runs."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
@@ -140,12 +140,7 @@ def advertised(host: str, address: str) -> str:
     return f"{socket.gethostbyname(socket.gethostname())}:{port}"
 
 
-def build_engine(
-    config: TargetConfig | DraftConfig,
-    role: Literal["target", "draft"],
-    num_threads: int,
-    ranks: Ranks | None = None,
-) -> Engine:
+def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
     """The engine that a configuration names; loads the model, or one rank's share of it. Blocks;
     raises `ConfigError`."""
     # Numeric libraries are imported here, after `use_threads`.
@@ -153,14 +148,16 @@ def build_engine(
         from outrider.engine.emulated import EmulatedEngine
         from outrider.engine.emulated_spec import EmulatedSpec
 
-        return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.step_sessions)
+        return EmulatedEngine(
+            EmulatedSpec.parse(config.emulated), config.role, config.step_sessions
+        )
     from outrider.engine.cuda.backend import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
     from outrider.kv_cache.storage import memory_budget
     from outrider.models.module_replacement import speed_up
 
-    module, info = _load(config, role, num_threads, ranks)
+    module, info = _load(config, num_threads, ranks)
     weight = next(module.parameters())
     device = weight.device
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
@@ -185,7 +182,7 @@ def build_engine(
 
     # A target's small steps leave a core to other processes while these use it.
     is_set = config.num_threads > 0 or config.deterministic
-    spares = role == "target" and device.type == "cpu" and ranks is None and not is_set
+    spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     with by_its_keys(type(config)):
         engine = PagedEngine(
             module,
@@ -210,7 +207,7 @@ def build_engine(
 
 
 def _kernels(
-    config: TargetConfig | DraftConfig,
+    config: ReplicaConfig,
     device: torch.device,
     dtype: torch.dtype,
     ranks: Ranks | None,
@@ -235,8 +232,7 @@ def _kernels(
 
 
 def _load(
-    config: TargetConfig | DraftConfig,
-    role: Literal["target", "draft"],
+    config: ReplicaConfig,
     num_threads: int,
     ranks: Ranks | None,
 ) -> tuple[torch.nn.Module, ModelInfo]:
@@ -252,25 +248,25 @@ def _load(
         return load_drafter(path, Path(config.target_directory), target=config.target, **options)
     if ranks is None:
         return load_model(path, **options)
-    key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
+    key = "tensor_parallel_size" if config.role == "target" else "draft_tensor_parallel_size"
     return load_shard(path, ranks, key=key, **options)
 
 
-def _loading(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+def _loading(config: ReplicaConfig) -> dict[str, Any]:
     return {
         "name": config.model, "dtype": config.dtype, "device": config.device,
         "trust_remote_code": config.trust_remote_code,
     }  # fmt: skip
 
 
-def _shows_features(config: TargetConfig | DraftConfig) -> bool:
+def _shows_features(config: ReplicaConfig) -> bool:
     """Whether drafting needs the head's inputs, which a replayed step does not show."""
     return isinstance(config, TargetConfig) and (
         config.heads_kind == "medusa" or config.shows_features
     )
 
 
-def _own_drafter(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> dict[str, Any]:
+def _own_drafter(config: ReplicaConfig, module: torch.nn.Module) -> dict[str, Any]:
     """The draft heads or the exit head on a target, whose weights are all there still, as
     `PagedEngine` takes it."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
@@ -287,7 +283,7 @@ def _own_drafter(config: TargetConfig | DraftConfig, module: torch.nn.Module) ->
     return {"draft_heads" if is_medusa else "exit_head": own}
 
 
-def _bits(config: TargetConfig | DraftConfig) -> int | None:
+def _bits(config: ReplicaConfig) -> int | None:
     """Those that weights are rounded to; None = as they are."""
     draft = config.drafter.model if isinstance(config, DraftConfig) else None
     return None if draft is None else draft.bits
@@ -325,9 +321,7 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
     )  # fmt: skip
 
 
-def build_grammars(
-    config: TargetConfig | DraftConfig, eos_token_ids: tuple[int, ...] = ()
-) -> Grammars | None:
+def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
     """What holds sessions to their constraints, by the target's tokenizer; None without one. It is
     loaded with the first constraint. Without `eos_token_ids` they are those of its files."""
     if not config.tokenizer_directory:
@@ -348,7 +342,7 @@ def build_grammars(
     return Grammars(load)
 
 
-def step_costs(engine: Engine, config: TargetConfig | DraftConfig) -> StepCosts:
+def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
     that is not in use yet. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs

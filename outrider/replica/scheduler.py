@@ -81,8 +81,8 @@ class StepScheduler:
         self.lost: EngineLost | None = None
         """Why no step can follow any more; None while one can."""
         self._crashes = 0
-        self._reported = True
-        self._on_health: Callable[[bool], None] | None = None
+        self.health_changed = asyncio.Event()
+        """Set where `healthy` or `lost` may have changed; cleared by its one reader."""
         self._num_starved = 0
         """As the worker's figures were behind the last step."""
         self._idle = asyncio.Event()
@@ -110,10 +110,6 @@ class StepScheduler:
         """Tells it what the steps do from now on."""
         self._observer = observer
         observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
-
-    def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Registers a callback, on the loop's thread, for changes of `healthy`."""
-        self._on_health = on_health
 
     def _starved(self, waiting: Collection[str]) -> None:
         """Items of a step found no pages: may `park` other sessions than those that are
@@ -200,15 +196,14 @@ class StepScheduler:
 
     async def _gather(self, batching_delay: BatchingDelay) -> None:
         """Until the next step should begin."""
-        hold = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
+        until = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
         try:
-            async with asyncio.timeout_at(None if hold is None else hold.until):
-                while hold is not None and hold.awaited and not self._over:
+            async with asyncio.timeout_at(until):
+                while batching_delay.awaited and not self._over:
                     await self._wake.wait()
                     self._wake.clear()
         except TimeoutError:
-            pass
-        batching_delay.began()
+            return
 
     async def _rest(self) -> None:
         """Until something has changed for those that wait for pages."""
@@ -251,8 +246,9 @@ class StepScheduler:
             return True
         end = loop.time()
         if batch:
-            self._crashes = 0
-            self._report()
+            if self._crashes:
+                self._crashes = 0
+                self.health_changed.set()
             if self._note_seconds is not None:
                 self._note_seconds(end - start)
         self._answer(batch, answers, start, end)
@@ -266,9 +262,7 @@ class StepScheduler:
         """Refuses the batch, and all that waits."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
-        self._reported = False
-        if self._on_health is not None:  # though it may have heard of crashes before
-            self._on_health(False)
+        self.health_changed.set()
         waiting = list(batch)
         while waiting:
             for work in waiting:
@@ -279,7 +273,7 @@ class StepScheduler:
         self._crashes += 1
         if self._observer is not None:
             self._observer.crashed()
-        self._report()
+        self.health_changed.set()
         for work in batch:
             self._refuse(
                 work, OutriderError("the step crashed; the replica's log has the traceback")
@@ -378,13 +372,7 @@ class StepScheduler:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.critical("the step scheduler has stopped", exc_info=task.exception())
-        self._report()
-
-    def _report(self) -> None:
-        if self.healthy != self._reported:
-            self._reported = self.healthy
-            if self._on_health is not None:
-                self._on_health(self._reported)
+        self.health_changed.set()
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:
         answer = refusal(work.key, error)
@@ -461,17 +449,9 @@ T = TypeVar("T")
 class ThreadExecutor:
     """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
 
-    def __init__(
-        self,
-        name: str,
-        step_seconds: Callable[[], float],
-        prepare: Callable[[], object] | None = None,
-    ) -> None:
-        """`prepare` is run on the thread before anything else, and waited for."""
+    def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
-        if prepare is not None:
-            self.call(prepare)
 
     def call(self, task: Callable[[], T]) -> T:
         """Runs `task` on the thread and waits for it: for what comes before all steps."""

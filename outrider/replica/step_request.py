@@ -110,11 +110,6 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
 class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
-    __slots__ = (
-        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "may_wait",
-        "on_done", "place", "senders", "started_at", "timer", "unfinished",
-    )  # fmt: skip
-
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:

@@ -119,10 +119,6 @@ class TokenBudget:
         self._note(rounds, load)
         return grants
 
-    def rounds_ended(self) -> None:
-        """All sessions of the last rounds have ended: prefixes may have whole steps."""
-        self._last_rounds = None
-
     def note_seconds(self, seconds: float) -> None:
         """The step that was shared out last has taken so long, s."""
         foretold = self._cost_seconds(self._last)

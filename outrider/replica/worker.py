@@ -12,7 +12,6 @@ Only younger sessions make room, so the oldest always goes on, and every one bec
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
-from outrider.replica.token_budget import ROUND_REST_STEPS, TokenBudget, TokenDemand
+from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -81,8 +80,6 @@ class Admissions:
         self._table = table
         self._budget = budget
         self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
-        self._in_rounds: deque[list[str]] = deque(maxlen=ROUND_REST_STEPS)
-        """Sessions of the last steps that ran rounds."""
         self._num_preemptions = 0
         self._num_prefill_chunks = 0
         self._num_starved = 0
@@ -98,8 +95,13 @@ class Admissions:
         """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
         where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
         pages, `Resync` where it lacks a prefix for which there would be some."""
-        found = [self._align(demand.head) for demand in demands]
-        begun = self._find(demands, found)
+        found = [_align(self._table, demand.head) for demand in demands]
+        # What there is of the tokens of those that hold nothing.
+        begun = {
+            demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
+            for demand, entry in zip(demands, found, strict=True)
+            if isinstance(entry, Aligned) and not len(entry.sequence)
+        }
         wholes = {
             index: self._whole(demands[index], begun)
             for index, entry in enumerate(found)
@@ -111,20 +113,6 @@ class Admissions:
             if not self._engine.can_hold(steps, begun=begun):
                 self._place(found, wholes, begun)
         return self._grant(demands, found, begun)
-
-    def _align(self, head: RoundHead) -> _Found:
-        try:
-            return self._table.align(head)
-        except OutriderError as error:
-            return error
-
-    def _find(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> _Begun:
-        """What there is of the tokens of those that hold nothing."""
-        return {
-            demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
-            for demand, entry in zip(demands, found, strict=True)
-            if isinstance(entry, Aligned) and not len(entry.sequence)
-        }
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
         """A step that takes the slots of all that the item asks for; or, where it claims to have
@@ -181,25 +169,18 @@ class Admissions:
         """Gives out the step's tokens; a session that gets some and holds nothing begins."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
-        if not any(name in self._table for names in self._in_rounds for name in names):
-            self._budget.rounds_ended()
         grants = self._budget.share(wanted)
         admissions: list[Any] = [*found]
-        in_rounds: list[str] = []
         for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
             head, entry = demands[index].head, aligned[index]
             if granted == 0:
                 admissions[index] = Unfinished.CONTINUES
                 continue
-            if token_demand.is_round:
-                in_rounds.append(head.session_id)
             if head.session_id in begun:
                 entry = self._table.begin(head)
             is_whole = granted == token_demand.num_tokens
             self._num_prefill_chunks += not is_whole
             admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
-        if in_rounds:
-            self._in_rounds.append(in_rounds)
         return admissions
 
     def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
@@ -214,8 +195,6 @@ class Admissions:
 
 class Work:
     """An item on its way through a step."""
-
-    __slots__ = ("answer", "item")
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -289,7 +268,11 @@ class StepWorker:
         """Those that go on, and how far; the others are answered."""
         admissions: Sequence[Admission]
         if self._admissions is None:
-            admissions = [self._align(demand.head) for demand in demands]
+            aligned = [_align(self._table, demand.head) for demand in demands]
+            admissions = [  # Where there are no pages, nothing waits for any.
+                Admitted(one, len(one.new_tokens)) if isinstance(one, Aligned) else one
+                for one in aligned
+            ]
         else:
             admissions = self._admissions.admit(demands)
         for work, admission in zip(works, admissions, strict=True):
@@ -299,16 +282,6 @@ class StepWorker:
                 work.answer = refusal(work.head.key, admission)
             else:
                 work.answer = admission
-
-    def _align(self, head: RoundHead) -> Admission:
-        """Where there are no pages, nothing waits for any."""
-        try:
-            aligned = self._table.align(head)
-        except OutriderError as error:
-            return error
-        if isinstance(aligned, Aligned):
-            return Admitted(aligned, len(aligned.new_tokens))
-        return aligned
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
         """What may follow the committed tokens; None = anything. Raises `Incompatible` for a
@@ -353,6 +326,13 @@ class StepWorker:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
         self.release(work.head.session_id)
         work.answer = refusal(work.head.key, error)
+
+
+def _align(table: SessionTable, head: RoundHead) -> _Found:
+    try:
+        return table.align(head)
+    except OutriderError as error:
+        return error
 
 
 def draft_request(

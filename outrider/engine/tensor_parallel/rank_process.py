@@ -13,9 +13,9 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from outrider.config import DraftConfig, TargetConfig
+from outrider.config import ReplicaConfig
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
@@ -59,9 +59,7 @@ class RankLeader(OpenRendezvous):
         self.num_neighbours = num_neighbours
         self._timeout_s = timeout_s
 
-    def engine(
-        self, config: TargetConfig | DraftConfig, role: Literal["target", "draft"], num_threads: int
-    ) -> Engine:
+    def engine(self, config: ReplicaConfig, num_threads: int) -> Engine:
         """The engine of the shared model, once all ranks have loaded. Blocks; raises `ConfigError`,
         and `Unavailable` where a rank is gone or not there in time."""
         from outrider.engine.tensor_parallel.group import lead
@@ -71,7 +69,7 @@ class RankLeader(OpenRendezvous):
         device = resolve_device(config.device)
         group, followers = lead(self, device, self._timeout_s, in_order=config.deterministic)
         try:
-            engine = build_engine(config, role, num_threads, group)
+            engine = build_engine(config, num_threads, group)
             followers.confirm(_digest(engine), self._timeout_s)
         except BaseException:
             followers.close()
@@ -81,8 +79,7 @@ class RankLeader(OpenRendezvous):
 
 
 def engine_of_a_replica(
-    config: TargetConfig | DraftConfig,
-    role: Literal["target", "draft"],
+    config: ReplicaConfig,
     num_threads: int,
     leadership: RankLeader | None,
 ) -> Engine:
@@ -92,12 +89,12 @@ def engine_of_a_replica(
     their sums keep their priority."""
     if leadership is None:
         give_way(LOADING_NICENESS)
-        return build_engine(config, role, num_threads)
-    return leadership.engine(config, role, num_threads)
+        return build_engine(config, num_threads)
+    return leadership.engine(config, num_threads)
 
 
 def threads_of_a_rank(
-    config: TargetConfig | DraftConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
+    config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
     """What the configuration says, else an equal part of the cores for each rank on the machine."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
@@ -119,22 +116,19 @@ class RankHost:
 
     async def start(
         self,
-        config: TargetConfig | DraftConfig,
-        role: Literal["target", "draft"],
+        config: ReplicaConfig,
         assignment: RankAssignment,
         timeout_s: float,
         log_directory: str,
     ) -> None:
         """Joins, loads this rank's share and follows; returns once it is ready for steps. Raises
         `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
-        num_threads = threads_of_a_rank(config, cores_for(role), assignment)
+        num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads)
-        log_to(log_directory, f"{config.log_name(role)}-rank-{assignment.rank}")
+        log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}")
         log_at(config.log_level)
         try:
-            engine = await on_passing_thread(
-                self._join, config, role, num_threads, assignment, timeout_s
-            )
+            engine = await on_passing_thread(self._join, config, num_threads, assignment, timeout_s)
         except BaseException:
             self._leave()
             raise
@@ -155,8 +149,7 @@ class RankHost:
 
     def _join(
         self,
-        config: TargetConfig | DraftConfig,
-        role: Literal["target", "draft"],
+        config: ReplicaConfig,
         num_threads: int,
         assignment: RankAssignment,
         timeout_s: float,
@@ -168,7 +161,7 @@ class RankHost:
         self._group, self._frames = join(
             assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
-        engine = build_engine(config, role, num_threads, self._group)
+        engine = build_engine(config, num_threads, self._group)
         self._frames.confirm(_digest(engine))
         return engine
 

@@ -78,7 +78,8 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
         "from outrider.engine.threads import start_workers\n"
         "import asyncio\n"
         "found = []\n"
-        "executor = ThreadExecutor('step', lambda: 0.0, lambda: found.extend(start_workers()))\n"
+        "executor = ThreadExecutor('step', lambda: 0.0)\n"
+        "executor.call(lambda: found.extend(start_workers()))\n"
         "own = asyncio.run(executor.run(lambda: os.getpriority(os.PRIO_PROCESS, 0)))\n"
         "print(own, *[os.getpriority(os.PRIO_PROCESS, t) for t in found])\n"
     )

@@ -63,7 +63,7 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     """From the settings to an engine whose logits are as wide as the head."""
     flags = {"model": str(target), "draft_model": str(drafter)}
     config = resolve_models(load_config(flags, {}))
-    engine = build_engine(config.draft, "draft", 1)
+    engine = build_engine(config.draft, 1)
     [logits] = engine.forward([SequenceStep("s", PROMPT, 2)])
     assert logits.shape == (2, len(TOKEN_IDS))
     assert engine.info.logit_token_ids == TOKEN_IDS

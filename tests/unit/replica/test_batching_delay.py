@@ -23,7 +23,7 @@ def one_time(rows: int, sessions: int) -> float:
 def known(gap_s: float, num: int = 2) -> BatchingDelay:
     """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
     the first have just been answered."""
-    batching_delay, now = BatchingDelay(one_time, 8, 100), -100.0
+    batching_delay, now = BatchingDelay(one_time, 8), -100.0
     for _ in range(30):
         for session in range(num):
             batching_delay.answered(str(session), 5, now)
@@ -36,8 +36,8 @@ def known(gap_s: float, num: int = 2) -> BatchingDelay:
 
 def until(batching_delay: BatchingDelay, now: float, waiting: list[int]) -> float:
     """When a step begins for which nobody comes."""
-    hold = batching_delay.hold(now, waiting)
-    return now if hold is None else hold.until
+    held_until = batching_delay.hold(now, waiting)
+    return now if held_until is None else held_until
 
 
 def test_a_step_waits_for_who_comes_soon_and_not_for_who_comes_late() -> None:
@@ -49,7 +49,7 @@ def test_a_step_waits_for_who_comes_soon_and_not_for_who_comes_late() -> None:
 
 def test_some_are_worth_it_and_others_not() -> None:
     """Two come back at once, and one much later: it has a step of its own either way."""
-    batching_delay, now = BatchingDelay(one_time, 8, 100), -100.0
+    batching_delay, now = BatchingDelay(one_time, 8), -100.0
     gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
     for _ in range(30):
         for name, gap_s in gaps.items():
@@ -63,33 +63,11 @@ def test_some_are_worth_it_and_others_not() -> None:
     assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
-def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
-    """Each time somebody does not come who has always come until then."""
-
-    def waits(num: int, comes: bool) -> list[bool]:
-        found = []
-        for _ in range(num):
-            batching_delay.answered("1", 5, 0.0)
-            hold = batching_delay.hold(0.0, [5])
-            found.append(hold is not None)
-            if hold is not None and comes:
-                hold.awaited.clear()
-            batching_delay.began()
-        return found
-
-    batching_delay = known(0.030)
-    assert all(waits(20, comes=True))
-    in_vain = waits(12, comes=False)
-    assert in_vain[0]
-    assert sum(in_vain[-6:]) <= 1, "now and then it is tried again"
-    assert any(waits(40, comes=True))
-
-
 def test_nobody_is_waited_for_without_room_or_reason() -> None:
     assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
     assert until(known(0.008, num=9), 0.0, []) == 0.0
     assert until(known(0.008, num=3), 0.5, [5]) == 0.5, "they are too late already"
-    fresh = BatchingDelay(one_time, 8, 100)
+    fresh = BatchingDelay(one_time, 8)
     fresh.answered("a", 5, 0.0)
     assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
 

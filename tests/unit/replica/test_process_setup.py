@@ -70,13 +70,13 @@ def test_a_rounded_draft_is_near_its_target_and_not_it(
     step = SequenceStep("s", (1, 2, 3), 3)
     logits = {}
     for name in ("tiny", "quantized:8"):
-        engine = build_engine(DraftConfig(model=name, directory=directory), "draft", 1)
+        engine = build_engine(DraftConfig(model=name, directory=directory), 1)
         [logits[name]] = engine.forward([step])
     exact, rounded = logits.values()
     assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
     monkeypatch.setattr(linear_layers, "_has_kernel", lambda *_: False)
     with pytest.raises(SettingError, match="rounded to 4 bits") as bad:
-        build_engine(DraftConfig(model="quantized:4", directory=directory), "draft", 1)
+        build_engine(DraftConfig(model="quantized:4", directory=directory), 1)
     assert bad.value.key == "draft_model"
 
 
@@ -86,12 +86,12 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
     draft = DraftConfig(model="tiny", directory=directory, kv_cache_memory_bytes=5)
     for config, role in ((target, "target"), (draft, "draft")):
         with pytest.raises(SettingError, match="5 bytes hold no page") as bad:
-            build_engine(config, role, 1)
+            build_engine(config, 1)
         prefix = {"target": "", "draft": "draft_"}[role]
         assert bad.value.key == f"{prefix}kv_cache_memory_bytes"
         long = replace(config, kv_cache_memory_bytes=20_000, max_model_len=128)
         with pytest.raises(SettingError, match=r"128 tokens are more than .* holds") as bad:
-            build_engine(long, role, 1)
+            build_engine(long, 1)
         assert bad.value.key == f"{prefix}max_model_len"
 
 

@@ -78,7 +78,7 @@ async def pair_here(
         ("target", TargetService, target),
         ("draft", DraftService.with_model, draft),
     ):
-        engine = build_engine(config, role, 1)  # type: ignore[arg-type]
+        engine = build_engine(config, 1)  # type: ignore[arg-type]
         executor = InlineExecutor(lambda: 0.0)
         made: Any = service(engine, executor, max_num_seqs=8, costs=costs)  # type: ignore[operator]
         replicas[role] = MemoryLink(made)

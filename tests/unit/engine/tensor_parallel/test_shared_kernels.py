@@ -53,7 +53,7 @@ def _built(
 
     def build(rank: int) -> tuple[Any, torch.Tensor]:
         _HERE.rank = rank
-        engine = build_engine(config, "target", 1, ranks[rank])
+        engine = build_engine(config, 1, ranks[rank])
         return engine, engine.forward([SequenceStep("a", TOKENS, len(TOKENS))])[0]
 
     engines, answers = zip(*thread_ranks.on_each(2, build), strict=True)

@@ -166,6 +166,6 @@ def test_nothing_that_must_be_quick_comes_before_all_have_loaded(
 ) -> None:
     config = TargetConfig(directory=str(_saved(tmp_path, "llama")), device="cpu", num_threads=1)
     with caplog.at_level("INFO"), pytest.raises(_AllHere):
-        build_engine(config, "target", 1, _FirstRank())
+        build_engine(config, 1, _FirstRank())
     assert "loading share 1 of 2" in caplog.text
     assert "modules swapped" in caplog.text
