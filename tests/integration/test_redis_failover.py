@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +24,7 @@ from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord
-from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Finish, FinishReason, SessionRecord
@@ -45,39 +43,6 @@ NUM_SESSIONS = 24
 NO_COUNTS = Counters()
 
 
-class Renamed:
-    """Two servers behind one name: `move` does what a change of a DNS entry does."""
-
-    def __init__(self, first: EmbeddedRedis, second: EmbeddedRedis) -> None:
-        self._path = Path(first.url.removeprefix("unix://"))
-        self._second = Path(second.url.removeprefix("unix://"))
-        self._old = self._path.with_suffix(".old")
-        self.url = first.url
-
-    def move(self, serves_stale: bool) -> None:
-        """The name leads to the second server, and the first one becomes a replica of one that is
-        away. It answers READONLY, or, unless it `serves_stale` data, MASTERDOWN."""
-        with redis.Redis(unix_socket_path=str(self._path), protocol=2) as first:
-            first.config_set("replica-serve-stale-data", "yes" if serves_stale else "no")
-            self._path.rename(self._old)
-            self._path.symlink_to(self._second)
-            first.execute_command("REPLICAOF", "127.0.0.1", "1")
-
-    def move_back(self) -> None:
-        """That the first server can be stopped."""
-        if self._old.exists():
-            self._path.unlink()
-            self._old.rename(self._path)
-
-
-@pytest.fixture
-def renamed(tmp_path: Path) -> Iterator[Renamed]:
-    with EmbeddedRedis(tmp_path / "a") as first, EmbeddedRedis(tmp_path / "b") as second:
-        made = Renamed(first, second)
-        yield made
-        made.move_back()
-
-
 async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float = BACK_S) -> int:
     """How often it raised `StoreUnavailable` before it did not."""
     failed = 0
@@ -90,49 +55,6 @@ async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float 
                 await asyncio.sleep(0.02)
             else:
                 return failed
-
-
-@pytest.mark.parametrize("serves_stale", [True, False], ids=["READONLY", "MASTERDOWN"])
-async def test_a_demoted_primary_is_left_at_its_first_answer(
-    renamed: Renamed, serves_stale: bool
-) -> None:
-    """Whatever has a client: also the connections that were idle then are not used again."""
-    address = RedisAddress(url=renamed.url, key_prefix="outrider:")
-    store = await RedisStore.connect(address)
-    registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
-    caller = Caller("me", concurrency=2)
-    record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
-    unknown = Session(new_session("0" * 32))
-    unknown.decide([7], NO_COUNTS)
-    appended = next_append(unknown)
-    await asyncio.gather(*(store.append([appended]) for _ in range(8)))
-    await registry.announce(record)
-    await slots.take(caller, ["a"], 1)
-    renamed.move(serves_stale)
-    for call in (
-        lambda: store.open(new_session("1" * 32)),
-        lambda: registry.announce(record),
-        lambda: slots.take(caller, ["b"], 1),
-    ):
-        assert await until_it_works(call) == 1
-    # All at once, so that each takes a connection of its own.
-    await asyncio.gather(*(store.append([appended]) for _ in range(8)))
-    with redis.Redis(unix_socket_path=str(renamed._old), protocol=2) as demoted:
-        clients = [one for one in demoted.client_list() if one["cmd"] != "client|list"]
-        assert not [one for one in clients if one["cmd"].startswith("eval")]
-    for one in (store, registry, slots):
-        await one.close()
-
-
-async def test_idle_connections_are_closed_at_once(renamed: Renamed) -> None:
-    """Without a moment in which another task may take one that is half closed."""
-    client = new_client(RedisAddress(url=renamed.url, key_prefix=""))
-    await asyncio.gather(*(client.ping() for _ in range(4)))
-    closing = client.connection_pool.disconnect(inuse_connections=False)
-    with pytest.raises(StopIteration):
-        closing.send(None)
-    assert await client.ping()
-    await client.aclose()
 
 
 @pytest.fixture

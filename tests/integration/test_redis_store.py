@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -25,18 +26,22 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from made_certificates import Made
 from session_model import IDS, OWNERS, digest, end_of, new_session, next_append
 from twin_store import TwinStore
 
 from outrider.errors import (
     ConfigError,
     DataLoss,
+    InvariantError,
     NotFound,
     OutriderError,
     StaleEpoch,
     StoreUnavailable,
+    Unavailable,
 )
-from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
+from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX, SOCKET_PATH_BYTES_MAX
+from outrider.sessions import redis_store
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore, encode_tokens
 from outrider.sessions.state import Session
@@ -52,6 +57,7 @@ from outrider.sessions.store import (
 
 pytestmark = pytest.mark.xdist_group("redis")
 
+
 NO_COUNTS = Counters()
 
 
@@ -62,10 +68,20 @@ async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
 
 
 LEASE_MS = 2_000
+
+
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
+
+
 ids = st.sampled_from(IDS)
+
+
 owners = st.sampled_from(OWNERS)
+
+
 caches = st.builds(CacheState, st.sampled_from(["", "r1"]), st.integers(0, 2**40))
+
+
 counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
 
 
@@ -231,18 +247,6 @@ def test_redis_answers_as_the_memory_store(server: EmbeddedRedis) -> None:
     )
 
 
-async def test_tokens_lie_in_redis_as_documented(store: RedisStore, admin: redis.Redis) -> None:
-    await store.open(new_session())
-    session = Session(new_session())
-    session.decide([7], NO_COUNTS, logprobs=['{"a": 1}'])
-    await store.append([next_append(session)])
-    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
-    assert admin.get(f"{key}:tokens") == encode_tokens(session.tokens.ids)
-    assert admin.get(f"{key}:logprobs") == b'{"a": 1}\n'
-    assert admin.hget(key, "epoch") == b"1"
-    assert admin.hget(key, "prefix_digest") == str(session.tokens.digest()).encode()
-
-
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
     """An orphan and a finished session are gone after their times; its owner hears of data loss."""
     lifetimes = Lifetimes(1, session_ttl_ms=200, finished_ttl_ms=100)
@@ -259,46 +263,132 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     await store.close()
 
 
-async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_expires(
-    store: RedisStore, admin: redis.Redis
+async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    """Renewed for longer than it lasts, then left alone until the store says that it is over. No
+    point in time is stored, of whatever clock."""
+    lifetimes = Lifetimes(lease_ms=300)
+    store = await RedisStore.connect(server.url, key_prefix="lease:", lifetimes=lifetimes)
+    await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    renew_until = time.monotonic() + 0.6
+    while time.monotonic() < renew_until:
+        await store.hold_lease(OWNERS[0])
+        with pytest.raises(Unavailable) as refused:
+            await store.take_over(seen, OWNERS[1])
+        assert 0 < refused.value.retry_after_ms <= 300
+    assert not [name for name in admin.hgetall(f"lease:session:{{{IDS[0]}}}") if b"ms" in name]
+    await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
+    record = await store.take_over(seen, OWNERS[1])
+    assert (record.epoch, record.owner) == (2, OWNERS[1])
+    assert isinstance(await appended(store, Session(new_session()), 7), StaleEpoch)
+    await store.close()
+
+
+async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
+    """Else others took the sessions of a coordinator over that runs them. It also says how long
+    they last, though it cannot tell the owner that another one asked."""
+    await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    [lease] = admin.scan_iter(f"{store._key_prefix}lease:*")
+    admin.pexpire(lease, 100_000)
+    admin.config_set("maxmemory", 1)
+    try:
+        await store.hold_lease(OWNERS[0])
+        assert 0 < admin.pttl(lease) < 100_000 - 10_000
+        with pytest.raises(Unavailable, match="has an owner"):
+            await store.take_over(seen, OWNERS[1])
+    finally:
+        admin.config_set("maxmemory", 0)
+
+
+async def test_a_damaged_session_is_lost_alone(store: RedisStore, admin: redis.Redis) -> None:
+    """The sessions beside it are appended to in the same call."""
+    sessions = [Session(new_session(session_id)) for session_id in IDS]
+    for session in sessions:
+        await store.open(new_session(session.session_id))
+        session.decide([7], NO_COUNTS)
+    broken = f"{store._key_prefix}session:{{{IDS[1]}}}:tokens"
+    admin.delete(broken)
+    admin.lpush(broken, "something else")
+    first, damaged, last = await store.append([next_append(s) for s in sessions])
+    assert (first, last) == (4, 4)
+    assert isinstance(damaged, DataLoss)
+    with pytest.raises(DataLoss):
+        await store.finish(end_of(sessions[1]))
+
+
+async def test_many_sessions_are_opened_at_once(store: RedisStore, admin: redis.Redis) -> None:
+    """They share round trips; one that is refused, and callers that gave up, do not matter."""
+    before = admin.info("stats")["total_connections_received"]
+    ids = [f"{k:032x}" for k in range(20 * CALLS_PER_PIPELINE_MAX)]
+    await store.open(new_session(ids[5], owner=OWNERS[1]))
+    opening = [asyncio.ensure_future(store.open(new_session(session_id))) for session_id in ids]
+    await asyncio.sleep(0)
+    opening[0].cancel()
+    answers = await asyncio.gather(*opening, return_exceptions=True)
+    assert isinstance(answers[0], asyncio.CancelledError)
+    assert isinstance(answers[5], InvariantError)
+    assert all(answer is None for i, answer in enumerate(answers) if i not in (0, 5))
+    for session_id in (ids[1], ids[-1]):
+        assert (await store.load(session_id)).owner == OWNERS[0]
+    assert admin.info("stats")["total_connections_received"] - before <= REDIS_CONNECTIONS_MAX
+
+
+LINES = [f"[-{number}.5, []]" for number in range(1, 1000)]
+
+
+async def test_a_long_record_is_read_in_parts(
+    store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No answer of Redis is long; the record is the same, read or taken over. Where another owner
+    replaces it between two parts, what is handed out is of one owner alone, and a take-over is
+    refused."""
+    monkeypatch.setattr("outrider.sessions.redis_store.RECORD_PART_BYTES", 100)
     await store.open(new_session())
     session = Session(new_session())
-    session.decide([7], NO_COUNTS, logprobs=["1"])
-    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
-    admin.delete(f"{key}:tokens", f"{key}:logprobs")
-    end = end_of(session)
-    assert await store.finish(end) == 0
-    session.acknowledge(0)
-    assert await store.append([next_append(session)]) == [4]
-    assert (await store.load(IDS[0])).finish_reason is None
-    assert await store.finish(end) == 4
-    record = await store.load(IDS[0])
-    assert record.finish_reason is FinishReason.STOP
-    assert (record.token_ids, record.logprobs) == (tuple(session.tokens.ids), "1\n")
-    for name in (key, f"{key}:tokens", f"{key}:logprobs"):
-        assert 0 < admin.pttl(name) <= FINISHED_TTL_S * 1000
+    session.decide(range(5, 1004), NO_COUNTS, logprobs=LINES)
+    assert await store.append([next_append(session)]) == [session.length]
+    sent = dict(admin.info("commandstats"))
+    loaded = await store.load(IDS[0])
+    for record in (loaded, await store.take_over(loaded, OWNERS[0])):
+        assert record.token_ids == tuple(session.tokens.ids)
+        assert record.logprobs == "".join(f"{line}\n" for line in LINES)
+    told = admin.info("commandstats")
+    read = told["cmdstat_getrange"]["calls"] - sent.get("cmdstat_getrange", {"calls": 0})["calls"]
+    assert read >= 2 * (4 * session.length + sum(len(line) + 1 for line in LINES)) // 100
+    assert told.get("cmdstat_get") == sent.get("cmdstat_get")
+
+    run, num_parts = store._scripts.run, 0
+    others = "".join(f"{line}\n" for line in LINES).replace(".5", ".6")
+
+    async def run_and_replace(script: Any, call: Any) -> Any:
+        nonlocal num_parts
+        answer = await run(script, call)
+        num_parts += script is redis_store._READ_PART
+        if num_parts == 3:
+            key = f"{store._key_prefix}session:{{{IDS[0]}}}"
+            await store._client.hincrby(key, "epoch", 1)
+            await store._client.set(f"{key}:logprobs", others)
+        return answer
+
+    monkeypatch.setattr(store._scripts, "run", run_and_replace)
+    replaced = await store.load(IDS[0])
+    assert replaced.token_ids == tuple(session.tokens.ids)
+    assert (replaced.logprobs, replaced.epoch) == (others, record.epoch + 1)
+    num_parts = 0
+    with pytest.raises(Unavailable, match="taken over meanwhile"):
+        await store.take_over(replaced, OWNERS[0])
 
 
-async def test_a_server_that_evicts_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    admin.config_set("maxmemory-policy", "allkeys-lru")
-    try:
-        with pytest.raises(ConfigError, match="maxmemory-policy allkeys-lru") as refused:
-            await RedisStore.connect(server.url)
-    finally:
-        admin.config_set("maxmemory-policy", "noeviction")
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:1/0", "unix:///nowhere/redis.sock"])
-async def test_an_unreachable_server_is_one_clear_line(url: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be reached") as refused:
-        await RedisStore.connect(url)
+async def test_an_unreachable_server_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be reached.*--redis-url") as refused:
+        await RedisStore.connect("redis://:hush@127.0.0.1:1/0")
     message = str(refused.value)
-    assert "\n" not in message
+    assert "redis://:***@127.0.0.1:1/0" in message
     assert "hush" not in message
-    assert url.replace("hush", "***") in message
-    assert "--redis-url" in message
+    assert "\n" not in message
 
 
 async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
@@ -308,13 +398,8 @@ async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
             with pytest.raises(ConfigError) as refused:
                 await RedisStore.connect(server.url, password=password)
             assert "wrong" not in str(refused.value)
-        for store in (
-            await RedisStore.connect(server.url, password="hu" + "sh"),
-            await RedisStore.connect(f"{server.url}?password=hush"),
-        ):
-            with pytest.raises(NotFound):
-                await store.load("f" * 32)
-            await store.close()
+        await (await RedisStore.connect(server.url, password="hu" + "sh")).close()
+        await (await RedisStore.connect(f"{server.url}?password=hush")).close()
     finally:
         admin.config_set("requirepass", "")
 
@@ -336,8 +421,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
         server.stop()
         assert not server.running
         server.start()
-        [answer] = await store.append([next_append(session)])
-        assert answer == 4
+        assert await store.append([next_append(session)]) == [4]
         assert (await store.load(IDS[0])).token_ids[:4] == session.tokens.since(0)[:4]
         await store.close()
 
@@ -360,47 +444,32 @@ async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> No
         await store.close()
 
 
-def test_only_one_server_keeps_its_data_in_a_directory(tmp_path: Path) -> None:
-    with EmbeddedRedis(tmp_path) as server:
-        with pytest.raises(ConfigError, match="another Redis"):
-            EmbeddedRedis(tmp_path).start()
-        assert server.running
-    assert not server.running
-    assert tmp_path.stat().st_mode & 0o777 == 0o700
-    EmbeddedRedis(tmp_path).stop()
-
-
-def test_a_long_directory_has_its_socket_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_has_one_server_for_its_user_alone(tmp_path: Path) -> None:
+    """The socket of one with a long path is elsewhere."""
     long = tmp_path / ("d" * SOCKET_PATH_BYTES_MAX)
-    server = EmbeddedRedis(long)
-    for _ in range(2):
-        with server, redis.Redis.from_url(server.url, protocol=2) as client:
+    for directory in (tmp_path, long):
+        with EmbeddedRedis(directory) as server:
+            with pytest.raises(ConfigError, match="another Redis"):
+                EmbeddedRedis(directory).start()
             socket = Path(server.url.removeprefix("unix://"))
-            assert socket.parent.stat().st_mode & 0o777 == 0o700
-            assert client.ping()
-            client.set("a", 1)
-        assert not socket.parent.exists()
-    assert EmbeddedRedis(Path("/a")).url == "unix:///a/redis.sock"
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    with pytest.raises(ConfigError, match="set TMPDIR to a shorter directory"):
-        EmbeddedRedis(long)
+            for private in (directory, socket.parent):
+                assert private.stat().st_mode & 0o777 == 0o700
+            with redis.Redis.from_url(server.url, protocol=2) as client:
+                assert client.ping()
+        assert not server.running
+    assert not socket.parent.exists()
 
 
-def test_without_a_server_to_start_the_error_says_what_to_install(
+def test_a_server_that_cannot_be_started_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "appendonly.aof").write_text("this is no append-only file")
+    with pytest.raises(ConfigError, match=r"redis\.log"):
+        EmbeddedRedis(tmp_path).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="redis-server"):
         EmbeddedRedis(tmp_path / "data").start()
-
-
-def test_a_server_that_does_not_start_says_where_its_log_is(tmp_path: Path) -> None:
-    (tmp_path / "appendonly.aof").write_text("this is no append-only file")
-    with pytest.raises(ConfigError, match=r"redis\.log"):
-        EmbeddedRedis(tmp_path).start()
 
 
 def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
@@ -433,3 +502,41 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def test_tls_is_checked_against_the_given_authority(
+    server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """A TLS end before the real server: with its authority it works, without it is refused."""
+    made = Made(tmp_path, "localhost", "localhost")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(made.file, made.key_file)
+    path = server.url.removeprefix("unix://")
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_unix_connection(path)
+        await asyncio.gather(pump(reader, back_writer), pump(back_reader, writer))
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
+        url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"
+        store = await RedisStore.connect(url, ca_file=str(made.file))
+        await store.open(new_session("e" * 32))
+        await store.close()
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            await RedisStore.connect(url)
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            await RedisStore.connect(
+                url.replace("localhost", "127.0.0.1"),
+                ca_file=str(made.file),
+            )

@@ -42,7 +42,6 @@ AREAS: Final = {
         ("outrider/sessions",),
         (
             "tests/unit/sessions", "tests/integration/test_redis_store.py",
-            "tests/integration/test_redis_leases.py",
         ),
     ),
     "length control": Area(("coordinator/draft_length",), ("tests/unit/coordinator",)),
