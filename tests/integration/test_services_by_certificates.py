@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health
 from rounds import Listener, make_head
 from stack import draft_without_model
 from toy_engine import ToyEngine
 
-import outrider.transport.server as rpc_server
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import SettingError, Unavailable
@@ -27,9 +27,7 @@ from outrider.transport.grpc_link import target_link
 from outrider.transport.tls import (
     INTERNAL_ROLES,
     InternalRole,
-    RoleFiles,
     caller_trust,
-    internal_server_credentials,
     internal_trust,
     make_authority,
     make_role,
@@ -61,29 +59,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of another authority, with the same names."""
     return make_all(tmp_path_factory.mktemp("tls") / "theirs")
-
-
-@contextmanager
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The path of every method that servers are given while this lasts, whoever adds it."""
-    found: set[str] = set()
-    make = grpc.aio.server
-
-    def server(*args: Any, **options: Any) -> Any:
-        made: Any = make(*args, **options)
-        add = made.add_generic_rpc_handlers
-
-        def recorded(handlers: Any) -> None:
-            for handler in handlers:
-                found.update(handler._methods)
-            add(handlers)
-
-        made.add_generic_rpc_handlers = recorded
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rpc_server.grpc.aio, "server", server)
-        yield found
 
 
 @asynccontextmanager
@@ -120,12 +95,12 @@ async def code_of(address: str, trust: Trust, path: str) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_only_a_coordinator_is_answered(
-    role: InternalRole, ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every method that the server has, health too. Without a certificate, in plain text, and with
-    one of another authority nothing answers; with that of another role it is PERMISSION_DENIED; a
-    coordinator's is let in. There is no reflection."""
+async def test_only_a_coordinator_is_answered(role: InternalRole, ours: Path, theirs: Path) -> None:
+    """Without a certificate, in plain text, and with one of another authority no method answers,
+    health neither; with that of another role it is PERMISSION_DENIED; a coordinator's is let in."""
+    codec = VERIFY if role == "target" else DRAFT
+    methods = [codec.path(method.name) for method in codec.service.methods]
+    methods += [f"/{health.SERVICE_NAME}/{name}" for name in ("Check", "Watch")]
     certified = {peer: internal_trust(ours, peer, role) for peer in INTERNAL_ROLES}
     nothing = {
         "no certificate": caller_trust(ours / "ca.pem", server_name=name_of(role)),
@@ -134,27 +109,19 @@ async def test_only_a_coordinator_is_answered(
             internal_trust(theirs, "coordinator", role).credentials, name_of(role)
         ),
         "theirs by our authority": caller_trust(
-            ours / "ca.pem", *_shown(theirs), server_name=name_of(role)
+            ours / "ca.pem", theirs / "coordinator.pem", theirs / "coordinator-key.pem",
+            name_of(role),
         ),
-    }
-    with registered(monkeypatch) as methods:
-        async with hosted(role, ours) as address:
-            assert len(methods) >= 5
-            assert not any("reflection" in path for path in methods)
-            for path in methods:
-                for what, trust in nothing.items():
-                    code = await code_of(address, trust, path)
-                    assert code in NO_CONNECTION, (path, what)
-                for peer, trust in certified.items():
-                    code = await code_of(address, trust, path)
-                    is_refused = code is grpc.StatusCode.PERMISSION_DENIED
-                    assert is_refused == (peer != "coordinator"), (path, peer, code)
-                    assert code not in NO_CONNECTION, (path, peer)
-
-
-def _shown(directory: Path) -> tuple[Path, Path]:
-    files = RoleFiles.of(directory, "coordinator")
-    return files.certificate, files.key
+    }  # fmt: skip
+    async with hosted(role, ours) as address:
+        for path in methods:
+            for what, trust in nothing.items():
+                assert await code_of(address, trust, path) in NO_CONNECTION, (path, what)
+            for peer, trust in certified.items():
+                code = await code_of(address, trust, path)
+                is_refused = code is grpc.StatusCode.PERMISSION_DENIED
+                assert is_refused == (peer != "coordinator"), (path, peer, code)
+                assert code not in NO_CONNECTION, (path, peer)
 
 
 async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:
@@ -192,21 +159,6 @@ async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: P
             async with hosted("target", directory):
                 pass
         assert caught.value.key == "internal_tls_dir"
-
-
-def test_a_certificate_that_ends_soon_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By both ends; one that lasts is not."""
-    directory = make_all(tmp_path / "tls")
-    make_role(directory, "target", NOW, days=20)
-    internal_trust(directory, "coordinator", "target")
-    assert not caplog.records
-    internal_server_credentials(directory, "target")
-    internal_trust(directory, "target", "draft")
-    assert [one.getMessage().partition(" ends in ")[2][:7] for one in caplog.records] == [
-        "19 days", "19 days"
-    ]  # fmt: skip
 
 
 async def test_a_server_shows_a_new_certificate_without_a_restart(
