@@ -1,5 +1,6 @@
 """Completions that come out of the real services are distributed as if the target had written
-them alone: tiny random models, real gRPC, real Redis, the joint law of all tokens by enumeration.
+them alone: tiny random models, real gRPC between the services, real Redis, the joint law of all
+tokens by enumeration.
 
 Each cell: Pearson's chi-square, false alarm 1e-6; enough samples that a law at total variation
 0.05 (0.09 in the cells that always run) is found with probability 0.99, which the test asserts of
@@ -35,6 +36,7 @@ from verdict_laws import NoiseRows
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
 from draft_service.eagle_drafter import EagleDrafter
+from outrider.client import Client, InProcessTransport
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.drafters.names import LookupKind
 from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
@@ -259,6 +261,7 @@ def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     """All completions, and how many draft tokens were accepted in all."""
     gate = asyncio.Semaphore(CONCURRENCY)
+    client = Client(InProcessTransport(stack.coordinator))
     num_accepted = 0
 
     async def two(number: int) -> tuple[int, ...]:
@@ -281,7 +284,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
             constraint=CONSTRAINT if cell.grammar else None,
         )
         async with gate:
-            completion = await stack.client.complete(request)
+            completion = await client.complete(request)
         num_accepted += completion.metrics.num_accepted_draft_tokens
         tokens = completion.token_ids[: cell.num_tokens]
         return tokens + (END,) * (cell.num_tokens - len(tokens))

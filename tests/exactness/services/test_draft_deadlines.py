@@ -4,6 +4,7 @@ drafting takes then depends on the tokens that are drawn."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from outrider.speculation.logits_processing import (
     row_masks,
     target_probabilities,
 )
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
@@ -51,6 +52,7 @@ NUM_ROUNDS = 1_000
 TV = 0.12
 """What each cell detects with a power of 0.99; a deadline that drops what was drawn is off by
 0.24."""
+NAMES = itertools.count(1)
 DESCRIPTION = ReplicaDescription("toy", "w", "", VOCAB, "float32", 0, (), 8)
 PLAIN = SamplingParams()
 
@@ -79,19 +81,14 @@ class GrammarProposer(Proposer):
         return EndsAtTwo()
 
 
-class NoLookUp:
-    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        return NOTHING_SEALED
+class LookUp:
+    """Always the same proposal."""
 
-    def close(self) -> None:
-        pass
-
-
-class OneLookUp:
-    """Proposes token 1, and is sure of it."""
+    def __init__(self, *token_ids: int) -> None:
+        self._proposal = SealedProposal.of(Proposal(token_ids, (None,) * len(token_ids)))
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        return SealedProposal.of(Proposal((1,), (None,)))
+        return self._proposal
 
     def close(self) -> None:
         pass
@@ -138,43 +135,64 @@ class Found:
     """Rounds in which the look-up proposed."""
 
 
+class Bench:
+    """A draft service, and clients of it."""
+
+    def __init__(
+        self,
+        pass_s: float = PASS_S,
+        fallback: LookUp | None = None,
+        link: Callable[[DraftService], MemoryLink[DraftItem, DraftAnswer]] = MemoryLink,
+        proposer: type[Proposer] = GrammarProposer,
+    ) -> None:
+        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
+        worker = proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        executor = InlineExecutor(engine.take_step_seconds)
+        self.service = DraftService(
+            worker, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
+        )
+        self._fallback: Any = fallback or LookUp()
+        self._pool = ReplicaPool("draft")
+        self._pool.admit("r0", link(self.service), DESCRIPTION)
+
+    async def draft(
+        self, noise: RoundNoise, deadline_ms: int | None, k: int = K, siblings: Any = ()
+    ) -> Any:
+        """What one round has, of a session of its own."""
+        self._pool.replicas["r0"].away = False
+        name = f"{next(NAMES):032x}"
+        one = session(PROMPT, noise.rule, name, noise.seed)
+        context = context_of(one, draft_deadline_ms=deadline_ms)
+        config = CoordinatorConfig(draft_timeout_ms=60_000, draft_retry_ms=2_000)
+        side = DraftClient(self._pool, context, self._fallback, config)
+        drafted = await side.propose(1, asked(k, siblings), noise)
+        side.close()
+        return drafted
+
+    async def settle(self) -> None:
+        await self.service.drain()
+        self.service.check_integrity()
+
+
 def first_tokens(
     rule: Rule,
     deadline_ms: int | None,
     num_rounds: int = NUM_ROUNDS,
     siblings: tuple[int, ...] = (),
-    pass_s: float = PASS_S,
-    fallback: Any = None,
-    link: Callable[[DraftService], MemoryLink[DraftItem, DraftAnswer]] = MemoryLink,
+    **options: Any,
 ) -> Found:
     async def main() -> Found:
-        found = Found()
-        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        limits = (8, 2**20)
-        proposer = GrammarProposer(ModelDrafter(engine), engine, TokenBudget(512, 8), limits)
-        executor = InlineExecutor(engine.take_step_seconds)
-        service = DraftService(
-            proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
-        )
-        pool = ReplicaPool("draft")
-        pool.admit("r0", link(service), DESCRIPTION)
-        config = CoordinatorConfig(draft_timeout_ms=10_000, draft_retry_ms=2_000)
+        found, bench = Found(), Bench(**options)
         for seed in range(1, num_rounds + 1):
-            pool.replicas["r0"].away = False
-            one = session(PROMPT, rule, f"{seed:032x}", seed)
-            context = context_of(one, draft_deadline_ms=deadline_ms)
-            side = DraftClient(pool, context, fallback or NoLookUp(), config)
             noise = RoundNoise(seed, rule, len(PROMPT))
-            drafted = await side.propose(1, asked(K, siblings), noise)
-            side.close()
-            await service.drain()
+            drafted = await bench.draft(noise, deadline_ms, siblings=siblings)
+            await bench.settle()
             proposal = drafted.proposal.open()
             found.tokens.append(committed(proposal, noise)[:1])
             found.lengths[proposal.tree.num_depths] += 1
             found.waits.add(round(drafted.seconds, 6))
             found.num_looked_up += drafted.source == "fallback"
-        service.check_integrity()
-        await service.close()
+        await bench.service.close()
         return found
 
     return run_virtually(main())
@@ -240,9 +258,7 @@ def test_a_deadline_that_drops_what_was_drawn_is_found(
 def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(how: str) -> None:
     """It proposes in a third of the rounds. In the others the draft does, however late it is; the
     time that it takes depends on its tokens. False alarm 1e-6."""
-    found = first_tokens(
-        Rule.TOKEN, DEADLINE_MS, fallback=OneLookUp(), link=partial(LossyLink, how)
-    )
+    found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=LookUp(1), link=partial(LossyLink, how))
     assert found.num_looked_up == NUM_ROUNDS // 3
     assert found.lengths.keys() == {1, 2, 3}
     fitted = fit(found.tokens, law())
@@ -253,7 +269,7 @@ def test_a_look_up_in_the_place_of_a_draft_that_does_not_answer_keeps_the_law(ho
 
 def test_a_look_up_that_proposes_for_what_a_draft_has_drawn_is_found() -> None:
     """The loss of a draft that depends on its tokens, which docs/exactness.md assumes away."""
-    found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=OneLookUp(), link=SelectingLink)
+    found = first_tokens(Rule.TOKEN, DEADLINE_MS, fallback=LookUp(1), link=SelectingLink)
     assert 0 < found.num_looked_up < NUM_ROUNDS
     assert fit(found.tokens, law()).rejects
 
@@ -276,32 +292,17 @@ def test_no_time_for_a_first_token_is_told_at_once() -> None:
 def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | None) -> None:
     """One with 250 ms has an answer a pass later at most, with what it has drawn; the other goes on
     and has all the tokens that it has alone."""
+    noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
 
     async def main() -> None:
-        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=0.1)
-        proposer = Proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
-        executor = InlineExecutor(engine.take_step_seconds)
-        service = DraftService(
-            proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
+        bench = Bench(pass_s=0.1, proposer=Proposer)
+        short, long = await asyncio.gather(
+            bench.draft(noise, 250, 8), bench.draft(noise, beside_ms, 16)
         )
-        pool = ReplicaPool("draft")
-        pool.admit("r0", MemoryLink(service), DESCRIPTION)
-
-        async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
-            one = session(PROMPT, Rule.TOKEN, f"{name:032x}", 7)
-            context = context_of(one, draft_deadline_ms=deadline_ms)
-            fallback: Any = NoLookUp()
-            side = DraftClient(pool, context, fallback, CoordinatorConfig(draft_timeout_ms=60_000))
-            noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
-            return await side.propose(1, asked(num_tokens), noise)
-
-        short, long = await asyncio.gather(drafted(1, 250, 8), drafted(2, beside_ms, 16))
-        await service.drain()
-        service.check_integrity()
-        alone = await drafted(3, None, 16)
-        await service.drain()
-        service.check_integrity()
-        await service.close()
+        await bench.settle()
+        alone = await bench.draft(noise, None, 16)
+        await bench.settle()
+        await bench.service.close()
         assert (short.source != "fallback", short.seconds) == (True, pytest.approx(0.3))
         assert 0 < len(short.proposal) < 8
         assert short.proposal.token_ids == alone.proposal.token_ids[: len(short.proposal)]
