@@ -13,7 +13,7 @@ import pytest
 import redis
 from memory_registry import MemoryRegistry
 
-from outrider.errors import InvariantError, StoreUnavailable
+from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, ReplicaRecord
 from outrider.sessions.embedded import EmbeddedRedis
@@ -107,20 +107,6 @@ async def test_who_is_announced_is_listed_by_role_and_name(registries: Registrie
     assert (await registry.records("target"))[1] == replace(named("b"), leaving=True, load=9)
 
 
-async def test_who_is_withdrawn_is_gone_at_once(registries: Registries) -> None:
-    """Nobody else is, also not of the same name; withdrawing twice does nothing."""
-    registry = registries.registry("d")
-    draft = replace(TARGET, role="draft")
-    for one in (TARGET, named("other"), draft):
-        await registry.announce(one)
-    for _ in range(2):
-        await registry.withdraw("target", TARGET.name)
-        assert await registry.records("target") == [named("other")]
-        assert await registry.records("draft") == [draft]
-    await registry.announce(TARGET)
-    assert await registry.records("target") == [named("other"), TARGET]
-
-
 async def test_a_lease_that_is_not_renewed_ends(registries: Registries) -> None:
     """Redis waits in earnest, for a bit more than a lease."""
     registry = registries.registry("d")
@@ -199,11 +185,6 @@ async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
         admin.config_set("min-replicas-to-write", 0)
     await registry.announce(TARGET)
     assert await registry.records("target") == [TARGET]
-
-
-async def test_a_deployments_name_cannot_end_its_part_of_a_key(in_redis: RedisRegistries) -> None:
-    with pytest.raises(InvariantError, match="braces in a deployment's name"):
-        in_redis.registry("d}:{e")
 
 
 async def test_a_stopped_server_is_told_by_every_call(tmp_path: Path) -> None:

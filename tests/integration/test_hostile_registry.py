@@ -84,18 +84,6 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     assert fleet.spec.given == load_config(SETTINGS, {})
 
 
-@pytest.mark.parametrize("count", [0, 3, REPLICAS_MAX])
-async def test_a_count_is_taken_within_bounds(
-    admin: redis.Redis, registry: RedisRegistry, count: int
-) -> None:
-    cluster: Any = None
-    fleet = Fleet(cluster, spec(), registry)
-    for role in ROLES:
-        admin.hset("p:wanted:{d}", role, count)
-    await hear(fleet)
-    assert fleet.wanted == {"coordinator": max(1, count), "target": max(1, count), "draft": count}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -141,12 +129,3 @@ async def test_a_key_of_another_type_changes_nothing(
     async with asyncio.timeout(10):
         await hear(fleet)
     assert fleet.wanted == before
-
-
-def test_nothing_of_a_deployment_but_counts_is_read_from_redis() -> None:
-    """The registry is the only way from Redis to a reconciler, and has no texts to give."""
-    calls = {name for name in vars(RedisRegistry) if not name.startswith("_")}
-    assert calls == {
-        "announce", "withdraw", "records", "leases", "want", "wanted", "note_started", "started",
-        "close",
-    }  # fmt: skip

@@ -193,15 +193,3 @@ async def ask_raw(channel: Any) -> Any:
     item = VERIFY.item_to_proto(VerifyItem(make_head((1,))))
     await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
     return call
-
-
-async def test_nobody_there_is_heard_as_a_loss() -> None:
-    """A port where nothing listens: the first send is taken, its loss is told at once."""
-    link = target_link("127.0.0.1:1")
-    heard = Listener(link)
-    link.send(VerifyItem(make_head((1,))))
-    await heard.wait(num_lost=1)
-    assert isinstance(heard.lost[0], LinkLost)
-    with pytest.raises(Unavailable):
-        await link.describe(PATIENCE_S)
-    await link.close()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +13,7 @@ from virtual_time import virtually
 
 from coordinator.health import TROUBLE_S
 from draft_service.service import DraftService
-from outrider.clock import run_virtually
 from outrider.errors import (
-    BadRequest,
     DataLoss,
     DeadlineExceeded,
     InvariantError,
@@ -28,14 +23,11 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from outrider.limits import OPEN_TRIES_MAX
 from outrider.messages import ProposalReply
 from outrider.replica.scheduler import InlineExecutor
 from outrider.request import (
-    Event,
     Finished,
     GenerateRequest,
-    RoundReport,
     Started,
     Tokens,
 )
@@ -161,22 +153,6 @@ async def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_t
 
 
 @virtually
-async def test_a_store_that_does_not_answer_again_and_again_is_told_to_the_client() -> None:
-    async with bench() as b:
-        num_tries = 0
-
-        async def never(session: SessionRecord) -> None:
-            nonlocal num_tries
-            num_tries += 1
-            raise StoreUnavailable("away")
-
-        b.store.open = never  # type: ignore[method-assign]
-        with pytest.raises(StoreUnavailable):
-            await b.events()
-        assert num_tries == OPEN_TRIES_MAX
-
-
-@virtually
 async def test_cancelling_again_and_again_is_one_cancel() -> None:
     async with bench() as b:
         reasons = []
@@ -193,28 +169,6 @@ async def test_cancelling_again_and_again_is_one_cancel() -> None:
         await b.service.cancel(session_id)
 
 
-def test_a_session_is_a_line_in_the_log_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """However it ends: nobody's traffic fills the log of a coordinator, a target or a draft."""
-
-    async def main() -> None:
-        async with bench() as b:
-            for number in range(3):
-                await b.events(replace(REQUEST, seed=number))
-            async for event in b.service.generate(REQUEST):
-                if isinstance(event, Started):
-                    await b.service.cancel(event.session_id)
-            with pytest.raises(BadRequest):
-                await b.events(replace(REQUEST, max_tokens=10_000))
-            async with aclosing(b.service.generate(REQUEST)) as left:
-                await anext(left)
-
-    with caplog.at_level(logging.DEBUG):
-        run_virtually(main())
-    assert [one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG] == []
-    ended = [one for one in caplog.records if one.getMessage() == "the session ended"]
-    assert len(ended) == 5
-
-
 @virtually
 async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
     async with bench() as b:
@@ -226,30 +180,6 @@ async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> N
                 b.store.load = load  # type: ignore[method-assign]
                 with pytest.raises(NotFound):
                     await b.service.cancel(event.session_id, tenant="another")
-
-
-@virtually
-async def test_tokens_whose_q_cannot_be_read_are_judged_as_one_hot_draws() -> None:
-    async with bench() as b:
-        connect, spoiled = b.draft.connect, []
-
-        def spoiling(send: Any) -> Any:
-            def spoil(answers: Sequence[Any]) -> None:
-                spoiled.extend(replace(a, proposal=replace(a.proposal, q=b"?")) for a in answers)
-                send(spoiled[-len(answers) :])
-
-            return connect(spoil)
-
-        b.draft.connect = spoiling  # type: ignore[method-assign]
-        start = asyncio.get_running_loop().time()
-        events = await b.events(replace(REQUEST, rule=Rule.TOKEN))
-        last = events[-1]
-        assert isinstance(last, Finished)
-        assert last.usage.completion_tokens == REQUEST.max_tokens
-        # Every token that was drafted has been judged: none was dropped for its q.
-        proposed = sum(len(answer.proposal) for answer in spoiled)
-        assert last.metrics.num_draft_tokens == proposed > 0
-        assert asyncio.get_running_loop().time() - start < CONFIG.target_timeout_ms / 1e3
 
 
 def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
@@ -298,27 +228,6 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
 
 
 @virtually
-async def test_closing_commits_and_closes_the_store_whatever_fails_before() -> None:
-    b = Bench()
-    await b.service.start()
-    closed: list[str] = []
-
-    def closes(name: str) -> Any:
-        async def close() -> None:
-            closed.append(name)
-            raise RuntimeError(f"{name} does not close")
-
-        return close
-
-    b.service._prompts.close = closes("prompts")  # type: ignore[method-assign]
-    b.store.close = closes("store")  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="does not close"):
-        await b.service.close()
-    assert closed == ["prompts", "store"]
-    assert b.service.failed
-
-
-@virtually
 async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
     b = Bench()
     await b.service.start()
@@ -337,49 +246,6 @@ async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans()
     assert len(b.store.snapshot()) == stored
     await b.target.close()
     await b.draft.close()
-
-
-@virtually
-async def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
-    """A draft that takes longer for its first token costs each round no more, and the text is the
-    same."""
-    async with bench() as b:
-        engine = ToyEngine(salt=2, pass_s=0.4)
-        b.draft = slow = DraftService.with_model(
-            engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8
-        )
-        await b.service.drafts.join("slow", MemoryLink(slow))
-        await b.service.drafts.leave("d")
-        request = replace(REQUEST, include_rounds=True)
-        patient = await b.events(request)
-        hasty = await b.events(replace(request, draft_deadline_ms=30))
-        waits = [
-            max(one.draft_ms for one in events if isinstance(one, RoundReport))
-            for events in (patient, hasty)
-        ]
-        assert waits[0] > 350
-        assert 25 < waits[1] < 60
-        assert _ids(patient) == _ids(hasty)
-
-
-@virtually
-async def test_a_session_with_a_repeated_seed_bounds_no_draft_by_time() -> None:
-    sent: list[Any] = []
-
-    class Recording(MemoryLink[Any, Any]):
-        def send(self, item: Any) -> None:
-            sent.append(item)
-            super().send(item)
-
-    async with bench(length_control=True) as b:
-        await b.service.drafts.join("recorded", Recording(b.draft))
-        await b.service.drafts.leave("d")
-        for rule, is_timed in ((Rule.TOKEN, [True, False]), (Rule.COUPLED, [True, True])):
-            for expected in is_timed:
-                await b.events(replace(REQUEST, rule=rule))
-                asked = [i for i in sent if i.held is None and i.num_draft_tokens > 0]
-                assert {item.budget_us > 0 for item in asked} == {expected}
-                sent.clear()
 
 
 @virtually
@@ -407,7 +273,3 @@ async def test_why_it_cannot_serve_is_said() -> None:
         assert "target" in await b.service.trouble()
         assert not await b.service.healthy()
     assert "shutting down" in await b.service.trouble()
-
-
-def _ids(events: list[Event]) -> list[int]:
-    return [token for one in events if isinstance(one, Tokens) for token in one.token_ids]

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,9 +175,9 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
         assert await b.stored(session) == tuple(session.tokens.ids)
 
 
-@pytest.mark.parametrize("ahead", [1, 17])
 @virtually
-async def test_a_session_waits_at_the_bound_of_uncommitted_tokens(ahead: int) -> None:
+async def test_a_session_waits_at_the_bound_of_uncommitted_tokens() -> None:
+    ahead = 17
     async with bench() as b:
         session = await b.session()
         b.store.down = True
@@ -206,40 +205,6 @@ async def test_a_session_waits_when_its_oldest_token_waits_too_long() -> None:
         assert await is_waiting(room, 5)
         b.store.down = False
         await room
-
-
-@virtually
-async def test_a_token_that_the_store_lost_waits_anew() -> None:
-    """The store loses its tail and then goes down: its age counts from when that was noticed."""
-    async with bench() as b:
-        session = await b.session()
-        before = b.store.snapshot()
-        b.decide(session, 2)
-        await b.committer.shown(session, 5)
-        b.store.restore(before)
-        b.decide(session)
-        await asyncio.sleep(LATENCY_S * 1.5)
-        b.store.down = True
-        assert session.num_uncommitted == 3
-        await b.committer.room(session)
-        await asyncio.sleep(UNCOMMITTED_MS_MAX / 1000)
-        room = asyncio.create_task(b.committer.room(session))
-        assert await is_waiting(room, 5)
-        b.store.down = False
-        await room
-
-
-@virtually
-async def test_the_age_of_a_token_counts_only_while_it_is_uncommitted() -> None:
-    """A stream that lasts longer than the bound never waits while the store answers."""
-    async with bench() as b:
-        session = await b.session()
-        for _ in range(2 * UNCOMMITTED_MS_MAX // 100):
-            start = now()
-            await b.committer.room(session, 17)
-            assert now() == start
-            b.decide(session, 17)
-            await asyncio.sleep(0.1)
 
 
 @virtually
@@ -402,41 +367,7 @@ async def test_close_does_not_wait_for_a_store_that_is_down() -> None:
     assert now() - start < 1
 
 
-@virtually
-async def test_an_impossible_answer_stops_its_session_alone() -> None:
-    async with bench() as b:
-        session, other = await b.session(0), await b.session(1)
-        kept = b.store.snapshot()
-        record = kept[session.session_id].record
-        record = replace(record, token_ids=(*record.token_ids, 1, 2, 3, 4))
-        wrong = replace(kept[session.session_id], record=record)
-        b.store.restore({**kept, session.session_id: wrong})
-        b.decide(session)
-        b.decide(other)
-        with pytest.raises(InvariantError, match="the store holds 7"):
-            await b.committer.shown(session, 4)
-        assert await b.committer.shown(other, 4) == 4
-
-
-@virtually
-async def test_a_bug_ends_the_committer_loudly() -> None:
-    b = Bench()
-    session = await b.session()
-
-    def broken() -> str:
-        raise RuntimeError("bug")
-
-    b.store.fails = broken
-    b.decide(session)
-    with pytest.raises(Unavailable):
-        await b.committer.shown(session, 4)
-    with pytest.raises(ExceptionGroup) as group:
-        await b.running
-    assert group.group_contains(RuntimeError, match="bug")
-    b.committer.close()
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 @virtually
 async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed: int) -> None:
     """Requests and answers are lost, the store restarts without its tail; sessions decide, wait

@@ -8,8 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from constrained import CONSTRAINTS, EndingEngine, eos, grammar, grammars, hf_tokenizer
+from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
 from coordinator_bench import CONFIG
 from test_recovery import nobody, taken, tokens_of
 from twin_store import TwinStore
@@ -17,12 +16,8 @@ from twin_store import TwinStore
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.drafters.lookup import NgramDrafter
-from outrider.errors import BadRequest
-from outrider.grammar.constraint import Constraint
-from outrider.grammar.matcher import PrefixMatcher
 from outrider.replica.scheduler import InlineExecutor
-from outrider.request import Finished, GenerateRequest
-from outrider.sessions.store import FinishReason
+from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from outrider.transport.link import MemoryLink
@@ -68,25 +63,6 @@ def store() -> TwinStore:
     return TwinStore(lambda: loop.time() * 1e3)
 
 
-def meets(token_ids: list[int]) -> bool:
-    return PrefixMatcher(grammar("schema")).stand(0, token_ids) == len(token_ids)
-
-
-async def test_completions_meet_their_schema_and_do_not_depend_on_drafts() -> None:
-    async with served(store(), "a") as service:
-        found = []
-        for k in (0, 3):
-            asked = replace(REQUEST, num_draft_tokens=k)
-            events = [event async for event in service.generate(asked)]
-            assert isinstance(events[-1], Finished)
-            assert events[-1].finish_reason is FinishReason.STOP
-            found.append(tokens_of(events))
-            assert meets(found[-1])
-            assert found[-1][-1] == eos()
-        assert found[0] == found[1]
-        assert events[-1].metrics.num_draft_tokens > 0
-
-
 async def test_a_session_goes_on_with_its_constraint_on_another_coordinator() -> None:
     """Whose replicas have never heard of it."""
     kept = store()
@@ -99,18 +75,3 @@ async def test_a_session_goes_on_with_its_constraint_on_another_coordinator() ->
             rest = [event async for event in second.resume(broken.request)]
         assert 4 <= len(tokens_of(broken.heard)) < len(whole)
         assert tokens_of(broken.heard) + tokens_of(rest) == whole
-
-
-async def test_what_cannot_be_held_to_is_refused_before_anything_is_opened() -> None:
-    kept = store()
-    opened = []
-    kept.open = opened.append  # type: ignore[assignment, method-assign]
-    async with served(kept, "a") as service:
-        for constraint, said in (
-            (Constraint.of_schema({"type": "nonsense"}), "json_schema: cannot be compiled"),
-            (Constraint.of_regex("(a"), "regex: cannot be compiled"),
-        ):
-            with pytest.raises(BadRequest, match=said):
-                async for _ in service.generate(replace(REQUEST, constraint=constraint)):
-                    pass
-    assert opened == []

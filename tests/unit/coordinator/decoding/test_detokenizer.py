@@ -55,12 +55,6 @@ def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop() -> None:
     assert piece.finish_reason is FinishReason.STOP
 
 
-def test_an_interrupted_completion_shows_what_was_held_back() -> None:
-    answer = completion(stop=("cz",), lag=1)
-    assert answer.push(ids("abc")).text == "ab"
-    assert answer.finish() == "c"
-
-
 def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() -> None:
     answer = Completion(max_tokens=4, stop=(), eos_token_ids=(EOS,), text_stream=None)
     assert answer.push([1, 2]).finish_reason is None

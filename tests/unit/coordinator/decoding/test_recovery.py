@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +16,16 @@ from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
 from session_links import described
 from virtual_time import virtually
 
+from coordinator.decoding.detokenizer import Completion
+from coordinator.decoding.loop import read_logprobs, write_logprobs
+from coordinator.decoding.recovery import (
+    TOKENS_PER_EVENT,
+    Replays,
+    check_known,
+    replay,
+    told_again,
+)
+from coordinator.requests.validation import GenerationParameters
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -24,14 +36,25 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from outrider.limits import SESSION_LEASE_RENEWAL_MS, TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
+from outrider.limits import (
+    REPLAY_TOKENS_INLINE,
+    SESSION_LEASE_RENEWAL_MS,
+    TAKE_OVER_RETRY_MS,
+    TAKE_OVERS_MAX,
+)
+from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, ResumeRequest, Started, Tokens
-from outrider.sessions.store import FinishReason, SessionRecord, released
-from outrider.speculation.sampling_params import Rule
-from outrider.tokens import TokenSequence
+from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, released
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 SEEDED = replace(REQUEST, seed=7, rule=Rule.COUPLED, max_tokens=30)
+
+
 GRACE_S = 5.0
+
+
 CANCELLED = FinishReason.CANCELLED
 
 
@@ -210,7 +233,7 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
             await drained(made.service.generate(SEEDED))
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("turns", [0, 2, 5])
 @virtually
 async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
     async with opened() as made:
@@ -229,24 +252,6 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
             await waiting
         assert asyncio.get_running_loop().time() < 10
         assert await broken.end(made) is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("turns", range(1, 8))
-@virtually
-async def test_a_resume_that_is_given_up_leaves_nothing_behind(turns: int) -> None:
-    """The integrity of the coordinator is checked at the end; and it may be resumed again."""
-    async with opened() as made:
-        old = made.service.generate(SEEDED)
-        broken = await taken(old)
-        waiting = asyncio.create_task(drained(old))
-        given_up = asyncio.ensure_future(anext(made.service.resume(broken.request)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.gather(given_up, waiting, return_exceptions=True)
-        assert asyncio.get_running_loop().time() < 10
-        if await broken.end(made) is None:
-            await broken.goes_on(made)
 
 
 @virtually
@@ -325,49 +330,25 @@ async def test_resumes_are_admitted_as_requests_are() -> None:
 
 @virtually
 async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
-    """A coordinator died with twice as many: those beyond the bound are told when to ask again,
-    and all go on in the end."""
+    """A coordinator died with more: those beyond the bound are told when to ask again."""
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
-        each = [await left(made) for _ in range(2 * TAKE_OVERS_MAX)]
+        each = [await left(made) for _ in range(TAKE_OVERS_MAX + 5)]
         take_over = made.store.take_over
-        under_way, most = 0, 0
-        refused: list[int] = []
 
         async def slow(*arguments: Any) -> SessionRecord:
-            nonlocal under_way, most
-            under_way += 1
-            most = max(most, under_way)
             await asyncio.sleep(0.02)
-            under_way -= 1
             return await take_over(*arguments)
 
         planted(made, take_over=slow)
-
-        async def resumed(one: Broken) -> None:
-            while True:
-                try:
-                    await one.goes_on(other)
-                    return
-                except Unavailable as error:
-                    refused.append(error.retry_after_ms)
-                await asyncio.sleep(TAKE_OVER_RETRY_MS / 1e3)
-
-        await asyncio.gather(*map(resumed, each))
-        assert most == TAKE_OVERS_MAX
-        assert refused.count(TAKE_OVER_RETRY_MS) == len(refused) >= TAKE_OVERS_MAX
-
-
-@virtually
-async def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -> None:
-    async with opened(max_sessions=1_000) as made:
-        done = Broken(await made.events(SEEDED))
-        broken = await left(made)
-        unread = [made.service.resume(done.request) for _ in range(TAKE_OVERS_MAX)]
-        for one in unread:
-            assert isinstance(await anext(one), Started)
-        await broken.goes_on(made)
-        for one in unread:
-            await one.aclose()
+        results = await asyncio.gather(
+            *(one.goes_on(other) for one in each), return_exceptions=True
+        )
+        refused = [one for one in results if isinstance(one, Unavailable)]
+        assert [one.retry_after_ms for one in refused] == [TAKE_OVER_RETRY_MS] * 5
+        assert sum(isinstance(one, list) for one in results) == TAKE_OVERS_MAX
+        for one, result in zip(each, results, strict=True):
+            if result in refused:
+                await one.goes_on(other)
 
 
 @virtually
@@ -418,52 +399,17 @@ async def want(made: Bench, broken: Broken) -> None:
     await made.service._sessions.release_wanted(broken.session_id)
 
 
-async def ask(at: Bench, broken: Broken, *, by_cancel: bool) -> None:
-    if by_cancel:
-        await at.service.cancel(broken.session_id)
-    else:
-        await broken.goes_on(at)
-
-
-@pytest.mark.parametrize("by_cancel", [False, True])
 @virtually
-async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted(
-    by_cancel: bool,
-) -> None:
+async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() -> None:
     """The coordinator that lives and is stored as its owner learns it with its lease."""
     async with two(resume_grace_ms=60_000) as (made, other):
         broken = await left(made)
         await lose_release(made, broken)
         await asyncio.sleep(5.0)
         with pytest.raises(Unavailable, match="has an owner"):
-            await ask(other, broken, by_cancel=by_cancel)
+            await broken.goes_on(other)
         await asyncio.sleep(SESSION_LEASE_RENEWAL_MS / 1e3)
-        await ask(other, broken, by_cancel=by_cancel)
-        assert await broken.end(made) is (CANCELLED if by_cancel else FinishReason.LENGTH)
-
-
-@virtually
-async def test_a_session_that_runs_stays_however_it_is_wanted() -> None:
-    """So does one that is just being taken over: its stream would end with `StaleEpoch`."""
-    async with opened(resume_grace_ms=60_000) as made:
-        events = made.service.generate(SEEDED)
-        broken = await taken(events)
-        load = made.store.load
-        planted(made, load=nobody)
-        await want(made, broken)
-        planted(made, load=load)
-        await events.aclose()
-        await asyncio.sleep(0.5)
-        take_over, wanted = made.store.take_over, []
-
-        async def watched(*arguments: Any) -> SessionRecord:
-            record = await take_over(*arguments)
-            wanted.append(await want(made, broken))
-            return record
-
-        planted(made, take_over=watched)
-        await broken.goes_on(made)
-        assert wanted
+        await broken.goes_on(other)
 
 
 @virtually
@@ -500,62 +446,6 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
 
 
 @virtually
-async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
-    """The store has not carried out the first one, so the second is given the same epoch: the
-    release would end it."""
-    async with opened(resume_grace_ms=60_000) as made:
-        broken = await left(made)
-        take_over, release = made.store.take_over, made.store.release
-
-        async def lost(seen: SessionRecord, owner: str, note: Any) -> SessionRecord:
-            note()
-            raise StoreUnavailable("the question is lost")
-
-        async def slow(*arguments: Any) -> None:
-            await asyncio.sleep(1.0)
-            await release(*arguments)
-
-        planted(made, take_over=lost, release=slow)
-        with pytest.raises(StoreUnavailable):
-            await broken.goes_on(made)
-        planted(made, take_over=take_over)
-        with pytest.raises(Unavailable, match="try again"):
-            await broken.goes_on(made)
-        await asyncio.sleep(1.5)
-        await broken.goes_on(made)
-
-
-@virtually
-async def test_a_take_over_that_is_refused_releases_nothing() -> None:
-    """Another coordinator's lease lasts, or cannot be read: it runs the session."""
-    async with two() as (made, other):
-        releases: list[Any] = []
-
-        async def noted(*arguments: Any) -> None:
-            releases.append(arguments)
-
-        events = made.service.generate(SEEDED)
-        broken = await taken(events)
-        take_over = made.store.take_over
-
-        async def unread(*_: Any) -> SessionRecord:
-            raise StoreUnavailable("no lease was read")
-
-        async def refused(seen: Any, owner: str, note: Any) -> SessionRecord:
-            note()
-            raise Unavailable("taken over")
-
-        planted(made, release=noted)
-        for call in (take_over, unread, refused):
-            planted(made, take_over=call)
-            with pytest.raises(Unavailable):
-                await broken.goes_on(other)
-        await asyncio.sleep(0.1)
-        assert not releases
-        await drained(events)
-
-
-@virtually
 async def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
     async with opened(resume_grace_ms=1_000) as made:
         until = asyncio.get_running_loop().time() + 60.0
@@ -584,25 +474,164 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
         assert not made.service._committer._entries
 
 
-@virtually
-async def test_a_client_is_checked_against_the_record_that_is_taken_over() -> None:
-    """Other tokens were stored after the record was read for the first time."""
-    async with opened(resume_grace_ms=60_000) as made:
-        broken = await left(made)
-        take_over = made.store.take_over
+PARAMETERS = GenerationParameters(
+    prompt=(1, 2),
+    sampling=SamplingParams(temperature=0.7, top_k=3, logit_bias=((5, -1.5), (7, 2.0))),
+    max_tokens=6,
+    stop=("cd",),
+    ignore_eos=True,
+    seed=2**64 - 1,
+    rule=Rule.BLOCK,
+    num_draft_tokens=3,
+    deadline_ms=1000,
+    logprobs=2,
+    include_rounds=True,
+    draft_deadline_ms=20,
+)
 
-        async def replaced(seen: SessionRecord, *arguments: Any) -> SessionRecord:
-            kept = made.store.snapshot()
-            first, *others = seen.token_ids[seen.prompt_length :]
-            ids = (*seen.token_ids[: seen.prompt_length], (first + 1) % 8, *others)
-            record = replace(seen, token_ids=ids, prefix_digest=TokenSequence(ids).digest())
-            changed = replace(kept[seen.session_id], record=record)
-            made.store.restore({**kept, seen.session_id: changed})
-            return await take_over(seen, *arguments)
 
-        planted(made, take_over=replaced)
-        digest = TokenSequence(tokens_of(broken.heard)).digest()
-        with pytest.raises(DataLoss, match="tokens_digest"):
-            await anext(made.service.resume(replace(broken.request, tokens_digest=digest)))
-        await asyncio.sleep(0.1)
-        assert (await broken.record(made)).owner == released("c")
+RECORD = SessionRecord(
+    session_id="0" * 32,
+    tenant="",
+    epoch=2,
+    owner="c",
+    seed=PARAMETERS.seed,
+    rule=Rule.BLOCK,
+    parameters=PARAMETERS.to_json(),
+    prompt_length=2,
+    token_ids=(1, 2, 10, 11, 12),
+    prefix_digest=0,
+    draft=CacheState(),
+    target=CacheState(),
+    counters=Counters(2, 4, 1),
+    logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
+    finish_reason=None,
+)
+
+
+class Letters:
+    """Token 10 is "a", 11 is "b" ..."""
+
+    def push(self, token_id: int) -> str:
+        return chr(ord("a") + token_id - 10)
+
+    def finish(self) -> str:
+        return ""
+
+
+def completion(stop: tuple[str, ...] = ("cd",), eos: Sequence[int] = ()) -> Completion:
+    return Completion(max_tokens=6, stop=stop, eos_token_ids=eos, text_stream=Letters())
+
+
+def test_parameters_survive_the_store() -> None:
+    assert check_known(RECORD, asked(3)) == PARAMETERS
+
+
+def asked(known: int, characters: int | None = None) -> ResumeRequest:
+    return ResumeRequest(RECORD.session_id, known, characters)
+
+
+@pytest.mark.parametrize("known", [0, 1, 2, 3])
+def test_what_the_client_lacks_is_told_with_the_text_that_follows_its_own(known: int) -> None:
+    """ "c" may begin the stop string, and is held back, by whoever tells it."""
+    found = replay(RECORD, PARAMETERS, completion(), asked(known))
+    assert found.completion.num_tokens == 3
+    assert found.finish_reason is None
+    if known == 3:
+        assert not found.events
+        return
+    [tokens] = found.events
+    assert tokens.first_index == known
+    assert tokens.token_ids == (10, 11, 12)[known:]
+    assert tokens.text_delta == "ab"[known:]
+    assert tokens.origins == (Origin.STORED,) * (3 - known)
+    assert [entry.logprob for entry in tokens.logprobs] == [-1.0, -2.0, -math.inf][known:]
+    assert found.completion.push((13,)).finish_reason is FinishReason.STOP
+
+
+def test_text_follows_what_the_client_says_that_it_has() -> None:
+    [tokens] = replay(RECORD, PARAMETERS, completion(), asked(2, 1)).events
+    assert (tokens.token_ids, tokens.text_delta) == ((12,), "b")
+    [tokens] = replay(RECORD, PARAMETERS, completion(), asked(1, 2)).events
+    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "")
+
+
+def test_a_long_answer_is_told_in_parts() -> None:
+    num = 2 * TOKENS_PER_EVENT + 7
+    quiet = replace(PARAMETERS, logprobs=None, max_tokens=9999, stop=())
+    long = Completion(max_tokens=9999, stop=(), eos_token_ids=(), text_stream=Letters())
+    record = replace(RECORD, token_ids=(1, 2, *[10] * num), logprobs="")
+    events = replay(record, quiet, long, asked(3)).events
+    assert [len(event.token_ids) for event in events] == [TOKENS_PER_EVENT] * 2 + [4]
+    assert [event.first_index for event in events] == [3, 3 + TOKENS_PER_EVENT, num - 4]
+    assert "".join(event.text_delta for event in events) == "a" * (num - 3)
+
+
+def test_a_completion_that_was_whole_ends_without_another_round() -> None:
+    for known in (1, 3):
+        found = replay(RECORD, PARAMETERS, completion(eos=(12,)), asked(known))
+        assert found.finish_reason is FinishReason.STOP
+
+
+def test_more_than_is_stored_cannot_be_known() -> None:
+    check_known(RECORD, asked(3))
+    with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
+        check_known(RECORD, asked(4))
+
+
+def test_other_tokens_than_are_stored_cannot_be_known() -> None:
+    """Nor any behind the end; without a digest their number is all that counts."""
+    known = TokenSequence(RECORD.token_ids[RECORD.prompt_length :][:2])
+    check_known(RECORD, replace(asked(2), tokens_digest=known.digest()))
+    check_known(RECORD, replace(asked(0), tokens_digest=EMPTY_DIGEST))
+    with pytest.raises(DataLoss, match="the client's 2 tokens are others than those"):
+        check_known(RECORD, replace(asked(2), tokens_digest=known.digest() ^ 1))
+    with pytest.raises(DataLoss, match="the client's 1 tokens are others than those"):
+        check_known(RECORD, replace(asked(1), tokens_digest=known.digest()))
+
+
+ENDED = replace(RECORD, finish_reason=FinishReason.DEADLINE, logprobs="")
+
+
+QUIET = replace(PARAMETERS, logprobs=None)
+
+
+def test_a_finished_session_is_told_again() -> None:
+    """What was held back is told where it is not known to have come."""
+    events = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(), asked(1)))
+    started, tokens, tail, finished = events
+    assert isinstance(started, Started)
+    assert isinstance(tokens, Tokens)
+    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "b")
+    assert isinstance(tail, Tokens)
+    assert (tail.first_index, tail.token_ids, tail.text_delta) == (3, (), "c")
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason is FinishReason.DEADLINE
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
+    assert finished.metrics.mean_acceptance_length == 1.5
+    assert list(told_again(RECORD, "toy", replay(RECORD, QUIET, completion(), asked(1)))) == []
+
+
+@pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])
+def test_held_back_text_is_told_once(characters: int | None, told: list[str]) -> None:
+    events = replay(ENDED, QUIET, completion(), asked(3, characters)).events
+    assert [event.text_delta for event in events] == told
+
+
+def test_log_probabilities_survive_the_store() -> None:
+    told = PositionLogprobs(-0.25, ((3, -0.25), (4, -math.inf)))
+    assert read_logprobs(write_logprobs(told)) == told
+    for line in ("", "[]", "[1]", "[1,[[]]]", "nonsense"):
+        with pytest.raises(DataLoss, match="log-probabilities"):
+            read_logprobs(line)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
+    """Others are served while many tokens are pushed and hashed."""
+    size = REPLAY_TOKENS_INLINE + is_long
+    record = replace(RECORD, token_ids=(1,) * size, logprobs="")
+    replays = Replays()
+    thread = await replays.run(record, threading.get_ident)
+    replays.close()
+    assert (thread != threading.get_ident()) is is_long

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from memory_registry import MemoryRegistry
 from session_links import TOY, ScriptedLink
 from twin_store import TwinStore
 
-from coordinator.host import owner_name
+from coordinator.host import CoordinatorHost, owner_name
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -21,22 +23,13 @@ from outrider.registry.registry import Membership
 from outrider.sessions.redis_address import RedisAddress
 
 
-def config(deployment: str, name: str) -> CoordinatorConfig:
-    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
-    return CoordinatorConfig(membership=Membership(redis=redis, deployment=deployment, name=name))
-
-
 def test_no_two_coordinators_of_one_store_are_called_the_same() -> None:
-    """Those of other deployments may have its name; such as are not announced have none."""
-    alike = [config("one", "coordinator-0"), config("two", "coordinator-0")]
-    others = [config("one", "coordinator-1"), CoordinatorConfig(), CoordinatorConfig()]
-    assert len({owner_name(one) for one in (*alike, *others)}) == 5
-
-
-def test_a_coordinator_that_is_started_anew_has_another_name_in_the_store() -> None:
-    """Else its lease would keep the sessions of the one before from all others."""
-    same = config("one", "coordinator-0")
-    assert owner_name(same) != owner_name(same)
+    """Nor one that is started anew: else its lease would keep the sessions of the one before from
+    all others."""
+    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
+    members = [Membership(redis=redis, deployment=one, name="coordinator-0") for one in "ab"]
+    configs = [CoordinatorConfig(membership=one) for one in (*members, None)]
+    assert len({owner_name(one) for one in 2 * configs}) == 6
 
 
 @asynccontextmanager
@@ -72,3 +65,36 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
     async with started(follows=True, draft=None, drafts_itself=drafts_itself) as service:
         assert service._lengths is not None
         assert service._lengths.costs.drafting_delays is drafts_itself
+
+
+class Part:
+    """Says when it is ended."""
+
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self._name = name
+        self._heard = heard
+
+    def hand_over(self) -> None:
+        self._heard.append("end lease")
+
+    def __getattr__(self, verb: str) -> Any:
+        async def end(*_: float) -> None:
+            self._heard.append(f"{verb} {self._name}")
+            await asyncio.sleep(0.01)
+
+        return end
+
+
+async def test_the_service_ends_once_nothing_runs() -> None:
+    """It follows the replicas: a target that is replaced meanwhile is found by what still runs. The
+    lease of its sessions ends before any stream does."""
+    heard: list[str] = []
+
+    host = CoordinatorHost(CoordinatorConfig())
+    names = ("announcer", "server", "service")
+    host.announcer, host.server, host.service = (Part(name, heard) for name in names)  # type: ignore[assignment]
+    await host.stop(1.0)
+    assert heard == [
+        "end lease", "withdraw announcer", "stop server", "close service",
+        "close announcer",
+    ]  # fmt: skip
