@@ -92,48 +92,15 @@ def draft_without_model(
     return DraftService(proposer, executor, description)
 
 
-def _target_service(
-    engine: Engine,
-    self_drafter: SelfDrafter | None,
-    grammars: Callable[[], Grammars] | None,
-) -> TargetService:
-    return TargetService(
-        engine,
-        ThreadExecutor("target", engine.take_step_seconds),
-        max_num_seqs=NUM_SEQUENCES,
-        self_drafter=self_drafter,
-        grammars=None if grammars is None else grammars(),
-    )
-
-
-def _draft_service(
-    engine: Engine | EagleDrafter | None,
-    grammars: Grammars | None,
-) -> DraftService:
+def _draft_service(engine: Any, grammars: Grammars | None) -> DraftService:
+    options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
+    executor = ThreadExecutor("draft", getattr(engine, "take_step_seconds", lambda: 0.0))
     if engine is None:
-        executor = ThreadExecutor("draft", lambda: 0.0)
-        return draft_without_model(
-            NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, grammars=grammars,
-        )  # fmt: skip
+        return draft_without_model(NgramDrafter(), executor, **options)
     if isinstance(engine, EagleDrafter):
         info = ModelInfo("eagle", 0, 0, "", (), "", "")
-        executor = ThreadExecutor("draft", lambda: 0.0)
-        return DraftService.with_eagle(
-            engine,
-            info,
-            executor,
-            max_num_seqs=NUM_SEQUENCES,
-            grammars=grammars,
-        )
-    executor = ThreadExecutor("draft", engine.take_step_seconds)
-    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES, grammars=grammars)
-
-
-def _started_redis(directory: Path, stack: AsyncExitStack) -> EmbeddedRedis:
-    redis = EmbeddedRedis(directory)
-    redis.start()
-    stack.callback(redis.stop)
-    return redis
+        return DraftService.with_eagle(engine, info, executor, **options)
+    return DraftService.with_model(engine, executor, **options)
 
 
 async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
@@ -142,15 +109,6 @@ async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
     stack.push_async_callback(server.stop)
     await server.set_serving(True)
     return server
-
-
-async def _close(client: Client, coordinator: CoordinatorService, *services: Any) -> None:
-    await client.close()
-    await coordinator.close()
-    coordinator.check_integrity()
-    for service in services:
-        await service.close()
-        service.check_integrity()
 
 
 @asynccontextmanager
@@ -181,8 +139,14 @@ async def running_stack(
     checked and closed at the end. `directory` is for Redis, `settings` the coordinator's. By
     `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
-        redis = _started_redis(directory, stack)
-        target = _target_service(target_engine, self_drafter, grammars)
+        redis = stack.enter_context(EmbeddedRedis(directory))
+        target = TargetService(
+            target_engine,
+            ThreadExecutor("target", target_engine.take_step_seconds),
+            max_num_seqs=NUM_SEQUENCES,
+            self_drafter=self_drafter,
+            grammars=None if grammars is None else grammars(),
+        )
         if target_observer is not None:
             target.observe(target_observer)
         masks = grammars() if grammars is not None and draft_masks else None
@@ -220,7 +184,10 @@ async def running_stack(
                 client, coordinator, target, draft, target_server, draft_server, redis, server
             )
         finally:
-            await _close(client, coordinator, target, draft)
+            await client.close()
+            for service in (coordinator, target, draft):
+                await service.close()
+                service.check_integrity()
 
 
 VOCAB = 320
