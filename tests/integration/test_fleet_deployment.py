@@ -16,7 +16,7 @@ import pytest_asyncio
 import ray
 
 from deploy.fleet.launcher import Deployment
-from deploy.fleet.ray_cluster import RECONCILER, Actor, Cluster
+from deploy.fleet.ray_cluster import RECONCILER, Actor
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config import load_config
 from outrider.errors import ConfigError
@@ -35,7 +35,6 @@ SETTINGS = {
     "coordinator_num_cpus": 0.1,
 }
 PROMPT = tuple(range(10, 30))
-MODELS: tuple[Role, ...] = ("target", "draft")
 UNDER_WAY_S = 0.3
 """What was committed before the store stopped has reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
@@ -126,30 +125,6 @@ async def until(deployment: Deployment, role: Role, number: int, without: str = 
     async with asyncio.timeout(CHANGE_S):
         while len(serving(deployment, role) - {without}) != number:
             await asyncio.sleep(0.1)
-
-
-async def _traffic(deployment: Deployment, role: Role) -> int:
-    """Items that all replicas of a role have received."""
-    cluster = Cluster(f"outrider-{deployment.name}", local=True)
-    there = await cluster.replicas()
-    found = [await there[name][0].call("traffic") for name in serving(deployment, role)]
-    return sum(found)
-
-
-async def test_a_process_for_each_replica_and_traffic_on_each_hop(deployment: Deployment) -> None:
-    """Replicas run in processes of their own, and a generation's rounds cross
-    both hops: items go to the target and to the draft."""
-    pids = {one.places[0].pid for one in deployment.overview.replicas}
-    assert len({*pids, os.getpid()}) == 6
-    before = {role: await _traffic(deployment, role) for role in MODELS}
-    async with Client(deployment.address) as client:
-        request = GenerateRequest(PROMPT, max_tokens=40, seed=1, num_draft_tokens=4)
-        completion = await client.complete(request)
-    assert len(completion.token_ids) == 40
-    assert completion.metrics.num_draft_tokens > 0
-    for role in MODELS:
-        after = await _traffic(deployment, role)
-        assert after - before[role] >= completion.metrics.num_rounds // 2
 
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,24 +142,3 @@ def test_no_key_is_left_where_others_may_look(locked: Locked) -> None:
         shown = locked.run(command, "--json", OUTRIDER_API_KEY=GIVEN)
         for secret in (key, own, GIVEN):
             assert secret not in shown.stdout + shown.stderr, command
-
-
-def test_keys_are_revoked_while_it_runs(locked: Locked) -> None:
-    """By one command, within seconds."""
-    address = locked.record()["grpc_address"]
-    key = locked.key
-    words = ("status", "--json", "--server", address, "--ca-cert", str(locked.certificate.file))
-
-    def error() -> str | None:
-        (found,) = json.loads(locked.run(*words, OUTRIDER_API_KEY=key).stdout)["coordinators"]
-        assert found["serving"]
-        said: str | None = found["error"]
-        return said
-
-    assert error() is None
-    assert locked.run("keys", "--api-key-file", "keys", "revoke", "alice").returncode == 0
-    within = time.monotonic() + 10
-    while (said := error()) is None and time.monotonic() < within:
-        pass
-    assert said
-    assert said.startswith("authorization: there is no such API key (")

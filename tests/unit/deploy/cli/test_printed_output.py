@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from models import byte_level_tokenizer
-from recorded import record, run_here
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from deploy.cli import generate
-from deploy.cli.generate import STYLES, Printer, logprob_table
+from deploy.cli.generate import STYLES, Printer
 from deploy.cli.main import main
-from deploy.cli.output import Progress, progress, show
-from deploy.cli.serve import _record_once_ready
-from outrider.client import Completion, Metrics, Usage
-from outrider.messages import PositionLogprobs
+from deploy.cli.output import Progress
 from outrider.request import Tokens
-from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
 
 PERIOD_S = 0.1
 
@@ -75,22 +66,6 @@ def test_a_quiet_one_says_warnings_alone(
     told.relay("outrider: loading")
     told.relay("outrider: warning: keys are seen")
     assert lines(capsys) == ["warning: no tokenizer", "warning: keys are seen"]
-
-
-def test_what_a_detached_process_says_is_said_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without errors, which end the command, and what its libraries log; until it has recorded
-    that it serves, or has gone."""
-    said = b"outrider: loading\nI0000 a library\noutrider: error: none\n"
-    monkeypatch.setattr(progress, "quiet", False)
-    (tmp_path / "serve.log").write_bytes(said)
-    monkeypatch.setattr(os, "waitpid", lambda pid, _: (0 if pid == os.getpid() else pid, 2 << 8))
-    ready = record()
-    threading.Timer(0.1, run_here, (tmp_path, ready)).start()
-    assert _record_once_ready(tmp_path, os.getpid()) == (ready, 0)
-    assert lines(capsys) == ["loading"]
-    assert _record_once_ready(tmp_path, 1) == (None, 2)
 
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
@@ -152,28 +127,3 @@ def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
     assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
-
-
-def test_log_probabilities_are_a_line_per_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
-    tokenizer = byte_level_tokenizer(320)
-    tokenizer.save_pretrained(tmp_path)
-    a, b = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
-    completion = Completion(
-        session_id="", model="", seed=0, rule=Rule.GREEDY, text="a ", token_ids=(a, b),
-        origins=(), rounds=(), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2),
-        metrics=Metrics(2, 0, 0, 1.0, 1.0, 1.0),
-        logprobs=(
-            PositionLogprobs(-0.25, ((a, -0.25), (b, -12.5))),
-            PositionLogprobs(-10.0, ()),
-        ),
-    )  # fmt: skip
-
-    def rows(directory: str) -> list[list[str]]:
-        show(logprob_table(completion, directory))
-        return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-
-    assert rows(str(tmp_path))[1] == [str(b), '"', '"', "-10.0000"]
-    assert rows("")[0] == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]

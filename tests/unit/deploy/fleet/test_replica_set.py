@@ -192,29 +192,6 @@ def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None
     play(scene, num_targets=2, target_port=7000)
 
 
-def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
-    """It knows neither how many are wanted nor which names were given. A registry that has lost
-    everything is told of what is there."""
-
-    async def scene(world: World) -> None:
-        await world.registry.want({"draft": 3})
-        await asyncio.sleep(2)
-        await world.die()
-        world.registry.failure = StoreUnavailable("away")
-        coming = asyncio.create_task(world.come_back())
-        await asyncio.sleep(5)
-        assert not coming.done()
-        world.registry.forget()
-        world.registry.failure = None
-        await coming
-        assert len(world.names("draft")) == 3
-        assert not world.machines.removed
-        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 3}
-        assert await world.registry.started() == 5
-
-    play(scene)
-
-
 def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
     """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays."""
 
