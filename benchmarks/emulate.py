@@ -31,7 +31,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .measurement import Progress
 from .options import Options, option
 from .processes import running_pair
-from .report import Report, table_of
+from .report import Report, table
 
 PROMPT_TOKENS: Final = 64
 TOKENS_MAX: Final = 8_000
@@ -166,7 +166,7 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
         "acceptance": {rule.value: share for rule, share in ACCEPTANCE.items()},
         "runs": runs,
     }
-    return Report(values, [table_of(f"{SCENARIO}, {options.tokens} tokens of each", runs)])
+    return Report(values, [table(f"{SCENARIO}, {options.tokens} tokens of each", runs)])
 
 
 async def _measure(

@@ -19,7 +19,7 @@ from outrider.speculation.sampling_params import Rule
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import PromptOptions, option
 from .prompts import BenchPrompt
-from .report import Report, table_of
+from .report import Report, table
 from .speedup import Subject
 
 WAYS: Final = {"alone": 1, "beside": 8, "context": 1}
@@ -67,7 +67,7 @@ async def run(options: IdentityOptions, subject: Subject, progress: Progress) ->
                 })  # fmt: skip
     failed = [row for row in rows if row["different"] or not row["num_accepted_draft_tokens"]]
     values = {"failed": len(failed), "ways": rows}
-    return Report(values, [table_of("prompts whose answers differ, from 0 on", rows)])
+    return Report(values, [table("prompts whose answers differ, from 0 on", rows)])
 
 
 async def _answers(

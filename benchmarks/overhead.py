@@ -34,7 +34,6 @@ from outrider.messages import (
     DraftItem,
     ProposalReply,
     ReplicaDescription,
-    RoundHead,
     VerdictReply,
     VerifyItem,
 )
@@ -140,7 +139,7 @@ async def _canned_services(
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Medians, ms, of rounds that drafted K tokens, one session after the other, by the reports of
-    their coordinator; and the bytes of a round's four messages."""
+    their coordinator."""
     wanted, seed = WARM_UP_ROUNDS + options.rounds, 0
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
@@ -152,7 +151,7 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
                 one for one in found.rounds if len(one.proposed_token_ids) == NUM_DRAFT_TOKENS
             ]
             seed += 1
-    return round_figures(reports[WARM_UP_ROUNDS:wanted]) | {"bytes_per_round": bytes_per_round()}
+    return round_figures(reports[WARM_UP_ROUNDS:wanted])
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
@@ -168,24 +167,6 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
         "round_ms_p99": percentile(whole, 99),
         "round_parts_ms": {name[:-3]: percentile(times, 50) for name, times in parts.items()},
     }
-
-
-def bytes_per_round() -> int:
-    """Of the frames of a later round of one session: both hops, both ways."""
-    head = RoundHead(
-        session_id=f"{1:032x}", tenant="", epoch=1, round=1, base_length=PROMPT_TOKENS,
-        prefix_digest=2**64 - 1, append=(1, 2, 3), prompt_length=PROMPT_TOKENS, rule=Rule.TOKEN,
-        seed=1, sampling=None, sampling_hash=2**64 - 1, deadline_ms=DEADLINE_MS_MAX,
-    )  # fmt: skip
-    item = DraftItem(head, NUM_DRAFT_TOKENS)
-    question = VerifyItem(head, canned_proposal(NUM_DRAFT_TOKENS))
-    frames = [
-        DRAFT.request(items=[DRAFT.item_to_proto(item, True)]),
-        DRAFT.reply(items=[DRAFT.answer_to_proto(propose(item))]),
-        VERIFY.request(items=[VERIFY.item_to_proto(question, True)]),
-        VERIFY.reply(items=[VERIFY.answer_to_proto(verify(question))]),
-    ]
-    return sum(frame.ByteSize() for frame in frames)
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:

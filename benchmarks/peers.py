@@ -29,7 +29,7 @@ from .libraries import (
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
-from .report import Report, table_of
+from .report import Report, table
 from .speedup import Subject
 
 NAMES: Final = tuple(library.name for library in PEERS)
@@ -214,6 +214,6 @@ def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[s
         rows = [{"side": name} | figures for name, figures in level["sides"].items()]
         title = "temperature {temperature:g}, {concurrency} at a time".format(**level)
         ratios = {key: ratio for key, ratio in level.items() if key.endswith("_ratio") and ratio}
-        shown += [table_of(title, rows), *(f"{key}: {ratio:.2f}" for key, ratio in ratios.items())]
+        shown += [table(title, rows), *(f"{key}: {ratio:.2f}" for key, ratio in ratios.items())]
     values = {**setup, "levels": levels, "missing": missing}
     return Report(values, [*shown, *(f"{name}: {why}" for name, why in missing.items())])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-JSON_DIGITS: Final = 4
-"""Decimals of a number in a JSON report."""
+SIGNIFICANT: Final = 6
+"""Digits of a number in a JSON report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +29,29 @@ class Report:
     @classmethod
     def of(cls, title: str, values: Mapping[str, Any]) -> Report:
         """With one table of all figures that were measured."""
-        return cls(values, [table(title, ("figure", "value"), _rows(values))])
+        rows = [{"figure": name, "value": value} for name, value in _flat(values)]
+        return cls(values, [table(title, rows)])
 
 
-def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         shown = prefix + name.replace("_", " ")
         if isinstance(value, Mapping):
-            yield from _rows(value, f"{shown}: ")
+            yield from _flat(value, f"{shown}: ")
         elif value is not None:
-            parts = value if isinstance(value, list | tuple) else [value]
-            yield shown, " ".join(map(_shown, parts))
+            yield shown, value
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_shown, value))
     return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def to_json(value: Mapping[str, object]) -> str:
-    """One JSON object on one line. Raises `ValueError` for NaN and infinity."""
+    """One JSON object on one line, of few digits. Raises `ValueError` for NaN and infinity."""
     text = json.dumps(value, allow_nan=False)
-    return json.dumps(json.loads(text, parse_float=lambda one: round(float(one), JSON_DIGITS)))
+    return json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.{SIGNIFICANT}g}")))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -59,19 +61,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(np.asarray(values, dtype=np.float64), share))
 
 
-def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column is of names, the others of figures."""
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each, and a column for each of their names in JSON; the first one is of names, the
+    others of figures."""
     from rich.table import Table
 
     found = Table(title=title)
-    for place, heading in enumerate(headings):
-        found.add_column(heading, justify="right" if place else "left", no_wrap=not place)
+    for place, name in enumerate(rows[0]):
+        justify: Any = "right" if place else "left"
+        found.add_column(name.replace("_", " "), justify=justify, no_wrap=not place)
     for row in rows:
-        found.add_row(*row)
+        found.add_row(*map(_shown, row.values()))
     return found
-
-
-def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each, and a column for each of their names in JSON."""
-    headings = [name.replace("_", " ") for name in rows[0]]
-    return table(title, headings, [[*map(_shown, row.values())] for row in rows])

@@ -16,7 +16,7 @@ from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import DecodingOptions, option
 from .prompts import BenchPrompt
-from .report import Report, table_of
+from .report import Report, table
 
 PLAIN: Final = "plain"
 SPECULATIVE: Final = "speculative"
@@ -182,7 +182,7 @@ def report(levels: Sequence[Level]) -> Report:
         rows = [
             {"prompts": group} | {n: found[n] for n in names} for group, found in groups.items()
         ]
-        shown.append(table_of(title, rows))
+        shown.append(table(title, rows))
         for name, key, _ in REFERENCES:
             if level[key] is None:
                 continue

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.options import Options, PromptOptions
 from benchmarks.options import option as field
+from benchmarks.report import to_json
 from deploy.fleet.preflight import resolve_models
 from deploy.fleet.spec import are_apart, plan_fleet
 from outrider.config import DeploymentConfig
@@ -227,7 +228,7 @@ def plan(arguments: Arguments) -> int:
         values["fleets"] = [asdict(one) for one in simulated]
         shown += fleets.tables(simulated, pair, arguments.tpot_ms)
     if arguments.json:
-        print(report.as_json(values))
+        print(to_json(values))
     else:
         for part in shown:
             show(part)

@@ -15,6 +15,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from rich.console import RenderableType
 
+from benchmarks.report import table
 from outrider.engine.emulated_spec import parse_numbers
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import ConfigError, SettingError
@@ -22,7 +23,6 @@ from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import Rule
 
-from .report import figures_table
 from .round_times import Line, Option, ServiceTimes
 from .simulation import ROLES, Fleet, FleetFigures, Pair, Scenario, Workload, simulate
 
@@ -236,7 +236,7 @@ def tables(
         named = {"load": load, "replicas": tuple(asdict(one.fleet).values())}
         rows.append(named | asdict(one.figures))
     if rows:
-        yield figures_table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows)
+        yield table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows)
 
 
 def _load(workload: Workload) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks.report import table
@@ -19,9 +17,6 @@ from outrider.errors import ConfigError
 from .choosing import LEVEL, RESAMPLES, TemperaturePlan
 from .round_times import Option
 from .simulation import Pair
-
-SIGNIFICANT: Final = 6
-"""Digits of a number in JSON: seconds and shares of very different sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,7 @@ class PlanReport:
             yield self._acceptance(plan)
             title = f"Expected at temperature {plan.temperature:g}, {self.concurrency} at a time"
             options = (plan.plain, *plan.options)
-            found = figures_table(f"{title}{link}", [asdict(option) for option in options])
+            found = table(f"{title}{link}", [asdict(option) for option in options])
             found.rows[options.index(plan.chosen)].style = "bold"
             yield found
             yield Text(self._sentence(plan.chosen), style="bold")
@@ -89,7 +84,7 @@ class PlanReport:
         return text.getvalue()
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
-        return figures_table(
+        return table(
             f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: accepted, "
             "given those before it",
             [
@@ -124,31 +119,8 @@ def validation_tables(found: Mapping[str, Any] | None) -> Iterator[RenderableTyp
     """Predicted and measured, for people, where that was asked for."""
     if found is not None:
         rows = [{k: v for k, v in one.items() if k != "positions"} for one in found["by_k"]]
-        yield figures_table("Predicted and measured, prompts read before", rows)
-        yield figures_table("All K", [{k: v for k, v in found.items() if k != "by_k"}])
-
-
-def figures_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row each, whose names are the headings."""
-    headings = [name.replace("_", " ") for name in rows[0]]
-    return table(title, headings, [[_cell(value) for value in row.values()] for row in rows])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, tuple):
-        return ", ".join(map(_cell, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def as_json(value: Mapping[str, object]) -> str:
-    """One object on one line, of few digits. Raises `ValueError` for NaN and infinity."""
-
-    def rounded(text: str) -> float:
-        return float(f"{float(text):.{SIGNIFICANT}g}")
-
-    return json.dumps(json.loads(json.dumps(value, allow_nan=False), parse_float=rounded))
+        yield table("Predicted and measured, prompts read before", rows)
+        yield table("All K", [{k: v for k, v in found.items() if k != "by_k"}])
 
 
 def _certainty(plan: TemperaturePlan) -> str:
