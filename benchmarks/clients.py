@@ -13,9 +13,10 @@ import httpx2
 from outrider.client import ChatMessage, Client, Finished, GenerateRequest, SamplingParams, Tokens
 from outrider.errors import SettingError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
+from outrider.request import RoundReport
 from outrider.sessions.store import FinishReason
 
-from .measurement import BenchClient, Completion, Decoding
+from .measurement import BenchClient, Completion, Decoding, Round
 from .prompts import BenchPrompt
 
 CHAT: Final = "/v1/chat/completions"
@@ -37,8 +38,7 @@ class GrpcClient(BenchClient):
         self._raw = raw
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises what the coordinator refuses it with, and `Unavailable` where
-        it was cut short: its time would mean nothing."""
+        """Decodes one prompt. Raises as `complete` does."""
         request = GenerateRequest(
             prompt=prompt.text if self._raw else (ChatMessage("user", prompt.text),),
             sampling=SamplingParams(temperature=decoding.temperature),
@@ -50,27 +50,35 @@ class GrpcClient(BenchClient):
             deadline_ms=DEADLINE_MS_MAX,
             constraint=prompt.constraint,
         )
-        clock = asyncio.get_running_loop().time
-        token_ids: list[int] = []
-        chunk_s: list[float] = []
-        finished: Finished | None = None
-        started_s = clock()
-        async with aclosing(self._client.generate(request)) as events:
-            async for event in events:
-                if isinstance(event, Tokens):
-                    chunk_s.append(clock() - started_s)
-                    token_ids += event.token_ids
-                elif isinstance(event, Finished):
-                    finished = event
-        seconds = clock() - started_s
-        reason = finished and finished.finish_reason
-        if finished is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise Unavailable(f"a measured request ended early: {reason}")
-        metrics = finished.metrics
-        return Completion(
-            tuple(token_ids), started_s, seconds, metrics.num_rounds, metrics.num_draft_tokens,
-            metrics.num_accepted_draft_tokens, chunk_s, finished.usage.prompt_tokens,
-        )  # fmt: skip
+        return await complete(self._client, request)
+
+
+async def complete(client: Client, request: GenerateRequest) -> Completion:
+    """Plays a request to its end. Raises what the coordinator refuses it with, and `Unavailable`
+    where it was cut short: its time would mean nothing."""
+    clock = asyncio.get_running_loop().time
+    rounds: list[Round] = []
+    report: Any = None
+    finished: Finished | None = None
+    started_s = clock()
+    async with aclosing(client.generate(request)) as events:
+        async for event in events:
+            if isinstance(event, RoundReport):
+                report = event
+            elif isinstance(event, Tokens) and event.token_ids:
+                rounds.append(Round(report, event, clock() - started_s))
+            elif isinstance(event, Finished):
+                finished = event
+    seconds = clock() - started_s
+    reason = finished and finished.finish_reason
+    if finished is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise Unavailable(f"a measured request ended early: {reason}")
+    metrics = finished.metrics
+    return Completion(
+        tuple(token_id for one in rounds for token_id in one.tokens.token_ids), started_s, seconds,
+        metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens,
+        [one.arrived_s for one in rounds], finished.usage.prompt_tokens, rounds=rounds,
+    )  # fmt: skip
 
 
 class HttpClient(BenchClient):

@@ -14,21 +14,19 @@ overhead_ms_p50      median of a round's time beside the target's step and, wher
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
-from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT
-from outrider.request import Event, GenerateRequest, RoundReport, Tokens
+from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-from .measurement import Progress
+from .clients import complete
+from .measurement import Progress, Round
 from .options import Options, option
 from .processes import running_pair
 from .report import Report, table
@@ -85,9 +83,8 @@ class EmulateOptions(Options):
     tokens: int = option(4_000, "tokens of each mode's session", low=32, high=TOKENS_MAX)
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round as its client saw it."""
+class Timed(NamedTuple):
+    """What counts of a round."""
 
     num_draft_tokens: int
     num_tokens: int
@@ -98,31 +95,23 @@ class Round:
     """From the arrival of the tokens of the round before."""
 
 
-async def read_rounds(events: AsyncIterator[Event], num_tokens: int) -> list[Round]:
-    """The rounds of a generation with `include_rounds`, up to that with the last of `num_tokens`,
-    without those that begin before the dropped tokens have come. Raises `Unavailable` where the
-    session was shorter."""
-    clock = asyncio.get_running_loop().time
+def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
+    """The rounds of a session up to that with the last of `num_tokens`, without those that begin
+    before the dropped tokens have come."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
-    rounds: list[Round] = []
-    report: RoundReport | None = None
+    found: list[Timed] = []
     total, last_s = 0, 0.0
-    async for event in events:
-        if isinstance(event, RoundReport):
-            report = event
-        elif isinstance(event, Tokens) and report is not None:
-            now_s, number = clock(), len(event.token_ids)
-            drafted, hit = len(report.proposed_token_ids), report.look_ahead_hit
-            if dropped <= total < num_tokens:
-                rounds.append(Round(drafted, number, hit, (now_s - last_s) * 1e3))
-            total, last_s = total + number, now_s
-    if total < num_tokens:
-        raise Unavailable(f"a session ended before its {num_tokens} tokens had come")
-    return rounds
+    for report, tokens, arrived_s in rounds:
+        number = len(tokens.token_ids)
+        if dropped <= total < num_tokens:
+            drafted = len(report.proposed_token_ids)
+            found.append(Timed(drafted, number, report.look_ahead_hit, (arrived_s - last_s) * 1e3))
+        total, last_s = total + number, arrived_s
+    return found
 
 
 def figures(
-    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Round]
+    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed]
 ) -> dict[str, Any]:
     """Of a mode's rounds, by names in JSON."""
     verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
@@ -188,7 +177,7 @@ async def _measure(
 
 async def _decode(
     client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int
-) -> list[Round]:
+) -> list[Timed]:
     """One session."""
     num_tokens = max(SWEEP_TOKENS_MIN, num_tokens)
     request = GenerateRequest(
@@ -202,5 +191,4 @@ async def _decode(
         deadline_ms=DEADLINE_MS_MAX,
         include_rounds=True,
     )
-    async with aclosing(client.generate(request)) as events:
-        return await read_rounds(events, num_tokens)
+    return window((await complete(client, request)).rounds, num_tokens)

@@ -13,13 +13,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from outrider.errors import OutriderError, check
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling_params import Rule
 
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
+
+if TYPE_CHECKING:
+    from outrider.request import RoundReport, Tokens
 
 WARM_UP_TOKENS_MAX: Final = 32
 
@@ -44,6 +47,17 @@ class Decoding:
         return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
+class Round(NamedTuple):
+    """One round, as its client saw it."""
+
+    report: RoundReport
+    """None where the request did not ask for it."""
+    tokens: Tokens
+    """Committed."""
+    arrived_s: float
+    """From the request's sending."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What came out, and what it took."""
@@ -63,6 +77,8 @@ class Completion:
     prompt_tokens: int = 0
     counted_tokens: int = 0
     """Tokens of a completion whose ids are not known, as by HTTP."""
+    rounds: Sequence[Round] = ()
+    """By gRPC; rounds that came together are one."""
 
     @property
     def num_tokens(self) -> int:

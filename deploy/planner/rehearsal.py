@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from benchmarks.acceptance import Answer, Sample, rules_at
-from benchmarks.measurement import Progress
+from benchmarks.clients import complete
+from benchmarks.measurement import Completion, Progress
 from benchmarks.processes import Replicas, running_pair
 from outrider.client import Client
 from outrider.config import DeploymentConfig, DraftConfig
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX, PAGE_SIZE, SEED_MAX
-from outrider.request import Finished, GenerateRequest, RoundReport, Tokens
-from outrider.sessions.store import FinishReason
+from outrider.request import GenerateRequest, RoundReport
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
@@ -41,33 +40,16 @@ REACHED_MIN: Final = 50
 WARM_UP_TOKENS: Final = 4
 
 
-class PlayedRound(NamedTuple):
-    """One round, as its client saw it."""
-
-    report: RoundReport
-    tokens: Tokens
-    """Committed."""
-    arrived_s: float
-    """From the request's sending."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlayedSession:
     """One whole answer."""
 
     text: Answer
     """That was read from the same prompt."""
     num_draft_tokens: int
-    rounds: tuple[PlayedRound, ...]
-    seconds: float
-    """From the request's sending to its final event."""
+    done: Completion
     is_cached: bool = True
     """Whether both replicas had read the prompt before."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The completion."""
-        return tuple(token_id for one in self.rounds for token_id in one.tokens.token_ids)
 
     @property
     def unread_tokens(self) -> int:
@@ -77,37 +59,28 @@ class PlayedSession:
 
 
 async def play(
-    client: Client,
-    text: Answer,
-    sampling: tuple[float, Rule],
-    num_draft_tokens: int,
-    max_tokens: int | None = None,
-    seed: int | None = None,
+    client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text` at a temperature, under a rule; with its seed
-    where no other is given. Raises what they refuse it with, and `Unavailable` where the answer was
-    cut short."""
+    """Lets the services answer the prompt of `text`, with its seed. Raises as `complete` does."""
     request = GenerateRequest(
-        prompt=text.prompt_ids, sampling=SamplingParams(temperature=sampling[0]), rule=sampling[1],
+        prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
-        max_tokens=min(max_tokens or text.max_tokens, text.max_tokens),
-        seed=text.seed if seed is None else seed,
+        max_tokens=text.max_tokens, seed=text.seed,
     )  # fmt: skip
-    rounds: list[PlayedRound] = []
-    report: RoundReport | None = None
-    reason: FinishReason | None = None
-    sent_s = time.perf_counter()
-    async with aclosing(client.generate(request)) as events:
-        async for event in events:
-            if isinstance(event, RoundReport):
-                report = event
-            elif isinstance(event, Tokens) and report is not None and event.token_ids:
-                rounds.append(PlayedRound(report, event, time.perf_counter() - sent_s))
-            elif isinstance(event, Finished):
-                reason = event.finish_reason
-    if not rounds or reason not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise Unavailable(f"a measured request ended early: {reason}")
-    return PlayedSession(text, num_draft_tokens, tuple(rounds), time.perf_counter() - sent_s)
+    return PlayedSession(text, num_draft_tokens, await complete(client, request))
+
+
+async def play_all(
+    client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
+) -> list[PlayedSession]:
+    """Every prompt at each K of `counts`, the order of which turns round with each prompt."""
+    played: list[PlayedSession] = []
+    for index, text in enumerate(sample.texts):
+        number = f"prompt {index + 1} of {len(sample.texts)}"
+        progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
+        order = counts if index % 2 == 0 else reversed(counts)
+        played += [await play(client, text, sample.temperature, rule, k) for k in order]
+    return played
 
 
 def services(config: DeploymentConfig) -> AbstractAsyncContextManager[Replicas]:
@@ -137,7 +110,7 @@ async def rehearse(
     found: list[ServiceTimes] = []
     for sample in samples:
         async with replicas.coordinator(look_ahead=0) as client:
-            played = await _play_all(client, sample, progress, is_first=not found)
+            played = await _rehearsed(client, sample, progress, is_first=not found)
         times = fit(known, config.draft, sample.temperature, played)
         # Whole prompts are read for the first sample alone, at the same cost for the others.
         found.append(replace(times, first=found[0].first) if found else times)
@@ -157,24 +130,21 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
     return found[0], found[1] if len(found) > 1 else None
 
 
-async def _play_all(
+async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
     """`is_first`: the replicas have not read the prompts of the sample yet."""
-    sampling = sample.temperature, rehearsed_rule(sample.temperature)
+    rule = rehearsed_rule(sample.temperature)
     # Of categories that follow each other in the sample.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
-    seed = (texts[0].seed - 1) & SEED_MAX
-    for warm_up in (0, REHEARSED_K[-1]):
-        await play(client, texts[-1], sampling, warm_up, TOKENS_MAX, seed)
-    played = list[PlayedSession]()
-    for index, text in enumerate(texts):
-        number = f"prompt {index + 1} of {len(texts)}"
-        progress(f"rehearsing temperature {sample.temperature:g}, {number}: {text.category}")
-        for k in REHEARSED_K if index % 2 == 0 else reversed(REHEARSED_K):
-            session = await play(client, text, sampling, k, TOKENS_MAX)
-            is_fresh = is_first and text not in (texts[-1], *(one.text for one in played))
-            played.append(replace(session, is_cached=not is_fresh))
+    texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
+    warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
+    for k in (0, REHEARSED_K[-1]):
+        await play(client, warm_up, sample.temperature, rule, k)
+    played = await play_all(client, replace(sample, texts=texts), rule, REHEARSED_K, progress)
+    if is_first:
+        for session in played[: -len(REHEARSED_K) : len(REHEARSED_K)]:
+            session.is_cached = False
     return played
 
 
@@ -192,7 +162,7 @@ def fit(
     step_seconds = known.target.step_seconds
     drafted: dict[int, list[tuple[int, int, RoundReport, float]]] = {}
     for session in played:
-        num_tokens, rounds = len(session.text.prompt_ids), session.rounds
+        num_tokens, rounds = len(session.text.prompt_ids), session.done.rounds
         k = session.num_draft_tokens
         first.append((step_seconds(session.unread_tokens), rounds[0].arrived_s))
         if k > 0:
@@ -224,10 +194,9 @@ def _drafted_rounds(
     """Steps of the draft's model, context, report and seconds of those that were drafted behind one
     that was: before the first of these the draft may still read the prompt."""
     script, text = Script(draft, temperature), session.text
-    max_tokens = min(TOKENS_MAX, text.max_tokens)
-    for index, (before, now) in enumerate(pairwise(session.rounds)):
+    for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index
-        wanted = min(session.num_draft_tokens, max_tokens - start - 1)
+        wanted = min(session.num_draft_tokens, text.max_tokens - start - 1)
         if wanted < 1:
             continue
         found = script.attempt(text, start, wanted, rehearsed_rule(temperature))
@@ -239,18 +208,14 @@ def _drafted_rounds(
 async def play_validation(
     client: Client, sample: Sample, rule: Rule, counts: Sequence[int], progress: Progress
 ) -> list[PlayedSession]:
-    """Every prompt at each K of `counts`, the order of which turns round with each prompt. Before,
-    each prompt is read once: then all find it alike."""
-    texts, sampling, played = sample.texts, (sample.temperature, rule), []
+    """As `play_all`. Before, each prompt is read once: then all find it alike."""
+    texts = sample.texts
     progress("warming up: every prompt is read")
     for index, text in enumerate(texts):
         seed = (texts[0].seed - 1 - index) & SEED_MAX
-        await play(client, text, sampling, max(counts), WARM_UP_TOKENS, seed)
-    for index, text in enumerate(texts):
-        progress(f"prompt {index + 1} of {len(texts)}: {text.category}")
-        order = counts if index % 2 == 0 else reversed(counts)
-        played += [await play(client, text, sampling, k) for k in order]
-    return played
+        short = replace(text, seed=seed, max_tokens=min(WARM_UP_TOKENS, text.max_tokens))
+        await play(client, short, sample.temperature, rule, max(counts))
+    return await play_all(client, sample, rule, counts, progress)
 
 
 def validation(
@@ -269,9 +234,9 @@ def validation(
         sessions = [session for session in played if session.num_draft_tokens == k]
         told, way = total(predicted[k]), Option(rule=rule, num_draft_tokens=k)
         first_s = times.first_seconds(session.unread_tokens for session in sessions)
-        num_tokens = sum(len(session.token_ids) for session in sessions)
+        num_tokens = sum(session.done.num_tokens for session in sessions)
         predicted_rate = told.num_tokens / (first_s + times.seconds(told, way))
-        measured_rate = num_tokens / sum(session.seconds for session in sessions)
+        measured_rate = num_tokens / sum(session.done.seconds for session in sessions)
         by_k.append(
             {
                 "num_draft_tokens": k,
@@ -288,7 +253,7 @@ def validation(
         "rule": rule.value,
         "by_k": by_k,
         "num_answers": len(played),
-        "num_same": sum(session.text.token_ids == session.token_ids for session in played),
+        "num_same": sum(session.text.token_ids == session.done.token_ids for session in played),
         "worst_error": max(abs(entry["error"]) for entry in by_k),
         "worst_position": max((abs(a - b) for a, b in pairs), default=None),
         "best_num_draft_tokens": best,
@@ -301,8 +266,8 @@ def _positions(sessions: Sequence[PlayedSession], told: Rounds) -> list[tuple[fl
     of an answer nothing is reached."""
     reached, accepted = ([0] * NUM_DRAFT_TOKENS_MAX for _ in range(2))
     for session in sessions:
-        left = len(session.token_ids)
-        for one in session.rounds:
+        left = session.done.num_tokens
+        for one in session.done.rounds:
             num_accepted = one.report.num_accepted
             num = min(num_accepted + 1, len(one.report.proposed_token_ids), left)
             for depth in range(num):

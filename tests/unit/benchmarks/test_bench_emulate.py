@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,52 +15,36 @@ import torch
 from stack import running_stack
 
 from benchmarks import emulate
-from benchmarks.emulate import Round, figures, read_rounds
+from benchmarks.emulate import Timed, figures, window
+from benchmarks.measurement import Round
 from deploy.cli.main import main
 from outrider.client import Client
-from outrider.clock import run_virtually
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.errors import Unavailable
-from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
-from outrider.sessions.store import FinishReason
-from outrider.speculation.accept_reject import Origin
+from outrider.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
 
 
-async def test_a_window_of_rounds_comes_with_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tokens 1 | 2, 3 | 4, 5, 6 | 7 | 8, 9, a second each: the third is dropped, the seventh is the
-    last. What a round drafted is told before its tokens, and the clock is read with these."""
-    monkeypatch.setattr("benchmarks.emulate.DROPPED_MIN", 3)
-
-    async def events() -> AsyncIterator[Event]:
-        yield Started("1", "m", 0, Rule.TOKEN)
-        for index, (drafted, num_tokens) in enumerate(((0, 1), (2, 2), (4, 3), (4, 1), (4, 2))):
-            await asyncio.sleep(1.0)
-            ids, hit = tuple(range(drafted)), index == 2
-            yield RoundReport(index, ids, num_tokens - 1, 0, 0, 0, 0, 0, look_ahead_hit=hit)
-            ids, origins = tuple(range(num_tokens)), (Origin.BONUS,) * num_tokens
-            yield Tokens(0, ids, "", origins, ())
-        yield Finished(FinishReason.LENGTH, Usage(1, 9), Metrics(5, 14, 4, 2.0, 1.0, 1.0))
-
-    async def read() -> None:
-        found = await read_rounds(events(), 7)
-        assert found == [Round(4, 3, True, 1000.0), Round(4, 1, False, 1000.0)]
-        with pytest.raises(Unavailable, match="before its 10 tokens had come"):
-            await read_rounds(events(), 10)
-
-    await asyncio.to_thread(run_virtually, read())
+def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
+    """Tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10, a second each: four are dropped, the eighth is the
+    last."""
+    rounds = [
+        Round(
+            RoundReport(index, (0,) * drafted, 0, 0, 0, 0, 0, 0, look_ahead_hit=index == 2),
+            Tokens(0, (0,) * num_tokens, "", (), ()), index + 1.0,
+        )
+        for index, (drafted, num_tokens) in enumerate(((0, 1), (2, 3), (4, 3), (4, 1), (4, 2)))
+    ]  # fmt: skip
+    assert window(rounds, 8) == [Timed(4, 3, True, 1000.0), Timed(4, 1, False, 1000.0)]
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s. A round is charged
     the steps that it waited for: of those of the draft where it did not work ahead."""
     monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
-    one = [Round(2, 1, False, 25.0)]
+    one = [Timed(2, 1, False, 25.0)]
     found = figures("synchronous", Rule.COUPLED, 2, one)
     assert found["tokens_per_second"] == pytest.approx(40.0)
     assert found["fraction_of_ideal"] == pytest.approx(40.0 * 18.3e-3 / (21 / 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -12,10 +13,10 @@ from rich.console import Console
 from toy_engine import ToyEngine
 
 from benchmarks.acceptance import Answer, LookupReader, Reader, Reading, Sample
+from benchmarks.measurement import Completion, Round
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.choosing import Replays, choose
 from deploy.planner.rehearsal import (
-    PlayedRound,
     PlayedSession,
     fit,
     validation,
@@ -150,10 +151,10 @@ TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
 def _round(
     index: int, token_id: int, proposed: int, accepted: int, arrived_s: float, wait_s: float = 0.0,
     target_s: float = 0.0,
-) -> PlayedRound:  # fmt: skip
+) -> Round:  # fmt: skip
     times_ms = 1e3 * wait_s, 0.0, 0.0, 1e3 * target_s, 0.0
     report = RoundReport(index, (7,) * proposed, accepted, *times_ms)
-    return PlayedRound(report, Tokens(index, (token_id,), "", (), ()), arrived_s)
+    return Round(report, Tokens(index, (token_id,), "", (), ()), arrived_s)
 
 
 def _session(
@@ -164,7 +165,12 @@ def _session(
         proposed = k if index else 0
         found.append(_round(index, 7, proposed, 0, arrived, wait_s, target_s))
         arrived += wait_s + target_s + rest_s
-    return PlayedSession(text, k, tuple(found), arrived)
+    return _session_of(text, k, found, arrived)
+
+
+def _session_of(text: Answer, k: int, rounds: Sequence[Round], seconds: float) -> PlayedSession:
+    token_ids = tuple(token_id for one in rounds for token_id in one.tokens.token_ids)
+    return PlayedSession(text, k, Completion(token_ids, 0.0, seconds, rounds=rounds))
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
@@ -220,16 +226,15 @@ def test_predicted_stands_beside_measured() -> None:
     for text, plain, drafted in zip(sample.texts, predicted[0], predicted[3], strict=True):
         tokens = Tokens(0, text.token_ids, "", (), ())
         one = _round(0, 7, 0, 0, 0.1)._replace(tokens=tokens)
-        session = PlayedSession(text, 0, (one,), 0.0)
-        first_s = TIMES.first_seconds([session.unread_tokens])
+        first_s = TIMES.first_seconds([_session_of(text, 0, [one], 0.0).unread_tokens])
         way = Option(rule=Rule.GREEDY, num_draft_tokens=0)
-        played.append(replace(session, seconds=first_s + TIMES.seconds(plain, way)))
-        rounds = tuple(
+        played.append(_session_of(text, 0, [one], first_s + TIMES.seconds(plain, way)))
+        rounds = [
             _round(index, token_id, 3, int(index % 4 > 0), 0.1)
             for index, token_id in enumerate(text.token_ids)
-        )
+        ]
         seconds = first_s + TIMES.seconds(drafted, replace(way, num_draft_tokens=3))
-        played.append(PlayedSession(text, 3, rounds, 2 * seconds))
+        played.append(_session_of(text, 3, rounds, 2 * seconds))
     found = validation(played, predicted, TIMES, Rule.GREEDY, 3)
     assert [one["error"] for one in found["by_k"]] == pytest.approx([0.0, 1.0], abs=1e-6)
     assert found["worst_error"] == pytest.approx(1.0)
