@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any, Final, Self
 
 import httpx2
@@ -25,8 +25,8 @@ CONNECT_S: Final = 60.0
 SILENCE_S: Final = 600.0
 """How long a server may be silent before a request counts as failed."""
 ERROR_CHARS_MAX: Final = 300
-_CONTENT: Final = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""What holds tokens in the delta of a chat."""
+_CONTENT: Final = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+"""What holds tokens in a choice, or in the delta of a chat."""
 
 
 class GrpcClient(BenchClient):
@@ -83,8 +83,8 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 class HttpClient(BenchClient):
     """A server with OpenAI's HTTP interface. An async context manager: entering waits for no
-    server, but asks for its model where none is named, and raises `Unavailable` where it does not
-    say. Any number of connections, which are used again."""
+    server, but asks for its model where none is named. Any number of connections, which are used
+    again."""
 
     def __init__(
         self, base_url: str, *, raw: bool, model: str = "", api_key: str = "",
@@ -94,19 +94,19 @@ class HttpClient(BenchClient):
         place of a chat; `extra_body` is added to every request. Raises `SettingError`."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
-            self._url = httpx2.URL(self._root + (TEXT if raw else CHAT))  # Parsed once.
+            self._client = httpx2.AsyncClient(
+                base_url=self._root,
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+                timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S, pool=None),
+            )
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         self.model = model
         """What requests call it."""
-        self.address = self._url.netloc.decode()
+        self.address = self._client.base_url.netloc.decode()
         self._raw = raw
         self._extra_body = extra_body or {}
-        self._client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S, pool=None),
-        )
 
     async def __aenter__(self) -> Self:
         if not self.model:
@@ -118,16 +118,10 @@ class HttpClient(BenchClient):
 
     async def find_model(self) -> None:
         """Takes the first model that the server lists. Raises `Unavailable`."""
-        url = f"{self._root}/v1/models"
-        try:
-            response = await self._client.get(url)
-            if response.status_code != httpx2.codes.OK:
-                raise Unavailable(f"{url}: {_refusal(response)}")
+        with _failures(f"{self._root}/v1/models"):
+            response = await self._client.get("/v1/models")
+            await _check(response)
             self.model = str(response.json()["data"][0]["id"])
-        except httpx2.HTTPError as error:
-            raise Unavailable(f"{url}: {error!r}") from error
-        except (ValueError, LookupError, TypeError):
-            raise Unavailable(f"{url} lists no models; name one (--model)") from None
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt. Raises `Unavailable` where the request is refused, its stream breaks,
@@ -137,14 +131,11 @@ class HttpClient(BenchClient):
         usage: dict[str, Any] = {}
         told: dict[str, Any] = {}
         seconds = 0.0
+        url, body = self._question(prompt, decoding)
         started_s = clock()
-        try:
-            async with self._client.sse(
-                self._url, method="POST", json=self._body(prompt, decoding)
-            ) as events:
-                if events.response.status_code != httpx2.codes.OK:
-                    await events.response.aread()
-                    raise Unavailable(_refusal(events.response))
+        with _failures("the stream"):
+            async with self._client.sse(url, method="POST", json=body) as events:
+                await _check(events.response)
                 async for event in events:
                     if event.data == "[DONE]":
                         break
@@ -153,7 +144,9 @@ class HttpClient(BenchClient):
                         raise Unavailable(f"the stream ended with an error: {_one_line(error)}")
                     for choice in chunk.get("choices") or ():
                         seconds = clock() - started_s
-                        if _has_tokens(choice):
+                        # One that only names the role, or the reason of the end, has no tokens.
+                        new = choice.get("delta", choice)
+                        if any(new.get(name) for name in _CONTENT):
                             chunk_s.append(seconds)
                     usage = chunk.get("usage") or usage
                     told = (chunk.get("metrics") or {}).get("speculative_decoding") or told
@@ -164,12 +157,9 @@ class HttpClient(BenchClient):
                 int(told.get("num_draft_tokens", 0)), int(told.get("num_accepted_draft_tokens", 0)),
                 chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
             )  # fmt: skip
-        except httpx2.HTTPError as error:
-            raise Unavailable(repr(error)) from error
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
-            raise Unavailable(f"the stream is not as OpenAI's: {error}") from error
 
-    def _body(self, prompt: BenchPrompt, decoding: Decoding) -> dict[str, Any]:
+    def _question(self, prompt: BenchPrompt, decoding: Decoding) -> tuple[str, dict[str, Any]]:
+        """The path, and the body."""
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": decoding.temperature,
@@ -180,23 +170,27 @@ class HttpClient(BenchClient):
         if decoding.ignore_eos:
             body["ignore_eos"] = True  # Not OpenAI's, which refuses what it does not know.
         if self._raw:
-            return body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
-        messages = [{"role": "user", "content": prompt.text}]
-        return body | {"messages": messages, "max_completion_tokens": decoding.max_tokens}
+            return TEXT, body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
+        body["max_completion_tokens"] = decoding.max_tokens
+        return CHAT, body | {"messages": [{"role": "user", "content": prompt.text}]}
 
 
-def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a chunk holds some of the answer: the one that only names the role does not, nor one
-    that only says why the answer ended."""
-    delta = choice.get("delta")
-    if delta is None:
-        return bool(choice.get("text"))
-    return any(delta.get(name) for name in _CONTENT)
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Raises `Unavailable` where a server cannot be reached, or answers what is not OpenAI's."""
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        raise Unavailable(f"{what}: {error!r}") from error
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise Unavailable(f"{what} is not as OpenAI's: {error}") from error
 
 
-def _refusal(response: httpx2.Response) -> str:
-    """An error answer in one line."""
-    return f"HTTP {response.status_code}: {_one_line(response.text)}"
+async def _check(response: httpx2.Response) -> None:
+    """Raises `Unavailable` for a refusal."""
+    if response.status_code != httpx2.codes.OK:
+        text = _one_line((await response.aread()).decode(errors="replace"))
+        raise Unavailable(f"HTTP {response.status_code}: {text}")
 
 
 def _one_line(text: object) -> str:

@@ -230,15 +230,6 @@ PEERS: Final = (
             for number in (3, 5, 8)
         ),
     ),
-    Library(
-        name="pace",
-        decoder="pace",
-        bindings=tuple(
-            Setting(binding, {"kv_cache": cache})
-            for cache in ("SLAB_POOL", "PAGED", "BMC")
-            for binding in ({}, {"GOMP_CPU_AFFINITY": "{cpus}"})
-        ),
-    ),
     TRANSFORMERS,
 )
 

@@ -189,62 +189,16 @@ class LlamaCpp(Decoder):
             raise RuntimeError(str(failures[0]))
 
 
-class Pace(Decoder):
-    """amd-pace's offline interface: a batch is padded, and ends with its longest completion."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        super().__init__(setup)
-        import torch
-        from pace.llm import LLMModel
-        from pace.llm.attention import KVCacheType
-
-        torch.set_num_threads(setup["target"]["num_threads"])
-        self._model = LLMModel(
-            setup["directory"],
-            dtype=torch.bfloat16,
-            kv_cache_type=KVCacheType[setup["options"]["kv_cache"]],
-            disable_tqdm=True,
-        )
-
-    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """One padded batch after the other."""
-        import torch
-        from pace.llm import SamplingConfig
-        from transformers import BatchEncoding
-
-        pad = self.setup["eos_token_ids"][0]
-        config = SamplingConfig(
-            max_new_tokens=request["max_tokens"],
-            do_sample=request["temperature"] > 0,
-            temperature=request["temperature"] or 1.0,
-            pad_token_id=pad,
-            eos_token_id=self.setup["eos_token_ids"],
-        )
-        for first in range(0, len(prompts), request["concurrency"]):
-            batch = prompts[first : first + request["concurrency"]]
-            longest = max(map(len, batch))
-            padded = [[pad] * (longest - len(ids)) + ids for ids in batch]
-            mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch]
-            inputs = BatchEncoding(
-                {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-            )
-            places = range(first, first + len(batch))
-            self._model.generate(inputs, config, Streamer(places, emit))
-
-
 class Streamer:
-    """Passes the tokens of a batch on, as `generate` of transformers and of amd-pace wants it."""
+    """Passes tokens on, as `generate` of transformers wants it."""
 
-    def __init__(self, places: range, emit: Emit) -> None:
-        self._places = places
+    def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
         self._is_prompt = True
 
     def put(self, token_ids: Any) -> None:
         if not self._is_prompt:
-            rows = token_ids.reshape(len(self._places), -1).tolist()
-            for place, ids in zip(self._places, rows, strict=True):
-                self._emit(place, ids)
+            self._emit(token_ids.flatten().tolist())
         self._is_prompt = False
 
     def end(self) -> None:
@@ -278,7 +232,7 @@ class Transformers(Decoder):
                     max_new_tokens=request["max_tokens"],
                     eos_token_id=eos or None,
                     pad_token_id=eos[0] if eos else 0,
-                    streamer=Streamer(range(index, index + 1), emit),
+                    streamer=Streamer(partial(emit, index)),
                     **sampling,
                     **self.setup["options"],
                 )
@@ -310,8 +264,8 @@ class Engine(Decoder):
 
 
 DECODERS: Final = {
-    "vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "pace": Pace,
-    "transformers": Transformers, "engine": Engine,
+    "vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "transformers": Transformers,
+    "engine": Engine,
 }  # fmt: skip
 
 

@@ -67,10 +67,10 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
          "threads")
     )  # fmt: skip
     output = io.StringIO()
-    found = report(setup, [first, second], {"pace": "not installed"})
+    found = report(setup, [first, second], {"openvino": "not installed"})
     Console(file=output, width=150).print(*found.shown, sep="\n")
     shown = " ".join(output.getvalue().split())
-    for text in ("│ vllm n-gram │ 32.000", "plain_ratio: 0.80", "pace: not installed"):
+    for text in ("│ vllm n-gram │ 32.000", "plain_ratio: 0.80", "openvino: not installed"):
         assert text in shown
 
 
@@ -127,8 +127,8 @@ async def test_every_side_decodes_every_prompt(
     assert all(0 < entry["num_tokens"] <= 6 for entry in sides)
     assert found["levels"][0]["sides"]["vllm plain"]["num_tokens"] == 6
     missing = found["missing"]
-    assert set(missing) == {"vllm-pace", "openvino", "pace"}
-    assert missing["pace"] == "not installed; `make peers` installs it"
+    assert set(missing) == {"vllm-pace", "openvino"}
+    assert missing["vllm-pace"] == "not installed; `make peers` installs it"
     assert "No module named 'openvino_genai'" in missing["openvino"]
 
 

@@ -236,7 +236,7 @@ def test_texts_by_http(capsys: pytest.CaptureFixture[str]) -> None:
     ("reply", "said"),
     [
         (Reply(status=429, error="try\n later \x1b[2J"), '1x HTTP 429: {"error": {"message": "try'),
-        (Reply(breaks=True), "1x RemoteProtocolError"),
+        (Reply(breaks=True), "1x the stream: RemoteProtocolError"),
         (Reply(error="out of\x07 memory"), "the stream ended with an error: {'message': 'out of"),
         (Reply(num_tokens=0), "or before its usage"),
         (Reply(metrics={"speculative_decoding": 3}), "the stream is not as OpenAI's"),
@@ -261,7 +261,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--json", "--model", "m", *url]) == 1
     out, err = capsys.readouterr()
     assert (json.loads(out)["failed"], json.loads(out)["mean_ttft_ms"]) == (2, None)
-    assert "2 of 2 requests failed: 2x ConnectError" in err
+    assert "2 of 2 requests failed: 2x the stream: ConnectError" in err
 
 
 def test_the_report_is_one_page_with_the_same_numbers(
