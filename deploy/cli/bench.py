@@ -64,8 +64,8 @@ DRAFT_SETTINGS: Final = (
 
 PURPOSES: Final = {
     "speedup": "speculative against plain decoding, prompt by prompt",
-    "peers": "Outrider beside vLLM, with amd-pace and without, OpenVINO, llama.cpp and transformers, "
-    "with the same weights, prompts and threads",
+    "peers": "Outrider beside vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
+    "prompts and threads",
     "identity": "whether answers with drafts are those of plain decoding",
     "serve": "latency and throughput under load, as `vllm bench serve` has them",
     "emulate": "ways to decode, by real services on emulated models of stated speed and acceptance",
