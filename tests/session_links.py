@@ -148,15 +148,14 @@ def draft_of(
     one: Session | None = None,
     pool: Any = None,
     config: CoordinatorConfig = CONFIG,
+    lookup: Any = None,
     **fields: Any,
 ) -> DraftClient:
     """A session's draft, likewise."""
     one = one or session()
     one.draft = CacheState("r0", 0)
-    lookup: Any = SessionLookup()
-    return DraftClient(
-        pool or pool_of(*links, role="draft"), context_of(one, **fields), lookup, config
-    )
+    pool, context = pool or pool_of(*links, role="draft"), context_of(one, **fields)
+    return DraftClient(pool, context, lookup or SessionLookup(), config)
 
 
 def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:

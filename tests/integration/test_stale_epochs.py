@@ -27,7 +27,7 @@ from target_service.service import TargetService
 
 pytestmark = pytest.mark.xdist_group("redis")
 
-NUM_STALE, PER_ROUND = 4_000, 500
+NUM_STALE, PER_ROUND = 10_000, 500
 EPOCH = 5
 """Of the rightful owner; all before it are over."""
 VOCAB = 8

@@ -354,19 +354,6 @@ async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
         b.committer.add(session)
 
 
-@virtually
-async def test_close_does_not_wait_for_a_store_that_is_down() -> None:
-    b = Bench()
-    session = await b.session()
-    b.store.down = True
-    b.decide(session)
-    await asyncio.sleep(60)
-    start = now()
-    b.committer.close()
-    await b.running
-    assert now() - start < 1
-
-
 @pytest.mark.parametrize("seed", range(20))
 @virtually
 async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed: int) -> None:

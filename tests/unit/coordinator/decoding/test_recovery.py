@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
-from session_links import described
 from virtual_time import virtually
 
 from coordinator.decoding.detokenizer import Completion
@@ -27,7 +26,6 @@ from coordinator.decoding.recovery import (
 )
 from coordinator.requests.validation import GenerationParameters
 from outrider.errors import (
-    BadRequest,
     DataLoss,
     Incompatible,
     NotFound,
@@ -196,20 +194,6 @@ async def test_it_goes_on_with_the_same_weights_alone() -> None:
         with pytest.raises(Unavailable, match="no target is known"):
             await broken.goes_on(made)
         assert (await broken.record(made)).epoch == 1
-
-
-@virtually
-async def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
-    """As in an upgrade: those that have begun stay with targets that are as long as theirs."""
-    async with opened() as made:
-        broken = await left(made)
-        before = made.service.targets._replicas["t"].description
-        await made.service.targets.join("n", described(replace(before, max_model_len=8)))
-        assert made.service.model.max_model_len == 8
-        with pytest.raises(BadRequest, match="length of 8"):
-            await drained(made.service.generate(replace(SEEDED, max_tokens=8)))
-        await broken.goes_on(made)
-        assert (await broken.record(made)).target.replica.endswith("t")
 
 
 @virtually

@@ -4,8 +4,7 @@ a virtual clock, with 2 ms of wire in each direction."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply
 from outrider.replica.scheduler import InlineExecutor
-from outrider.request import Finished, GenerateRequest, Tokens
+from outrider.request import Finished, GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
 from outrider.transport.link import MemoryLink
@@ -35,12 +34,18 @@ NUM_TOKENS = 900
 CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000, target_retry_ms=50)
 
 
-class Counts(RequestObserver, Observation):
-    """One request's lengths and resyncs."""
+class Played(RequestObserver, Observation):
+    """What is seen of one request."""
 
     def __init__(self) -> None:
+        self.tokens: list[int] = []
         self.asked_for: list[int] = []
-        self.resyncs: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.num_resyncs = self.num_rounds = self.num_messages = self.num_verdicts = 0
+        self.num_steps = 0
+        """Forward passes of the target, the prompt's among them."""
+        self.reads_beside = False
+        """Whether the draft was told of the prompt before the target's first verdict."""
 
     def begin(self, *arguments: Any) -> RequestObserver:
         return self
@@ -48,26 +53,106 @@ class Counts(RequestObserver, Observation):
     def count(self, name: str, label: str = "") -> None:
         if name == "rounds_by_num_draft_tokens":
             self.asked_for.append(int(label))
-        if name == "resyncs":
-            self.resyncs[label] += 1
+        self.num_resyncs += name == "resyncs"
 
 
-@dataclass
-class Outcome:
-    tokens: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    num_rounds: int = 0
-    counts: Counts = field(default_factory=Counts)
-    num_steps: int = 0
-    """Forward passes of the target, the prompt's among them."""
-    num_messages: int = 0
-    """To the target."""
-    reads_beside: bool = False
-    """Whether the draft was told of the prompt before the target's first verdict."""
-    unread: int = 0
-    """Verdicts that came for rounds that were over."""
-    num_lookups: int = 0
-    """By the coordinator."""
+class Overheard(MemoryLink[Any, Any]):
+    """Messages take a while; `on_send` hears of those to a replica, `on_answer` of its answers."""
+
+    def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:
+        super().__init__(service, lambda message: _loop().call_later(WIRE_S, message))
+        self._on_send = on_send
+        if on_answer is not None:
+            connect = service.connect
+            service.connect = lambda out: connect(lambda got: (on_answer(got), out(got)))
+
+    def send(self, item: Any) -> None:
+        self._on_send()
+        super().send(item)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+def generate(
+    rule: Rule,
+    num_draft_tokens: int,
+    draft_step_s: float,
+    draft_salt: int,
+    *,
+    drafting_delays: bool = False,
+    lookup: SuffixDrafter | None = None,
+) -> Played:
+    """One request; the draft is the target itself if its salt is 1, or a look-up."""
+    found = Played()
+
+    def on_message() -> None:
+        found.num_messages += 1
+
+    def on_draft() -> None:
+        found.reads_beside |= found.num_verdicts == 0
+
+    def on_answers(answers: Any) -> None:
+        found.num_verdicts += sum(isinstance(one, VerdictReply) for one in answers)
+
+    async def main() -> None:
+        engines = [ToyEngine(salt=salt, max_model_len=1024) for salt in (1, draft_salt)]
+        target = TargetService(
+            engines[0], InlineExecutor(lambda: STEP_S), max_num_seqs=8,
+            costs=StepCosts((1, 17), (STEP_S, STEP_S)),
+        )  # fmt: skip
+        draft = DraftService.with_model(
+            engines[1], InlineExecutor(lambda: draft_step_s), max_num_seqs=8,
+            costs=StepCosts((1, 17), (draft_step_s, draft_step_s)),
+        )  # fmt: skip
+        drafted_by = None if lookup is None else DraftConfig()
+        service = CoordinatorService(
+            replace(CONFIG, drafting_delays=drafting_delays, lookup=drafted_by),
+            "c",
+            store=TwinStore(lambda: _loop().time() * 1e3),
+            targets={"t": Overheard(target, on_message, on_answers)},
+            drafts={} if lookup else {"d": Overheard(draft, on_draft)},
+            fallback=lookup or NgramDrafter(),
+            observation=found,
+        )
+        await service.start()
+        start, temperature = _loop().time(), 0.0 if rule is Rule.GREEDY else 1.0
+        request = GenerateRequest(
+            (1, 2, 3), sampling=SamplingParams(temperature=temperature), rule=rule, seed=5,
+            max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
+        )  # fmt: skip
+        async for event in service.generate(request):
+            found.tokens += getattr(event, "token_ids", ())
+            if isinstance(event, Finished):
+                found.num_rounds = event.metrics.num_rounds
+        found.seconds = _loop().time() - start
+        found.num_steps = len(engines[0].batches)
+        await service.close()
+        service.check_integrity()
+        for replica in (target, draft):
+            await replica.close()
+            replica.check_integrity()
+
+    run_virtually(main())
+    return found
+
+
+def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
+    """A draft that guesses badly and takes its time: plain phases and trials take turns. The
+    target makes one step a round and none besides, hears of a plain round in eight or so, and
+    finds every prefix, though it was ahead when the trials began."""
+    found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
+    plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
+    asked = found.asked_for
+    assert found.tokens == plain.tokens
+    assert 0 < sum(num > 0 for num in asked) < 0.1 * len(asked)
+    assert sum(a == 0 and b > 0 for a, b in pairwise(asked)) >= 2
+    assert found.num_steps == found.num_rounds
+    assert found.num_verdicts < 1.02 * found.num_rounds
+    assert found.num_messages < 0.35 * found.num_rounds
+    assert found.num_resyncs == 0
+    assert found.seconds < 1.10 * plain.seconds
 
 
 class CountedLookups(SuffixDrafter):
@@ -80,122 +165,17 @@ class CountedLookups(SuffixDrafter):
         return super().guess(request)
 
 
-def deliver(message: Any) -> None:
-    asyncio.get_running_loop().call_later(WIRE_S, message)
-
-
-def overheard(found: Outcome, target: TargetService, to_target: Any, to_draft: Any) -> list[Any]:
-    """Counts messages from now on; the target's answers as they leave."""
-    heard: list[Any] = []
-    send, send_draft, connect = to_target.send, to_draft.send, target.connect
-
-    def count(item: Any) -> None:
-        found.num_messages += 1
-        send(item)
-
-    def note(item: Any) -> None:
-        found.reads_beside |= not heard
-        send_draft(item)
-
-    to_target.send, to_draft.send = count, note
-    target.connect = lambda out: connect(lambda got: (heard.extend(got), out(got)))  # type: ignore[method-assign,func-returns-value]
-    return heard
-
-
-def generate(
-    rule: Rule,
-    num_draft_tokens: int,
-    draft_step_s: float,
-    draft_salt: int,
-    *,
-    drafting_delays: bool = False,
-    looks_up: bool = False,
-) -> Outcome:
-    """One request; the draft is the target itself if its salt is 1, or a look-up."""
-
-    async def main() -> Outcome:
-        loop = asyncio.get_running_loop()
-        found = Outcome()
-        engine = ToyEngine(max_model_len=1024)
-        costs = StepCosts((1, 17), (STEP_S, STEP_S))
-        draft_costs = StepCosts((1, 17), (draft_step_s, draft_step_s))
-        target = TargetService(engine, InlineExecutor(lambda: STEP_S), max_num_seqs=8, costs=costs)
-        draft = DraftService.with_model(
-            ToyEngine(salt=draft_salt, max_model_len=1024),
-            InlineExecutor(lambda: draft_step_s),
-            max_num_seqs=8,
-            costs=draft_costs,
-        )
-        target_link, draft_link = MemoryLink(target, deliver), MemoryLink(draft, deliver)
-        lookups = CountedLookups()
-        service = CoordinatorService(
-            replace(
-                CONFIG,
-                drafting_delays=drafting_delays,
-                lookup=DraftConfig() if looks_up else None,
-            ),
-            "c",
-            store=TwinStore(lambda: loop.time() * 1e3),
-            targets={"t": target_link},
-            drafts={} if looks_up else {"d": draft_link},
-            fallback=lookups if looks_up else NgramDrafter(),
-            text=None,
-            observation=found.counts,
-        )
-        heard = overheard(found, target, target_link, draft_link)
-        await service.start()
-        start, temperature = loop.time(), 0.0 if rule is Rule.GREEDY else 1.0
-        request = GenerateRequest(
-            (1, 2, 3), sampling=SamplingParams(temperature=temperature), rule=rule, seed=5,
-            max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
-        )  # fmt: skip
-        async for event in service.generate(request):
-            if isinstance(event, Tokens):
-                found.tokens += event.token_ids
-            if isinstance(event, Finished):
-                found.num_rounds = event.metrics.num_rounds
-        found.seconds = loop.time() - start
-        found.num_steps = len(engine.batches)
-        found.num_lookups = lookups.num_asked
-        verdicts = [answer.key.round for answer in heard if isinstance(answer, VerdictReply)]
-        found.unread = len(verdicts) - found.num_rounds
-        await service.close()
-        service.check_integrity()
-        for replica in (target, draft):
-            await replica.close()
-            replica.check_integrity()
-        return found
-
-    return run_virtually(main())
-
-
-def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
-    """A draft that guesses badly and takes its time: plain phases and trials take turns. The
-    target makes one step a round and none besides, hears of a plain round in eight or so, and
-    finds every prefix, though it was ahead when the trials began."""
-    found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
-    plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
-    asked = found.counts.asked_for
-    assert found.tokens == plain.tokens
-    assert 0 < sum(num > 0 for num in asked) < 0.1 * len(asked)
-    assert sum(a == 0 and b > 0 for a, b in pairwise(asked)) >= 2
-    assert found.num_steps == found.num_rounds
-    assert found.unread < 0.02 * found.num_rounds
-    assert found.num_messages < 0.35 * found.num_rounds
-    assert found.counts.resyncs == {}
-    assert found.seconds < 1.10 * plain.seconds
-
-
 def test_rounds_without_a_draft_are_looked_up_and_spare_trials() -> None:
     """In a text that does not repeat itself."""
-    found = generate(Rule.COUPLED, 4, 0.0, draft_salt=2, looks_up=True)
-    num_drafted = sum(num > 0 for num in found.counts.asked_for)
-    assert 0 < num_drafted < 0.04 * len(found.counts.asked_for)
-    assert num_drafted + 10 < found.num_lookups < num_drafted + found.num_rounds / 8
+    lookup = CountedLookups()
+    found = generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
+    num_drafted = sum(num > 0 for num in found.asked_for)
+    assert 0 < num_drafted < 0.04 * len(found.asked_for)
+    assert num_drafted + 10 < lookup.num_asked < num_drafted + found.num_rounds / 8
 
 
 @pytest.mark.parametrize("delays", [False, True])
 def test_a_draft_on_the_targets_cores_reads_the_prompt_behind_it(delays: bool) -> None:
     found = generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
     assert found.reads_beside is not delays
-    assert max(found.counts.asked_for) == 4
+    assert max(found.asked_for) == 4

@@ -24,8 +24,11 @@ from session_links import (
 from virtual_time import virtually
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.draft_client import FeatureWindow, PushedProposals
-from coordinator.routing.drafts import NextWanted
+from coordinator.routing.draft_client import DraftClient, FeatureWindow, PushedProposals
+from coordinator.routing.drafts import NextWanted, SessionLookup
+from outrider.config import DraftConfig
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import Guess, NgramDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -35,11 +38,12 @@ from outrider.errors import (
 from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
+from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 
 
@@ -437,3 +441,83 @@ async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
     assert (found.ahead, found.num_asked) == (pushes, drafted_for)
     if not pushes:
         assert link.sent[1].held is None
+
+
+REPEATS = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
+NEW = (5, 6, 7, 8, 9, 1, 2, 3)
+MODEL_TOKENS = 2
+
+
+def hybrid_of(
+    prompt: tuple[int, ...], *links: ScriptedLink, seed: int = 1, look_ahead: int = 0
+) -> tuple[DraftClient, Session, Counted]:
+    """A draft behind a look-up that goes first where it is confident."""
+    hybrid = DraftConfig(
+        model="hybrid:ngram,some/model", hybrid_min_score=0.7, hybrid_model_tokens=MODEL_TOKENS
+    )
+    config = replace(CONFIG, lookup=hybrid, look_ahead=look_ahead)
+    one, counted = session(prompt, seed=seed), Counted()
+    lookup = SessionLookup(counted, one, SamplingParams(temperature=0.0))
+    return draft_of(*links, one=one, config=config, lookup=lookup), one, counted
+
+
+class Counted(NgramDrafter):
+    """Counts what it is asked."""
+
+    num_guesses = 0
+
+    def guess(self, request: DraftRequest) -> Guess:
+        self.num_guesses += 1
+        return super().guess(request)
+
+
+@virtually
+async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
+    """A repetition is continued without a message, as long as is asked for. The next round reads
+    what was committed meanwhile, and draws as much as the model may; it counts as asked for the
+    whole."""
+    link = ScriptedLink(proposal)
+    draft, one, _ = hybrid_of(REPEATS, link)
+    copied = await draft.propose(1, asked(5), NOISE)
+    assert (copied.proposal.token_ids, copied.num_asked) == ((7, 8, 9, 5, 6), 5)
+    assert (copied.source, link.sent) == ("local", [])
+    one.decide((7, 8, 1), Counters())
+    drawn = await draft.propose(2, asked(5), NOISE)
+    assert (drawn.source, len(drawn.proposal), drawn.num_asked) == ("replica", MODEL_TOKENS, 5)
+    assert [item.head.append for item in link.sent] == [(*REPEATS, 7, 8, 1)]
+
+
+@virtually
+async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> None:
+    for text, source in ((REPEATS, "local"), (NEW, "replica")):
+        for seed in range(1, 9):
+            draft, one, _ = hybrid_of(text, ScriptedLink(proposal), seed=seed)
+            noise = RoundNoise(seed, Rule.GREEDY, one.length)
+            assert (await draft.propose(1, asked(4), noise)).source == source
+
+
+@virtually
+async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up() -> None:
+    """It is told what was looked up. What it has pushed is there when the next round begins, unless
+    the look-up is confident again."""
+    for assumed, source in (((7, 1), "replica"), ((7, 8), "local")):
+        link = ScriptedLink()
+        draft, one, _ = hybrid_of(REPEATS, link, look_ahead=16)
+        await draft.propose(1, asked(4), NOISE)
+        await asyncio.sleep(0.01)
+        assert (link.sent[0].held, link.sent[0].num_draft_tokens) == ((7, 8, 9, 5), MODEL_TOKENS)
+        link.on_answer(pushed(2, len(REPEATS), assumed, tokens=(3, 4)))
+        one.decide(assumed, Counters())
+        found = await draft.propose(2, asked(4), NOISE)
+        assert (found.source, found.ahead) == (source, source == "replica")
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3, 1), NEW])
+@virtually
+async def test_a_guess_goes_in_the_place_of_a_lost_replica(prompt: tuple[int, ...]) -> None:
+    """As it is, whole or empty: it is made once, and the bound of the model does not apply."""
+    draft, _, counted = hybrid_of(prompt, ScriptedLink(LinkLost("gone")))
+    draft._confident = 99.0
+    drafted = await draft.propose(1, asked(5), NOISE)
+    assert drafted.proposal.token_ids == (() if prompt is NEW else (2, 3, 1))
+    assert (drafted.source, counted.num_guesses) == ("fallback", 1)
