@@ -141,32 +141,24 @@ async def running_stack(
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
-            target_engine,
-            ThreadExecutor("target", target_engine.take_step_seconds),
-            max_num_seqs=NUM_SEQUENCES,
-            self_drafter=self_drafter,
-            grammars=None if grammars is None else grammars(),
-        )
-        if target_observer is not None:
-            target.observe(target_observer)
-        masks = grammars() if grammars is not None and draft_masks else None
+            target_engine, ThreadExecutor("target", target_engine.take_step_seconds),
+            max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
+        )  # fmt: skip
+        masks = grammars() if grammars and draft_masks else None
         looks_up = not (draft_engine or eagle or self_drafter)
         if looks_up:
             settings["lookup"] = DraftConfig()
         elif lookup and draft_engine:
             settings["lookup"] = hybrid
         draft = _draft_service(draft_engine or eagle, masks)
-        if draft_observer is not None:
-            draft.observe(draft_observer)
+        for service, observer in ((target, target_observer), (draft, draft_observer)):
+            if observer is not None:
+                service.observe(observer)
         target_server = await _serve(stack, ReplicaServicer(target, VERIFY).grpc_service)
         draft_server = await _serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
+        settings["look_ahead"] = 0 if draft_siblings else look_ahead
         coordinator = CoordinatorService(
-            replace(
-                CONFIG,
-                look_ahead=0 if draft_siblings else look_ahead,
-                draft_siblings=draft_siblings,
-                **settings,
-            ),
+            replace(CONFIG, draft_siblings=draft_siblings, **settings),
             "coordinator-under-test",
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
@@ -180,9 +172,8 @@ async def running_stack(
         server = await _serve(stack, Service(_COORDINATOR, CoordinatorServicer(coordinator)))
         client = Client(server.address)
         try:
-            yield Stack(
-                client, coordinator, target, draft, target_server, draft_server, redis, server
-            )
+            running = client, coordinator, target, draft, target_server, draft_server
+            yield Stack(*running, redis, server)
         finally:
             await client.close()
             for service in (coordinator, target, draft):
