@@ -27,9 +27,10 @@ import torch
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import SequenceStep
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.kv_cache.session_table import SessionTable
+from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
@@ -54,13 +55,13 @@ class RoundAhead:
     """One session's newest round."""
 
     def __init__(
-        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], bytes_left: int
+        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> None:
         self.item = item
         self.committed = committed
         self.unseen = unseen
         """Of the committed tokens those at the end that the session's own sequence lacks."""
-        self.bytes_left = bytes_left
+        self.bytes_left = LOOK_AHEAD_BYTES_MAX
         """Of what may be pushed."""
         self.num_recorded = len(committed) - len(unseen)
         """Tokens that its table has while its own proposal grows."""
@@ -120,18 +121,15 @@ class LookAhead:
 
     def __init__(
         self,
-        engine: Engine,
-        table: SessionTable,
         drafter: ModelDrafter,
+        table: SessionTable,
         max_num_seqs: int,
-        bytes_max: int,
     ) -> None:
-        """So many sequences share a pass, and so much is pushed of one round of a session."""
-        self._engine = engine
+        """So many sequences share a pass."""
+        self._engine = drafter.engine
         self._table = table
         self._drafter = drafter
         self._max_num_seqs = max_num_seqs
-        self._bytes_max = bytes_max
         self._rounds: dict[str, RoundAhead] = {}
         self._outcome_models = OutcomeModels()
         self._numbers = count()
@@ -152,8 +150,8 @@ class LookAhead:
     ) -> Answers:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
-        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), 0)
-        now = RoundAhead(item, committed, unseen, self._bytes_max)
+        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
+        now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
         outcome = self._come_true(before, committed)
         answers: list[DraftAnswer] = []

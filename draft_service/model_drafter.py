@@ -60,7 +60,7 @@ class ModelDrafter:
     """
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
-        self._engine = engine
+        self.engine = engine
         self._unfinished: dict[str, AutoregressiveDraft] = {}
         """By session: what has not ended."""
         self._draw_s = 0.0
@@ -108,7 +108,7 @@ class ModelDrafter:
     def holds(self, branch: AutoregressiveDraft) -> bool:
         """Whether the engine has all that was run of a branch, which has lost no pages then."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
-        return self._engine.length(branch.sequence_id) == length
+        return self.engine.length(branch.sequence_id) == length
 
     def _result(self, branch: AutoregressiveDraft) -> Proposal | OutriderError | Unended:
         session_id = branch.sequence_id
@@ -122,13 +122,13 @@ class ModelDrafter:
     def release(self, session_id: str) -> None:
         """Forgets what was drafted and what is held of the session."""
         self._unfinished.pop(session_id, None)
-        self._engine.release(session_id)
+        self.engine.release(session_id)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """A proposal without tokens yet; None where the model cannot go on after the prefix."""
-        info = self._engine.info
+        info = self.engine.info
         committed = request.token_ids
-        held = self._engine.length(request.session_id)
+        held = self.engine.length(request.session_id)
         check(held < len(committed), f"{held} slots are held of {len(committed)} committed tokens")
         # x_K is drawn from the row of the token before it and needs no slot of its own.
         num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
@@ -151,7 +151,7 @@ class ModelDrafter:
         if not steps:
             return []
         with torch.inference_mode():
-            logits = self._engine.forward(steps)
+            logits = self.engine.forward(steps)
             self._draw(others, logits[len(beside) :])
         return logits[: len(beside)]
 
@@ -160,7 +160,7 @@ class ModelDrafter:
     ) -> bool:
         """Each branch to its length in one call of the engine, or as far as there is time for all
         of those `beside` it; False, and nothing has changed, where that cannot be done."""
-        engine = self._engine
+        engine = self.engine
         if not branches or not isinstance(engine, MultiStepEngine):
             return False
         drawings = [
@@ -204,7 +204,7 @@ class ModelDrafter:
         its answer leaves with the step."""
         while active:
             try:
-                logits = self._engine.forward([_step(branch) for branch in active])
+                logits = self.engine.forward([_step(branch) for branch in active])
             except Exception as error:
                 if not any(branch.token_ids for branch in active):
                     raise
@@ -237,15 +237,15 @@ class ModelDrafter:
 
     def _undo_all(self, branch: AutoregressiveDraft) -> None:
         request = branch.request
-        self._engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
+        self.engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
 
     def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
         if not branch.token_ids:
             return
         session_id = branch.sequence_id
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
-        if self._engine.length(session_id) > length:
-            self._engine.keep(session_id, length)
+        if self.engine.length(session_id) > length:
+            self.engine.keep(session_id, length)
 
 
 def _needs_no_look(branch: AutoregressiveDraft) -> bool:

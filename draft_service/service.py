@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
@@ -13,7 +12,7 @@ from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.engine.step_costs import StepCosts
 from outrider.grammar.compiler import Grammars
-from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_BYTES_MAX
+from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ReplicaDescription
 from outrider.replica.scheduler import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
@@ -29,23 +28,21 @@ class DraftService(SteppedService):
         proposer: Proposer,
         executor: StepExecutor,
         description: ReplicaDescription,
-        stated_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """See `SteppedService`. A step that runs is `stated_seconds` ahead of the clock, where its
-        engine states its time."""
         super().__init__(proposer, executor, description)
         self._proposer = proposer
-        self._stated_seconds = stated_seconds
-        proposer.has_news = lambda: self.has_news
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
         """The time that an item leaves for its draws runs from here. Where a session looks ahead,
         tokens of a round may be drawn before it is asked for, so only the steps decide whether
-        there is time for more."""
-        time, stated = asyncio.get_running_loop().time, self._stated_seconds
-        deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
+        there is time for more. A step that runs is ahead of the clock, where its engine states its
+        time."""
+        time, proposer = asyncio.get_running_loop().time, self._proposer
+        deadline = DraftDeadline.after(
+            item.budget_us, lambda: time() + proposer.stated_seconds, time()
+        )
         work = super()._work(replace(item, deadline=deadline), sender)
-        if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
+        if not proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
             work.deadline = deadline
         return work
 
@@ -66,11 +63,8 @@ class DraftService(SteppedService):
         proposals at most for one round of a session. By `grammars`, those of the engine's
         tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        drafter = ModelDrafter(engine, entries_max)
-        limits = (max_num_seqs, LOOK_AHEAD_BYTES_MAX)
-        proposer = Proposer(drafter, engine, budget, limits, grammars)
-        description = describe_model(engine.info, max_num_seqs, costs)
-        return cls(proposer, executor, description, lambda: engine.stated_seconds)
+        proposer = Proposer(ModelDrafter(engine, entries_max), budget, grammars)
+        return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs))
 
     @classmethod
     def with_eagle(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter, Unended
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
-from outrider.engine.interface import Engine
 from outrider.errors import BadRequest, Incompatible, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.messages import DraftItem, ProposalReply
@@ -23,9 +22,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .lookahead import LookAhead
 
 logger = logging.getLogger(__name__)
-
-PASSES_MAX: Final = 2
-"""Of one step. More would keep waiting who comes in an engine that states its time afterwards."""
 
 
 class _Drafting(Work):
@@ -51,24 +47,25 @@ class Proposer(StepWorker):
     def __init__(
         self,
         drafter: ModelDrafter | EagleDrafter,
-        engine: Engine | None = None,
         budget: TokenBudget | None = None,
-        look_ahead: tuple[int, int] | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`engine` is the one behind the drafter; None for a drafter that keeps no slots. With
-        `look_ahead`, the bounds of `LookAhead`, a `ModelDrafter` works out what comes next where
-        items ask for it. Without `grammars` what is drafted for sessions with a constraint may not
-        meet it, and is then refused by the target."""
+        """`budget` is of a `ModelDrafter`'s steps, which works out what comes next where items ask
+        for it. Without `grammars` what is drafted for sessions with a constraint may not meet it,
+        and is then refused by the target."""
+        engine = drafter.engine if isinstance(drafter, ModelDrafter) else None
         super().__init__(engine, budget, grammars)
         self._drafter = drafter
         self._look_ahead: LookAhead | None = None
-        if engine is not None and look_ahead is not None and isinstance(drafter, ModelDrafter):
-            self._look_ahead = LookAhead(engine, self._table, drafter, *look_ahead)
+        if budget is not None and isinstance(drafter, ModelDrafter):
+            self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """By session: what the drafter goes on with when its item comes again."""
-        self.has_news: Callable[[], bool] = lambda: True
-        """Whether anything has come since a step began; asked on the executor's side."""
+
+    @property
+    def stated_seconds(self) -> float:
+        """See `Engine.stated_seconds`."""
+        return 0.0 if self._engine is None else self._engine.stated_seconds
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether tokens of the rounds behind an item may be drawn before these are asked for; may
@@ -88,22 +85,13 @@ class Proposer(StepWorker):
             known_at_once = any(isinstance(w.answer, Answers) and w.answer.answers for w in works)
             active = [work for work in works if ahead.works_on(work.item)]
             if active and not known_at_once:
-                self._advance(ahead, active)
+                found = ahead.advance([work.item for work in active])
+                for work, answers in zip(active, found, strict=True):
+                    work.answer = answers
             for work in works:
                 work.answer = work.answer or ahead.progress(work.item)
         self._note_figures()
         return [work.answer for work in works]
-
-    def _advance(self, ahead: LookAhead, works: Sequence[_Drafting]) -> None:
-        """A pass for these rounds; or two, where nobody waits and nothing has come meanwhile: to
-        hand a step over takes as long as a good part of a quick pass."""
-        for _ in range(PASSES_MAX):
-            found = ahead.advance([work.item for work in works])
-            is_calm = not any(entry.answers or entry.waited_for for entry in found)
-            if not is_calm or self.has_news() or not any(entry.more for entry in found):
-                break
-        for work, answers in zip(works, found, strict=True):
-            work.answer = answers
 
     def _work(self, item: DraftItem) -> _Drafting:
         """What goes on of an item; what goes on of another one of its session is given up."""

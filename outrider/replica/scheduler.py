@@ -95,11 +95,6 @@ class StepScheduler:
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
     @property
-    def has_news(self) -> bool:
-        """Whether anything has come since the running step began; may be read on any thread."""
-        return bool(len(self._queue) or self._releases or self._parked)
-
-    @property
     def figures(self) -> Figures:
         """Of the last `WINDOW_S`."""
         if self._load is None:

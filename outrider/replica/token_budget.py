@@ -78,7 +78,7 @@ class TokenBudget:
         check(max_tokens >= BATCHED_TOKENS_MIN, f"a step has at least {BATCHED_TOKENS_MIN} tokens")
         check(max_steps > 0, "a step has at least one session")
         self._max_tokens = max_tokens
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None
         """The last rounds, as long as more of them are expected."""
@@ -103,7 +103,7 @@ class TokenBudget:
             # The first round always fits: prefixes that follow each other would keep it waiting.
             rows = self._max_tokens - (spared.rows if load.rows else 0)
             fits = load.rows + demand.num_tokens <= rows
-            has_seat = load.sessions < self._max_steps - spared.sessions
+            has_seat = load.sessions < self.max_steps - spared.sessions
             if demand.is_round and fits and has_seat:
                 grants[index] = demand.num_tokens
                 load = self._with(load, demand, demand.num_tokens)
@@ -130,7 +130,7 @@ class TokenBudget:
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
         if it takes longer."""
-        if load.sessions == self._max_steps:
+        if load.sessions == self.max_steps:
             return 0
         most = min(demand.num_tokens, self._max_tokens - load.rows)
         low, high = min(least, most), most

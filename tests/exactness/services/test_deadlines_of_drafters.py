@@ -184,9 +184,8 @@ def drafting(kind: str) -> Propose:
         return by_draft(worker, features=features)
     engine = ToyEngine(VOCAB, DRAFT_SALT)
     drafter = ModelDrafter(engine)
-    limits = (TOGETHER, 2**20) if kind == "look-ahead" else None
-    proposer = Proposer(drafter, engine, TokenBudget(512, TOGETHER), limits)
-    return by_draft(proposer, look_ahead=4 if limits else 0)
+    proposer = Proposer(drafter, TokenBudget(512, TOGETHER))
+    return by_draft(proposer, look_ahead=4 if kind == "look-ahead" else 0)
 
 
 def proposed(

@@ -146,11 +146,9 @@ class Bench:
         proposer: type[Proposer] = GrammarProposer,
     ) -> None:
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        worker = proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        worker = proposer(ModelDrafter(engine), TokenBudget(512, 8))
         executor = InlineExecutor(engine.take_step_seconds)
-        self.service = DraftService(
-            worker, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
-        )
+        self.service = DraftService(worker, executor, DESCRIPTION)
         self._fallback: Any = fallback or LookUp()
         self._pool = ReplicaPool("draft")
         self._pool.admit("r0", link(self.service), DESCRIPTION)

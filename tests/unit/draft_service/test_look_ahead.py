@@ -12,7 +12,6 @@ from rounds import GREEDY, Replica, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
-from draft_service import worker as proposing
 from outrider.errors import BadRequest
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -127,12 +126,9 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
     check_pushed(draft.listener.answers[10:], committed, Rule.TOKEN)
 
 
-async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
     """One that has come true with half of its tokens is answered as it is: with as many for every
     seed, as `docs/exactness.md` needs."""
-    monkeypatch.setattr(proposing, "PASSES_MAX", 1)
     lengths, tokens = set(), set()
     for seed in range(1, 21):
         draft = Draft()
@@ -183,10 +179,10 @@ async def test_what_came_otherwise_is_drafted_as_ever(draft: Draft) -> None:
 async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was worked out all the same is answered with when it is asked for, and not drafted
     twice."""
+    draft = Draft()
     with monkeypatch.context() as patch:
-        patch.setattr("draft_service.service.LOOK_AHEAD_BYTES_MAX", 200)
-        draft = Draft()
-    _, *pushed = await draft.send(item(PROMPT))
+        patch.setattr("draft_service.lookahead.LOOK_AHEAD_BYTES_MAX", 200)
+        _, *pushed = await draft.send(item(PROMPT))
     sizes = [
         len(reply.proposal.q) + 4 * (len(reply.proposal) + len(reply.assumed)) for reply in pushed
     ]

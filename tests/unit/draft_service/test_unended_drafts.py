@@ -30,7 +30,7 @@ class Draft:
 
     def __init__(self) -> None:
         self.engine = ToyEngine(pass_s=PASS_S)
-        self.proposer = Proposer(ModelDrafter(self.engine), self.engine, TokenBudget(512, 8))
+        self.proposer = Proposer(ModelDrafter(self.engine), TokenBudget(512, 8))
         deadline = DraftDeadline(DEADLINE_S, lambda: self.engine.stated_seconds)
         self.long = item(LONG, 16)
         found = self.proposer.step([item(SHORT, 8, deadline=deadline), self.long])
@@ -48,7 +48,7 @@ class Draft:
 def whole() -> tuple[int, ...]:
     """What the long proposal is without another one beside it."""
     engine = ToyEngine()
-    proposer = Proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+    proposer = Proposer(ModelDrafter(engine), TokenBudget(512, 8))
     [reply] = proposer.step([item(LONG, 16)])
     assert isinstance(reply, ProposalReply)
     return reply.proposal.token_ids
