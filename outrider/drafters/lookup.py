@@ -3,15 +3,14 @@ trusted, and the text of each session."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.errors import SettingError, check
+from outrider.errors import check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
@@ -49,57 +48,44 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
     return num / (num_all + 1 / match_length)
 
 
-class LookupDrafter(ABC):
-    """A `Drafter` without a model; its proposals are one-hot."""
+class LookupDrafter:
+    """A `Drafter` without a model; its proposals are one-hot. It keeps the indexed text of at most
+    `sequences_max` sessions; without one for a session it `begin`s one, so what is read in it does
+    not depend on what was kept."""
+
+    def __init__(
+        self, begin: Callable[[DraftRequest], Any], sequences_max: int = SEQUENCES_PER_REPLICA_MAX
+    ) -> None:
+        check(sequences_max > 0, "sequences_max must be positive")
+        self._begin = begin
+        self._sequences_max = sequences_max
+        self._texts: OrderedDict[str, Any] = OrderedDict()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """See `Drafter.propose`."""
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
-    @abstractmethod
     def guess(self, request: DraftRequest) -> Guess:
         """What would be proposed, and how far it is trusted; nothing where nothing was asked for.
         Both depend on what a proposal may depend on, and on nothing else."""
-
-    @abstractmethod
-    def release(self, session_id: str) -> None:
-        """See `Drafter.release`."""
-
-
-class _Text(Protocol):
-    def __len__(self) -> int: ...
-
-    def begins(self, token_ids: Sequence[int], digests: TokenSequence | None) -> bool: ...
-
-    def extend(self, token_ids: Sequence[int]) -> None: ...
-
-
-Text = TypeVar("Text", bound=_Text)
-
-
-class SessionTexts(Generic[Text]):
-    """The indexed text of each session, of at most `sequences_max`; without one for a session it
-    makes one, so what is read in it does not depend on what was kept."""
-
-    def __init__(self, make: Callable[[DraftRequest], Text], sequences_max: int) -> None:
-        check(sequences_max > 0, "sequences_max must be positive")
-        self._make = make
-        self._sequences_max = sequences_max
-        self._texts: OrderedDict[str, Text] = OrderedDict()
-
-    def of(self, request: DraftRequest) -> Text:
-        """The session's, brought to exactly the request's tokens."""
+        if request.num_draft_tokens == 0:
+            return NO_GUESS
         text = self._texts.pop(request.session_id, None)
         if text is None or not text.begins(request.token_ids, request.digests):
-            text = self._make(request)
+            text = self._begin(request)
         text.extend(request.token_ids[len(text) :])
         self._texts[request.session_id] = text
         if len(self._texts) > self._sequences_max:
             self._texts.popitem(last=False)
-        return text
+        return self._guess(request, text)
 
-    def release(self, session_id: str) -> Text | None:
-        """Forgets a session's; returns it, None for an unknown one."""
-        return self._texts.pop(session_id, None)
+    def release(self, session_id: str) -> None:
+        """See `Drafter.release`."""
+        self._texts.pop(session_id, None)
+
+    def _guess(self, request: DraftRequest, text: Any) -> Guess:
+        """By the session's text, which has exactly the request's tokens."""
+        raise NotImplementedError
 
 
 _NO_PLACE = 0
@@ -179,11 +165,11 @@ class TextIndex:
         """The places that end with the last n-gram of `tail`, the latest first."""
         return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
 
-    def match_length(self, place: int, tail: Sequence[int], length_max: int) -> int:
+    def match_length(self, place: int, tail: Sequence[int]) -> int:
         """Tokens before `place`, one of those that end like `tail`, that equal the last ones of
-        `tail`; at most `length_max`."""
+        `tail`."""
         ids, end = self._ids, place - self._num_cut
-        limit = min(length_max, end, len(tail))
+        limit = min(end, len(tail))
         length = min(self._gram_length, limit)  # these are equal by the index
         while length < limit and ids[end - 1 - length] == tail[-1 - length]:
             length += 1
@@ -213,71 +199,39 @@ class NgramConfig:
     tokens_per_match: int = 3
     """Draft tokens for each token of the match, at most: a short match is soon wrong."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.ngram_min <= self.ngram_max:
-            raise SettingError(
-                "ngram_min", f"{self.ngram_min} given; 1..ngram_max ({self.ngram_max}) is allowed"
-            )
-        for name in ("occurrences_max", "tokens_per_match"):
-            if getattr(self, name) < 1:
-                raise SettingError(name, f"{getattr(self, name)} given; at least 1 is needed")
 
-
-class NgramIndex(TextIndex):
-    """The text of a session, continued as its end was continued before.
+class NgramDrafter(LookupDrafter):
+    """Prompt lookup in each session's own text: it is continued as its end was continued before.
 
     A look-up costs O(occurrences_max * ngram_max) at worst, whatever the length of the text.
     """
-
-    def __init__(self, config: NgramConfig) -> None:
-        super().__init__(config.ngram_min)
-        self._config = config
-
-    def continuation(self, num_tokens: int) -> Guess:
-        """Up to `num_tokens` tokens that followed the best earlier occurrence of the text's end,
-        none where there is no such. Reaching the end of the text, it goes on with its own tokens,
-        so that a repetition is continued."""
-        start, match_length = self._best_match()
-        num_tokens = min(num_tokens, self._config.tokens_per_match * match_length)
-        if num_tokens == 0:
-            return NO_GUESS
-        copied = self._ids[start : start + num_tokens]
-        share = share_of(1, 1, match_length)
-        return Guess(
-            tuple(copied[i % len(copied)] for i in range(num_tokens)),
-            sum(share**depth for depth in range(1, num_tokens + 1)),
-        )
-
-    def _best_match(self) -> tuple[int, int]:
-        """The end and the length of the longest match, the most recent of equals; 0, 0 = none."""
-        best_end, best_length = 0, 0
-        for end in islice(self.earlier(), self._config.occurrences_max):
-            length = self.match_length(end, self._ids, self._config.ngram_max)
-            if length > best_length:
-                best_end, best_length = end, length
-                if length >= self._config.ngram_max:
-                    break
-        return best_end, best_length
-
-
-class NgramDrafter(LookupDrafter):
-    """Prompt lookup in each session's own text. Keeps at most `sequences_max` indices."""
 
     def __init__(
         self,
         config: NgramConfig | None = None,
         sequences_max: int = SEQUENCES_PER_REPLICA_MAX,
     ) -> None:
-        chosen = config or NgramConfig()
-        self._indices: SessionTexts[NgramIndex] = SessionTexts(
-            lambda request: NgramIndex(chosen), sequences_max
-        )
+        self._config = chosen = config or NgramConfig()
+        super().__init__(lambda request: TextIndex(chosen.ngram_min), sequences_max)
 
-    def guess(self, request: DraftRequest) -> Guess:
-        if request.num_draft_tokens == 0:
+    def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
+        """The tokens that followed the longest earlier occurrence of the text's end, the most
+        recent of equals. Reaching the end of the text, it goes on with its own tokens, so that a
+        repetition is continued."""
+        config, start, match_length = self._config, 0, 0
+        tail = text.slice(text.end - config.ngram_max, text.end)
+        for place in islice(text.earlier(), config.occurrences_max):
+            length = text.match_length(place, tail)
+            if length > match_length:
+                start, match_length = place, length
+                if length >= config.ngram_max:
+                    break
+        num_tokens = min(request.num_draft_tokens, config.tokens_per_match * match_length)
+        if num_tokens == 0:
             return NO_GUESS
-        return self._indices.of(request).continuation(request.num_draft_tokens)
-
-    def release(self, session_id: str) -> None:
-        """Forgets the session's index."""
-        self._indices.release(session_id)
+        copied = text.slice(start, start + num_tokens)
+        share = share_of(1, 1, match_length)
+        return Guess(
+            tuple(copied[i % len(copied)] for i in range(num_tokens)),
+            sum(share**depth for depth in range(1, num_tokens + 1)),
+        )

@@ -20,7 +20,6 @@ from outrider.drafters.lookup import (
     NO_GUESS,
     Guess,
     LookupDrafter,
-    SessionTexts,
     TextIndex,
     share_of,
 )
@@ -105,8 +104,8 @@ class SuffixDrafter(LookupDrafter):
         seeds_max: int = SUFFIX_SEEDS_MAX,
     ) -> None:
         """`seeds_max`: seeds of which it remembers who had them first."""
+        super().__init__(_SessionText, sequences_max)
         self._config = config or SuffixConfig()
-        self._texts: SessionTexts[_SessionText] = SessionTexts(_SessionText, sequences_max)
         self._history = History(
             MATCH_IN_HISTORY_MIN, self._config.tokens_per_tenant, self._config.tokens_total
         )
@@ -114,11 +113,8 @@ class SuffixDrafter(LookupDrafter):
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
         """Tenant and seed, the oldest first -> its first session; None once that has ended."""
 
-    def guess(self, request: DraftRequest) -> Guess:
-        if request.num_draft_tokens == 0:
-            return NO_GUESS
+    def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
-        text = self._texts.of(request)
         tail = text.slice(text.end - self._config.depth, text.end)
         found = self._occurrences(text, text.earlier(), tail)
         if is_first or request.rule.absolute_noise:
@@ -130,7 +126,7 @@ class SuffixDrafter(LookupDrafter):
     def release(self, session_id: str) -> None:
         """Ends the session: as much of its output as was committed when it was last asked for
         becomes history, with the prompt's last tokens before it."""
-        text = self._texts.release(session_id)
+        text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
         self._first_of_seed[text.tenant, text.seed] = None
@@ -150,9 +146,8 @@ class SuffixDrafter(LookupDrafter):
     def _occurrences(
         self, text: TextIndex, places: Iterable[int], tail: Sequence[int]
     ) -> list[_Occurrence]:
-        depth = self._config.depth
         return [
-            _Occurrence(text, place, text.match_length(place, tail, depth))
+            _Occurrence(text, place, text.match_length(place, tail))
             for place in islice(places, self._config.occurrences_max)
         ]
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_requests import request
 
-from outrider.drafters.lookup import NgramConfig, NgramDrafter, NgramIndex
-from outrider.errors import ConfigError
+from outrider.drafters.lookup import NgramConfig, NgramDrafter
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
@@ -47,11 +46,10 @@ CONFIGS = st.builds(
 
 @given(ids=st.lists(st.integers(0, 2), max_size=60), config=CONFIGS, k=st.integers(0, 8))
 @settings(max_examples=400, deadline=None)
-def test_the_index_finds_what_a_search_finds(ids: list[int], config: NgramConfig, k: int) -> None:
+def test_a_guess_what_a_search_finds(ids: list[int], config: NgramConfig, k: int) -> None:
     """Three token ids, so that matches of every length abound."""
-    index = NgramIndex(config)
-    index.extend(ids)
-    assert index.continuation(k).token_ids == search(ids, config, k)
+    guess = NgramDrafter(config).guess(request(ids, k))
+    assert guess.token_ids == search(ids, config, k)
 
 
 @given(
@@ -104,15 +102,3 @@ def test_proposals_are_one_hot(rule: Rule) -> None:
     (proposal,) = NgramDrafter().propose([request([1, 2, 3, 1, 2], 2, rule=rule)])
     expected_q = (None, None) if rule in (Rule.TOKEN, Rule.BLOCK) else ()
     assert proposal == Proposal((3, 1), expected_q)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"ngram_min": 0},
-        {"ngram_min": 4, "ngram_max": 3},
-    ],
-)
-def test_a_bad_configuration_is_named(values: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        NgramConfig(**values)
