@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
@@ -23,14 +23,14 @@ from outrider.speculation.proposal import Proposal
 class _Window(NamedTuple):
     """The newest committed pairs of a session, P of `FEATURES_MAX` at most."""
 
-    keys: torch.Tensor
+    keys: Tensor
     """[P, heads, width of one]"""
-    values: torch.Tensor
+    values: Tensor
     """The same of values."""
-    queries: torch.Tensor
-    joined: torch.Tensor
+    queries: Tensor
+    joined: Tensor
     """Of the newest pair alone: see `Pairs` ..."""
-    features: torch.Tensor
+    features: Tensor
     """... [D], and what it was made of."""
     tokens: tuple[int, ...]
     """Those behind the places of the pairs."""
@@ -172,7 +172,7 @@ class EagleDrafter:
         queries, joined, features = map(torch.stack, newest)
         seen = torch.arange(keys.shape[1], device=keys.device) < lengths[:, None]
 
-        def next_logits(active: Sequence[int]) -> torch.Tensor:
+        def next_logits(active: Sequence[int]) -> Tensor:
             nonlocal features, joined, keys, queries, seen, values
             depth = len(drafts[active[0]].token_ids)
             if depth > 0:
@@ -198,7 +198,7 @@ def _behind(request: DraftRequest, rows: Features) -> Sequence[int]:
     return request.token_ids[rows.first + 1 : rows.end + 1]
 
 
-def _tensor(rows: Features) -> torch.Tensor:
+def _tensor(rows: Features) -> Tensor:
     """[n, D], bfloat16."""
     numbers = torch.frombuffer(bytearray(rows.rows), dtype=torch.bfloat16)
     return numbers.view(len(rows), rows.width)

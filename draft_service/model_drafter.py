@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
@@ -139,7 +140,7 @@ class ModelDrafter:
 
     def advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """One pass for proposals that are not whole, of any length so far: each has a token more
         then, or all of them, or an error. Returns the logits of other sequences' steps, which run
         beside them. Raises what the engine's pass raises."""
@@ -220,7 +221,7 @@ class ModelDrafter:
                 return
 
     def _draw(
-        self, branches: Sequence[AutoregressiveDraft], rows: Sequence[torch.Tensor]
+        self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
         """Draws the next token of each from its row of logits [1, V]; those that got one."""
         drawn = self._sampler.draw(branches, rows)
@@ -261,8 +262,8 @@ def _step(branch: AutoregressiveDraft) -> SequenceStep:
 
 
 def _that_go_on(
-    branches: Sequence[AutoregressiveDraft], logits: Sequence[torch.Tensor]
-) -> tuple[list[AutoregressiveDraft], list[torch.Tensor]]:
+    branches: Sequence[AutoregressiveDraft], logits: Sequence[Tensor]
+) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
     """Behind a pass: the branches that draw a token, and the row [1, V] that each draws it from.
     Those whose prefix it ran are asked only now."""
     going_on = [i for i, branch in enumerate(branches) if branch.token_ids or branch.goes_on()]

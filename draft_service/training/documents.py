@@ -42,6 +42,7 @@ DOCUMENT_TOKENS_MAX: Final = 1024
 CORPUS_FILES_MAX: Final = 100_000
 _TEXTS: Final = (".txt", ".md")
 _SUFFIXES: Final = (*_TEXTS, ".jsonl", ".jsonl.gz")
+Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
 """A text's token ids."""
 
@@ -65,7 +66,7 @@ class Template:
 class Document:
     """A text or a piece of one. Tokens from `first` on are learned; those before are only read."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Array
     first: int
     """At least 1: nothing predicts a text's first token."""
     answer_first: int

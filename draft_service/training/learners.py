@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import SettingError
 from outrider.models.drafter_checkpoint import (
@@ -48,6 +47,7 @@ from outrider.models.medusa import DraftHeads, load_heads
 from outrider.models.student import load_drafter, narrow_head, save_drafter
 from outrider.settings import blaming
 
+from .documents import Array
 from .options import HEADS, LAYERS, DistillOptions
 from .teacher import Batch, Target
 
@@ -69,9 +69,9 @@ _QUIET_DEVIATION: Final = 1e-3
 class Depth(NamedTuple):
     """Draft token i of C chains, which go along the texts of a batch."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     """[C, D]: what the head reads of it."""
-    rows: torch.Tensor
+    rows: Tensor
     """[C], ascending: the rows of the batch whose answers are about its place."""
 
 
@@ -84,6 +84,9 @@ class Learner:
     newest token of the first draft."""
     layer: int | None = 0
     """What of the target it learns from beside its answers: see `TeacherCache`."""
+    num_depths: int | None = None
+    """Tokens of a chain that a step drafts; None = one, and further ones come from further
+    steps."""
     began: str
     """What it begins as; for people."""
     key: str
@@ -91,7 +94,7 @@ class Learner:
     module: Any
     weights: dict[str, nn.Parameter]
     """Those that learn."""
-    token_ids: npt.NDArray[np.int64]
+    token_ids: Array
     """[N], ascending: of its logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
@@ -103,15 +106,9 @@ class Learner:
         self.is_trained = False
 
     @property
-    def num_depths(self) -> int | None:
-        """Tokens of a chain that a step drafts; None = one, and further ones come from further
-        steps."""
-        return None
-
-    @property
-    def head(self) -> torch.Tensor:
+    def head(self) -> Tensor:
         """[N, D], the target's rows for its tokens, which stay as they are."""
-        weight: torch.Tensor = self.module.head.weight
+        weight: Tensor = self.module.head.weight
         return weight
 
     def load(self, start: Path, target: Target) -> None:
@@ -126,7 +123,7 @@ class Learner:
         self.is_trained, self.began = True, f"the drafter `{name}`"
         self._train(loaded.module, np.array(loaded.token_ids, dtype=np.int64))
 
-    def make(self, token_ids: npt.NDArray[np.int64]) -> None:
+    def make(self, token_ids: Array) -> None:
         """Makes a new one for a head of these tokens [N], ascending. New weights depend on the seed
         and on their shapes alone."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
@@ -144,10 +141,10 @@ class Learner:
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         raise NotImplementedError
 
-    def _make(self, token_ids: torch.Tensor) -> Any:
+    def _make(self, token_ids: Tensor) -> Any:
         raise NotImplementedError
 
-    def _train(self, module: Any, token_ids: npt.NDArray[np.int64]) -> None:
+    def _train(self, module: Any, token_ids: Array) -> None:
         self.module, self.token_ids = module.requires_grad_(False), token_ids
         shared = {weight.data_ptr() for weight in (self._embeddings, self.head)}
         self.weights = {
@@ -158,7 +155,7 @@ class Learner:
         for weight in self.weights.values():
             weight.requires_grad_(True)
 
-    def _rows(self, token_ids: torch.Tensor) -> nn.Parameter:
+    def _rows(self, token_ids: Tensor) -> nn.Parameter:
         return head_of(self._target.get_output_embeddings().weight, token_ids)
 
     def _fill(self, module: nn.Module, quiet: Collection[str]) -> None:
@@ -180,10 +177,6 @@ class Medusa(Learner):
 
     kind = TrainedKind.MEDUSA
 
-    @property
-    def num_depths(self) -> int:
-        return len(self.module.heads)
-
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains that the documents are long enough for; those of row r begin with its hidden
         states and are scored against row r + 1, r + 2, .."""
@@ -204,12 +197,16 @@ class Medusa(Learner):
     def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
         return load_heads(start, self._target, **names)
 
-    def _make(self, token_ids: torch.Tensor) -> Any:
+    def _make(self, token_ids: Tensor) -> Any:
         inner, num_heads = _CHAIN_INNER_WIDTHS * self._width, self._options.heads or HEADS
         self.began = f"{num_heads} heads that pass on what the target's own head reads"
         module = DraftHeads(self._embeddings, self._rows(token_ids), inner, num_heads)
         self._fill(module.heads, ("down",))
         return module
+
+    def _train(self, module: Any, token_ids: Array) -> None:
+        super()._train(module, token_ids)
+        self.num_depths = len(module.heads)
 
 
 class Eagle(Learner):
@@ -217,10 +214,7 @@ class Eagle(Learner):
 
     kind = TrainedKind.EAGLE
     began = "a layer that passes on what the target's own head read"
-
-    @property
-    def num_depths(self) -> int:
-        return NUM_DEPTHS
+    num_depths = NUM_DEPTHS
 
     def draft(self, batch: Batch) -> list[Depth]:
         """Chains that the documents are long enough for; those of row r begin with its pair and are
@@ -247,7 +241,7 @@ class Eagle(Learner):
         rows = self._target.get_output_embeddings().weight
         return load_eagle_on(start, self._embeddings, rows, **names)
 
-    def _make(self, token_ids: torch.Tensor) -> Any:
+    def _make(self, token_ids: Tensor) -> Any:
         inner = _CHAIN_INNER_WIDTHS * self._width
         module = EagleHead(self._embeddings, self._rows(token_ids), inner)
         self._fill(module.layer, ("join", "out", "down"))
@@ -280,7 +274,7 @@ class EarlyExit(Learner):
         self.layer = loaded.num_layers
         return loaded
 
-    def _make(self, token_ids: torch.Tensor) -> Any:
+    def _make(self, token_ids: Tensor) -> Any:
         """It does what the target's own norm and head would there, but less surely."""
         module = ExitHead(self._rows(token_ids), _EXIT_INNER_WIDTHS * self._width)
         scale = _FIRST_SCALE * norm_weight(last_norm(self._target), self._width)
@@ -307,8 +301,8 @@ class Student(Learner):
             self.began = f"the target's layers {', '.join(map(str, self._layers))}"
 
     @property
-    def head(self) -> torch.Tensor:
-        weight: torch.Tensor = self.module.get_output_embeddings().weight
+    def head(self) -> Tensor:
+        weight: Tensor = self.module.get_output_embeddings().weight
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
@@ -328,7 +322,7 @@ class Student(Learner):
         student.get_input_embeddings().weight = self._embeddings
         return LoadedHead(student, info.logit_token_ids)
 
-    def _make(self, token_ids: torch.Tensor) -> Any:
+    def _make(self, token_ids: Tensor) -> Any:
         target = self._target
         found = layers_of(target)
         config = copy.deepcopy(target.config)
@@ -357,7 +351,7 @@ class Student(Learner):
         narrow_head(student, len(token_ids)).weight = nn.Parameter(rows)
         return student.to(self._embeddings.device).eval()
 
-    def _train(self, module: Any, token_ids: npt.NDArray[np.int64]) -> None:
+    def _train(self, module: Any, token_ids: Array) -> None:
         super()._train(module, token_ids)
         use_plain_attention(module)
 
@@ -365,7 +359,7 @@ class Student(Learner):
 LEARNERS: Final = {learner.kind: learner for learner in (Student, Medusa, Eagle, EarlyExit)}
 
 
-def _next_tokens(hidden: torch.Tensor) -> list[Depth]:
+def _next_tokens(hidden: Tensor) -> list[Depth]:
     """The first draft token of every row [R, D]; what comes behind it is that of the next row."""
     return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
@@ -431,7 +425,7 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     places = torch.arange(1, ids.shape[1])
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
-    def most(columns: torch.Tensor, rows: torch.Tensor) -> list[float]:
+    def most(columns: Tensor, rows: Tensor) -> list[float]:
         """The largest means over texts and places, of all heads; weights [B, heads, T, T]."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
 
+from .documents import Array
 from .learners import Learner
 from .teacher import Batch, Dataset
 
@@ -82,8 +83,8 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
     did not write it as it writes answers. Temperatures of the target's texts and of the two
     distributions are different things: the latter are always at temperature 1. The rates are of
     first draft tokens."""
-    found: dict[float | None, list[npt.NDArray[np.float64]]] = {}
-    texts: list[list[npt.NDArray[np.float64]]] = []
+    found: dict[float | None, list[Array]] = {}
+    texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(indices, _TOKENS_OF_A_PASS):
         depths = _read(learner, dataset.batch(chosen))
         first = 0
@@ -108,7 +109,7 @@ def measure(learner: Learner, dataset: Dataset, indices: Sequence[int]) -> Measu
     return Measured(tuple(rates), positions)
 
 
-_Depth = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+_Depth = tuple[Array, Array]
 """Of one draft token of C chains: their rows of the batch, and `_scores` [C, 4]."""
 
 
@@ -122,7 +123,7 @@ def _read(learner: Learner, batch: Batch) -> list[_Depth]:
     return found
 
 
-def _scores(logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
     """[C, 4] of `logits` [C, N] that are scored against these rows [C]: whether the likeliest
     tokens agree, sum min(p, q), the sum of p, and min(1, q(x) / p(x)) of the token x that stands
     there."""

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError
@@ -32,7 +31,7 @@ from outrider.models.early_exit import watched_layer
 from outrider.models.loading import load_model
 from outrider.speculation.logits_processing import largest
 
-from .documents import Document, Encode, Template
+from .documents import Array, Document, Encode, Template
 from .storage import Stopwatch, folder_name, replacing
 
 ENTRIES: Final = 64
@@ -98,11 +97,11 @@ class TeacherCache:
     def known(self) -> list[Document]:
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
-    def answers(self, indices: Iterable[int]) -> dict[str, npt.NDArray[Any]]:
+    def answers(self, indices: Iterable[int]) -> dict[str, Array]:
         """The arrays of these documents, one after another."""
         return _joined(self._answer(index) for index in indices)
 
-    def _answer(self, index: int) -> dict[str, npt.NDArray[Any]]:
+    def _answer(self, index: int) -> dict[str, Array]:
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         rows = slice(*(self._starts[index : index + 2] - first).tolist())
@@ -140,7 +139,7 @@ class TeacherCache:
                 by_time = self.spent.seconds / max(seconds, 1e-9)
                 progress(min(1.0, max(by_time, len(self.known) / len(self.documents))))
 
-    def likeliest_tokens(self, num_wanted: int) -> npt.NDArray[np.int64]:
+    def likeliest_tokens(self, num_wanted: int) -> Array:
         """The tokens [N], ascending, with the most of the target's probability over the documents
         that are learned from (ties: lowest ids)."""
         mass = np.zeros(self.vocab_size)
@@ -170,14 +169,12 @@ def _fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _joined(parts: Iterable[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
     first, *others = parts
     return {name: np.concatenate([first[name], *(part[name] for part in others)]) for name in first}
 
 
-def ask(
-    module: Any, documents: Sequence[Document], layer: int | None
-) -> dict[str, npt.NDArray[Any]]:
+def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[str, Array]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
     of the arrays; `layer` as for `TeacherCache`."""
     device = module.get_input_embeddings().weight.device
@@ -208,7 +205,7 @@ def ask(
 
 def packed(
     documents: Sequence[Document],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[Array, Array, Array]:
     """Token ids [B, T] of B documents, with zeros behind; which of the B * T places say something
     of a learned token, [R]; and those tokens, [R]."""
     width = max(len(document.token_ids) for document in documents)
@@ -222,9 +219,7 @@ def packed(
     return ids, places, ids.reshape(-1)[places + 1]
 
 
-def _likeliest(
-    module: Any, hidden: torch.Tensor, following: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For rows `hidden` [R, D]: ids and log-probabilities [R, 64] of the likeliest tokens, and the
     log-probability [R] of `following`."""
     logits = module.get_output_embeddings()(hidden).float()
@@ -258,12 +253,12 @@ _POOL: Final = 1024
 class TeacherRows:
     """What the target says at R places."""
 
-    columns: torch.Tensor
+    columns: Tensor
     """[R, M]: of the head, for each listed token; any where `mass` is 0."""
-    mass: torch.Tensor
+    mass: Tensor
     """[R, M], float32: p of each; 0 for a token that the head has no row for."""
 
-    def at(self, rows: torch.Tensor | slice) -> TeacherRows:
+    def at(self, rows: Tensor | slice) -> TeacherRows:
         """Of these [C]."""
         return TeacherRows(self.columns[rows], self.mass[rows])
 
@@ -272,22 +267,22 @@ class TeacherRows:
 class Batch:
     """B documents side by side."""
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     """[B, T]; zeros behind the shorter ones, where nothing looks."""
-    rows: torch.Tensor
+    rows: Tensor
     """[R]: those of the B * T places that are followed by a learned token."""
-    following: torch.Tensor
+    following: Tensor
     """[R]: the columns of those tokens; -1 where the head has none."""
-    written: torch.Tensor
+    written: Tensor
     """[R]: the target's log-probability of each."""
-    likeliest: torch.Tensor
+    likeliest: Tensor
     """[R]: the columns of the target's likeliest tokens; -1 where the head has none."""
     teacher: TeacherRows
     sizes: list[int]
     """[B]: of the rows, how many each document has."""
-    behind: torch.Tensor
+    behind: Tensor
     """[R]: how many rows of the same document come behind."""
-    features: torch.Tensor
+    features: Tensor
     """[R, D], float16: what the target's head read at each, or one of its layers put out; of width
     0 where neither was kept."""
 
@@ -296,7 +291,7 @@ class Dataset:
     """Documents with the target's answers, for a head over `token_ids` [N], ascending. A document
     goes by its index."""
 
-    def __init__(self, cache: TeacherCache, token_ids: npt.NDArray[np.int64]) -> None:
+    def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
         self.cache = cache
         self._columns = np.full(cache.vocab_size, -1, dtype=np.int64)
         self._columns[token_ids] = np.arange(len(token_ids))
@@ -333,5 +328,5 @@ class Dataset:
             features=self._put(answers.get("features", np.zeros((len(rows), 0), np.float16))),
         )
 
-    def _put(self, values: npt.NDArray[Any]) -> torch.Tensor:
+    def _put(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)

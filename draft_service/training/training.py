@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from .learners import Learner
 from .measuring import measure
@@ -121,9 +122,7 @@ class Trainer:
         """The budget are so many steps; None = as many as the time allows."""
         self.learner = learner
         self._dataset = dataset
-        self._seed = seed
-        self._num_steps = num_steps
-        self._seconds = seconds
+        self._seed, self._num_steps, self._seconds = seed, num_steps, seconds
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "checkpoint.safetensors"
         self._device = learner.head.device
@@ -142,8 +141,6 @@ class Trainer:
         if self._path.exists():
             self._resume()
         self.spent = Stopwatch(None, self.now.seconds)
-        self._num_saved = self.now.num_steps
-        self._is_between_steps = True
         learned = np.cumsum([dataset.cache.documents[i].num_learned for i in dataset.held_out])
         num_measured = np.searchsorted(learned, _RUNNING_TOKENS) + 1
         self._measured = dataset.held_out[:num_measured]
@@ -157,25 +154,22 @@ class Trainer:
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
         """Trains until the budget is over; tells `progress` what part is, and what was measured
-        last. However it ends, what was learned is kept, but for a step that was broken off."""
+        last. Where it is broken off, what was learned since the last checkpoint is lost, and its
+        time does not count."""
         now = self.now
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
-            try:
-                while self.part < 1.0 or not now.points:
-                    if now.points:
-                        self._step(next(batches))
-                    is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
-                    if is_due:
-                        self._measure()
-                    if is_due or time.monotonic() - saved > _CHECKPOINT_S:
-                        self._save()
-                        saved = time.monotonic()
-                    progress(self.part, now.points[-1])
-            finally:
-                if self._is_between_steps and self._num_saved < now.num_steps:
+            while self.part < 1.0 or not now.points:
+                if now.points:
+                    self._step(next(batches))
+                is_due = self.part * _NUM_MEASUREMENTS >= len(now.points)
+                if is_due:
+                    self._measure()
+                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
                     self._save()
+                    saved = time.monotonic()
+                progress(self.part, now.points[-1])
 
     def _batches(self) -> Iterator[list[int]]:
         now = self.now
@@ -197,21 +191,19 @@ class Trainer:
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
-        self._is_between_steps = False
         self._optimizer.step()
         self._put_weights()
         self.now.num_steps += 1
         self.now.num_tokens += len(batch.rows)
         self.now.done_of_epoch += 1
         self.now.losses.append(float(loss.detach()))
-        self._is_between_steps = True
 
     def _put_weights(self) -> None:
         with torch.no_grad():
             for name, weight in self.learner.weights.items():
                 weight.copy_(self._masters[name])
 
-    def _loss(self, batch: Batch, share: float) -> torch.Tensor:
+    def _loss(self, batch: Batch, share: float) -> Tensor:
         weights, losses = [], []
         for depth, (hidden, rows) in enumerate(self.learner.draft(batch)):
             weights.append(_DEPTH_SHARE**depth)
@@ -239,7 +231,6 @@ class Trainer:
             tensors |= {f"{name}:{key}": values for key, values in moments}
         with replacing(self._path) as partial:
             save_file(tensors, partial, metadata={"now": self.now.model_dump_json()})
-        self._num_saved = self.now.num_steps
 
     def _resume(self) -> None:
         with safe_open(self._path, framework="pt", device=str(self._device)) as file:
@@ -261,8 +252,8 @@ _LEAST_OVERLAP: Final = 1e-3
 
 
 def overlap_loss(
-    hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, likelihood_share: float
-) -> torch.Tensor:
+    hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
+) -> Tensor:
     """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
     [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
@@ -278,7 +269,7 @@ def overlap_loss(
     return surrogate - surrogate.detach() + loss / num_rows
 
 
-def _differentiate(logits: torch.Tensor, teacher: TeacherRows, share: float) -> torch.Tensor:
+def _differentiate(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
     """The loss, summed over all rows of `logits` [R, N], float32, which become its gradient."""
     top = logits.amax(dim=1, keepdim=True)
     weights = logits.sub_(top).exp_()
