@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -39,14 +38,6 @@ _SLOWER_SHARE: Final = 0.25
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Unended:
-    """A proposal that has not ended, and that its drafter goes on with."""
-
-    token_ids: tuple[int, ...]
-    """What it has so far."""
-
-
 class ModelDrafter:
     """The drafter that asks a model. After `propose` the engine holds the committed tokens and
     all drafted ones but the last, which was drawn and never run.
@@ -62,24 +53,29 @@ class ModelDrafter:
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self.engine = engine
-        self._unfinished: dict[str, AutoregressiveDraft] = {}
-        """By session: what has not ended."""
         self._draw_s = 0.0
         """What a draw takes where several are made in one call, with its pass; 0 = not known."""
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
         self._sampler = DraftSampler(self.vocabulary, entries_max)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:
-        """See `Drafter.propose`; or why nothing could be proposed to one session; or that its
-        proposal goes on when it is asked for again, which not all of them do. The engine must hold
-        a proper prefix of each request's tokens, or what was run of one that goes on. A request for
+    def propose(
+        self, requests: Sequence[DraftRequest | AutoregressiveDraft]
+    ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
+        """See `Drafter.propose`; or why nothing could be proposed to one session; or a draft that
+        has not ended, and goes on when it is given in place of its request. The engine must hold a
+        proper prefix of each request's tokens, or what was run of one that goes on. A request for
         no tokens runs the prefix all the same, so that it is held when one comes. Once the time of
-        a proposal that has ended is over, those that have not are left `Unended`. Raises what the
-        engine's first pass raises, unless a proposal that goes on is part of it."""
-        branches = [self._begin_or_go_on(request) for request in requests]
+        a proposal that has ended is over, those that have not are left so. Raises what the engine's
+        first pass raises, unless a proposal that goes on is part of it."""
+        kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
+        for branch in kept:
+            if not self.holds(branch):  # It has lost its pages: what was drawn is proposed.
+                branch.stop()
+        branches = [
+            one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
+        ]
         active = [branch for branch in branches if branch is not None]
-        kept = [branch for branch in active if branch.sequence_id in self._unfinished]
         fresh = [branch for branch in active if branch not in kept]
         at_once = [branch for branch in fresh if _needs_no_look(branch) and branch.goes_on()]
         if not self._grow_at_once(at_once, active):
@@ -94,35 +90,15 @@ class ModelDrafter:
             for branch in at_once:
                 self._undo_all(branch)
             raise
-        return [EMPTY_PROPOSAL if branch is None else self._result(branch) for branch in branches]
-
-    def _begin_or_go_on(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """A branch that goes on has ended if it has lost its pages: what was drawn is proposed."""
-        if not request.goes_on:
-            self._unfinished.pop(request.session_id, None)
-            return self.begin(request)
-        branch = self._unfinished[request.session_id]
-        if not self.holds(branch):
-            branch.stop()
-        return branch
+        return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
         """Whether the engine has all that was run of a branch, which has lost no pages then."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
-    def _result(self, branch: AutoregressiveDraft) -> Proposal | OutriderError | Unended:
-        session_id = branch.sequence_id
-        if branch.token_ids and not branch.is_whole:
-            branch.unseen = (branch.token_ids[-1],)
-            self._unfinished[session_id] = branch
-            return Unended(tuple(branch.token_ids))
-        self._unfinished.pop(session_id, None)
-        return branch.error or branch.proposal
-
     def release(self, session_id: str) -> None:
-        """Forgets what was drafted and what is held of the session."""
-        self._unfinished.pop(session_id, None)
+        """Forgets what is held of the session."""
         self.engine.release(session_id)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
@@ -247,6 +223,13 @@ class ModelDrafter:
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
         if self.engine.length(session_id) > length:
             self.engine.keep(session_id, length)
+
+
+def _result(branch: AutoregressiveDraft) -> Proposal | OutriderError | AutoregressiveDraft:
+    if branch.token_ids and not branch.is_whole:
+        branch.unseen = (branch.token_ids[-1],)
+        return branch
+    return branch.error or branch.proposal
 
 
 def _needs_no_look(branch: AutoregressiveDraft) -> bool:

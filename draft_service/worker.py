@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.model_drafter import ModelDrafter, Unended
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import BadRequest, Incompatible, OutriderError
 from outrider.grammar.compiler import Grammars
@@ -30,11 +30,16 @@ class _Drafting(Work):
     item: DraftItem
     sampling: SamplingParams
     request: DraftRequest
-    """What the drafter is asked."""
+    """What the drafter is asked ..."""
+    draft: AutoregressiveDraft | None = None
+    """... and what it goes on with, where it has begun."""
     new_tokens: tuple[int, ...]
     """Of the request's tokens those that are not held."""
     is_whole: bool
     """Whether a proposal follows; else a part of the prefix is run."""
+
+
+_Found = Proposal | OutriderError | AutoregressiveDraft
 
 
 class Proposer(StepWorker):
@@ -162,24 +167,23 @@ class Proposer(StepWorker):
             siblings=item.siblings, features=item.features, digests=aligned.sequence, **asked,
         )  # fmt: skip
 
-    def _pass(self, works: Sequence[_Drafting]) -> Sequence[Proposal | OutriderError | Unended]:
-        return self._drafter.propose([work.request for work in works])
+    def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
+        asked: list[Any] = [work.draft or work.request for work in works]
+        return self._drafter.propose(asked)
 
     def _undo(self, work: _Drafting) -> None:
         request, engine = work.request, self._engine
         before = len(request.token_ids) - len(work.new_tokens)
-        if engine and not request.goes_on and engine.length(request.session_id) > before:
+        if engine and not work.draft and engine.length(request.session_id) > before:
             engine.keep(request.session_id, before)
 
-    def _finish(
-        self, works: Sequence[_Drafting], found: Sequence[Proposal | OutriderError | Unended]
-    ) -> None:
+    def _finish(self, works: Sequence[_Drafting], found: Sequence[_Found]) -> None:
         for work, proposal in zip(works, found, strict=True):
             if isinstance(proposal, OutriderError):
                 self._fail(work, proposal)
-            elif isinstance(proposal, Unended):
+            elif isinstance(proposal, AutoregressiveDraft):
                 self._record(work, proposal.token_ids)
-                work.request = replace(work.request, goes_on=True, digests=None)
+                work.draft = proposal
                 self._unfinished[work.head.session_id] = work
                 work.answer = Unfinished.CONTINUES
             else:
@@ -201,7 +205,7 @@ class Proposer(StepWorker):
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
         """Notes what was run for an item; the tokens that are held now."""
         name, run = work.head.session_id, (*work.new_tokens, *drafted)
-        if work.request.goes_on:  # Some of it is noted, if it was not evicted.
+        if work.draft is not None:  # Some of it is noted, if it was not evicted.
             run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
         return self._table.record(name, run)
 

@@ -30,6 +30,7 @@ from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draf
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_at
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
+    NO_HISTORY,
     TokenHistory,
     masked_logits,
     raw_logprobs,
@@ -67,15 +68,12 @@ class _Round(Work):
     """[K+1, V], as the model gave them."""
     shown: Tensor
     """[K+1, D]: what these were made of, of an engine that shows it."""
-
-    def __init__(self, item: VerifyItem) -> None:
-        super().__init__(item)
-        self.history = TokenHistory()
-        """What penalties count."""
-        self.allowed: Allowed | None = None
-        """What may follow the committed tokens; None = anything."""
-        self.untold: frozenset[int] = frozenset()
-        """See `RowMasks.untold`."""
+    history = NO_HISTORY
+    """What penalties count."""
+    allowed: Allowed | None = None
+    """What may follow the committed tokens; None = anything."""
+    untold: frozenset[int] = frozenset()
+    """See `RowMasks.untold`."""
 
     @property
     def demand(self) -> SlotDemand:
@@ -149,8 +147,10 @@ class Verifier(StepWorker):
         """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
         info, item, head = self._engine.info, one.item, one.head
         one.sampling, size = head.params(), info.vocab_size
-        if head.append and max(head.append) >= size:
-            raise _outside("head.append", max(head.append), size)
+        biased = [token_id for token_id, _ in one.sampling.logit_bias]
+        for key, token_ids in (("head.append", head.append), ("sampling.logit_bias", biased)):
+            if (largest := max(token_ids, default=0)) >= size:
+                raise BadRequest(key, f"token {largest} is outside the vocabulary of {size}")
         if head.committed_length + len(item.proposal) > info.max_model_len:
             raise BadRequest(
                 "head.append" if head.committed_length > info.max_model_len else "proposal",
@@ -165,9 +165,6 @@ class Verifier(StepWorker):
         if one.sampling.top_k > size:
             reason = f"{one.sampling.top_k} is over {size}, the vocabulary"
             raise BadRequest("sampling.top_k", reason)
-        for token_id, _ in one.sampling.logit_bias[-1:]:
-            if token_id >= size:
-                raise _outside("sampling.logit_bias", token_id, size)
         require_q(item.proposal, head.rule)
         one.proposal = item.proposal.open()
 
@@ -330,10 +327,6 @@ class Verifier(StepWorker):
 def _answered(rounds: Sequence[_Round]) -> list[_Round]:
     """Those with a verdict."""
     return [one for one in rounds if isinstance(one.answer, VerdictReply)]
-
-
-def _outside(key: str, token_id: int, size: int) -> BadRequest:
-    return BadRequest(key, f"token {token_id} is outside the vocabulary of {size}")
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:

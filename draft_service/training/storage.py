@@ -104,8 +104,6 @@ def check_out(out: Path) -> Path:
                 raise SettingError(
                     "out", f"{out} holds {min(others)} beside a drafter, and is not replaced"
                 )
-            if os.path.ismount(out):
-                raise SettingError("out", f"{out} is a mount point; name a directory in it")
         out.parent.mkdir(parents=True, exist_ok=True)
         with _beside(out):
             return out

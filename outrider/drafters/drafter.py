@@ -109,8 +109,6 @@ class DraftRequest:
     digests: TokenSequence | None = None
     """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
     need not compare it token by token. Read only, and only during the call."""
-    goes_on: bool = False
-    """Whether it was asked before, and the drafter has kept what it has drawn of it."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
     """Asked before each draw; look-ups, which draw nothing and take next to no time, do not ask."""
 

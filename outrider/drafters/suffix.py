@@ -196,16 +196,11 @@ END: Final = -1
 """Stands after every output; no token has this id, so that no match and no draft crosses it."""
 
 
-class _TenantHistory:
+class _TenantHistory(TextIndex):
     def __init__(self, gram_length: int) -> None:
-        self.text = TextIndex(gram_length)
+        super().__init__(gram_length)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Of each output in `text`, its `END` included, by its seed; the oldest first."""
-
-    def forget_oldest(self) -> int:
-        _, length = self.lengths.popitem(last=False)
-        self.text.cut(length)
-        return length
+        """Of each output, its `END` included, by its seed; the oldest first."""
 
 
 class History:
@@ -229,8 +224,7 @@ class History:
     def of(self, tenant: str) -> TextIndex | None:
         """The tenant's outputs one after another, an `END` after each; None where there are none.
         Valid until the next `add`."""
-        found = self._tenants.get(tenant)
-        return None if found is None else found.text
+        return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
         """Adds an output, or its last part if it alone is longer than a tenant's share. Older ones
@@ -242,11 +236,11 @@ class History:
         history = self._tenants.setdefault(tenant, _TenantHistory(self._gram_length))
         self._tenants.move_to_end(tenant)
         check(seed not in history.lengths, f"tenant {tenant!r} has an output of seed {seed}")
-        history.text.extend(added)
+        history.extend(added)
         history.lengths[seed] = len(added)
         self._num_tokens += len(added)
-        while len(history.text) > self._tokens_per_tenant:
-            self._num_tokens -= history.forget_oldest()
+        while len(history) > self._tokens_per_tenant:
+            self._forget_oldest(tenant)
         while self._num_tokens > self._tokens_total:
             self._forget_oldest(next(iter(self._tenants)))
 
@@ -258,6 +252,8 @@ class History:
 
     def _forget_oldest(self, tenant: str) -> None:
         history = self._tenants[tenant]
-        self._num_tokens -= history.forget_oldest()
+        _, length = history.lengths.popitem(last=False)
+        history.cut(length)
+        self._num_tokens -= length
         if not history.lengths:
             del self._tenants[tenant]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
@@ -28,15 +29,15 @@ SPREAD_S: Final = 0.0005
 """And that much more: loops and networks are no exact clocks."""
 
 
+@dataclass
 class _Rhythm:
     """When a session comes back."""
 
-    def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
-        self.rows = rows
-        self.gap_s = gap_s
-        self.deviation_s = deviation_s
-        self.answered_at: float | None = None
-        """None while it has an item here."""
+    rows: int
+    gap_s: float = 0.0
+    deviation_s: float = 0.0
+    answered_at: float | None = None
+    """None while it has an item here."""
 
     def note(self, gap_s: float) -> None:
         self.deviation_s += MEMORY * (abs(gap_s - self.gap_s) - self.deviation_s)

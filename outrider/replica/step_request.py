@@ -48,7 +48,7 @@ class Answers:
     next item comes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepFigures:
     """What a worker's steps have come to so far."""
 
@@ -107,34 +107,33 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
     return {answer.key.session_id for answer in answers}
 
 
+@dataclass(eq=False)
 class StepRequest:
-    """An item that waits for a step, and the connections that want its answer."""
+    """An item that waits for a step, and the connections that want its answer. Times are the
+    loop's."""
 
-    def __init__(
-        self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
-    ) -> None:
-        """Times are the loop's; after `expires_at` the answer is of no use, infinity = never."""
-        self.item = item
-        self.senders = senders
-        self.arrived_at = arrived_at
-        self.expires_at = expires_at
-        self.on_done: Callable[[StepRequest, Any], None] | None = None
-        """Gets the answer after it was sent, or None where the request was dropped."""
-        self.may_wait = False
-        """Whether its answer may be held: see `AnswerSender.hold`."""
-        self.cancelled = False
-        self.place = 0
-        """In the queue: what came earlier has a smaller one."""
-        self.started_at: float | None = None
-        """When the first step began that did something for it."""
-        self.unfinished: Unfinished | None = None
-        """How its last step left it; None before the first one."""
-        self.answered = False
-        """Whether it stays only for answers that are not waited for."""
-        self.deadline: DraftDeadline | None = None
-        """Until when something has to be drawn for it; else those who wait are told so."""
-        self.timer: TimerHandle | None = None
-        """Of that."""
+    item: Any
+    senders: list[AnswerSender]
+    arrived_at: float
+    expires_at: float
+    """The answer is of no use after it; infinity = never."""
+    on_done: Callable[[StepRequest, Any], None] | None = None
+    """Gets the answer after it was sent, or None where the request was dropped."""
+    may_wait: bool = False
+    """Whether its answer may be held: see `AnswerSender.hold`."""
+    cancelled: bool = False
+    place: int = 0
+    """In the queue: what came earlier has a smaller one."""
+    started_at: float | None = None
+    """When the first step began that did something for it."""
+    unfinished: Unfinished | None = None
+    """How its last step left it; None before the first one."""
+    answered: bool = False
+    """Whether it stays only for answers that are not waited for."""
+    deadline: DraftDeadline | None = None
+    """Until when something has to be drawn for it; else those who wait are told so."""
+    timer: TimerHandle | None = None
+    """Of that."""
 
     @property
     def session_id(self) -> str:

@@ -80,16 +80,7 @@ class Admissions:
         self._table = table
         self._budget = budget
         self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
-        self._num_preemptions = 0
-        self._num_prefill_chunks = 0
-        self._num_starved = 0
-
-    @property
-    def figures(self) -> StepFigures:
-        counts = self._engine.page_counts()
-        return StepFigures(
-            counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved
-        )
+        self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
@@ -144,7 +135,7 @@ class Admissions:
                 reserved.append(step)
             else:
                 found[index] = Unfinished.WAITS
-        self._num_starved += found.count(Unfinished.WAITS)
+        self.figures.num_starved += found.count(Unfinished.WAITS)
 
     def _make_room(
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
@@ -158,7 +149,7 @@ class Admissions:
         for name in reversed(younger):
             self._table.free(name)
             lost.add(name)
-            self._num_preemptions += 1
+            self.figures.num_preemptions += 1
             if self._engine.can_hold(steps, begun=begun):
                 return True
         raise InvariantError("pages that were to come free did not")
@@ -179,7 +170,7 @@ class Admissions:
             if head.session_id in begun:
                 entry = self._table.begin(head)
             is_whole = granted == token_demand.num_tokens
-            self._num_prefill_chunks += not is_whole
+            self.figures.num_prefill_chunks += not is_whole
             admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
         return admissions
 
@@ -196,10 +187,11 @@ class Admissions:
 class Work:
     """An item on its way through a step."""
 
+    answer: Any = None
+    """None until it is known."""
+
     def __init__(self, item: Any) -> None:
         self.item = item
-        self.answer: Any = None
-        """None until it is known."""
 
     @property
     def head(self) -> RoundHead:
@@ -222,8 +214,8 @@ class StepWorker:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
         self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
-        self.figures = StepFigures()
-        """After the last step; may be read on any thread."""
+        self.figures = StepFigures() if self._admissions is None else self._admissions.figures
+        """May be read on any thread."""
         self._note_figures()
 
     def step(self, items: Sequence[Any]) -> list[Any]:
@@ -259,8 +251,8 @@ class StepWorker:
         """Frees pages of work that no item waits for."""
 
     def _note_figures(self) -> None:
-        if self._admissions is not None:
-            self.figures = self._admissions.figures
+        if self._engine is not None:
+            self.figures.pages = self._engine.page_counts()
 
     def _admit(
         self, works: Sequence[Any], demands: Sequence[SlotDemand]
