@@ -4,7 +4,7 @@ tests that compare them with their definitions."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,20 +20,27 @@ from outrider.speculation.draft_sampling import (
     raced,
 )
 from outrider.speculation.gumbel_max import BLOCK, race
-from outrider.speculation.logits_processing import DraftVocabulary, row_sums
+from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory, row_sums
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import (
+    INDEX_TAG,
     NO_ACCEPT_NOISE,
     SIBLING_SHIFT,
-    NoiseBatch,
+    WORD_MASK,
     RoundNoise,
+    RowKeys,
     Stream,
+    WordArray,
+    draft_keys,
+    row_words,
 )
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import (
     DraftRows,
+    Question,
     chain_law,
     check_parts,
+    verdicts_from_logits,
     verdicts_from_weights,
 )
 from outrider.speculation.verification import (
@@ -50,18 +57,68 @@ class VerdictLaw:
     weights: torch.Tensor
 
 
-class NoiseRows(NoiseBatch):
-    """With the uniforms of acceptance, too."""
+class NoiseRows:
+    """The noise of one round in each of B sessions of one rule, as arrays."""
+
+    def __init__(self, seeds: WordArray, rule: Rule, committed_lengths: WordArray) -> None:
+        self.seeds, self.rule, self.committed_lengths = seeds, rule, committed_lengths
+
+    @classmethod
+    def of(cls, noises: Sequence[RoundNoise]) -> NoiseRows:
+        [rule] = {noise.rule for noise in noises}
+        lengths = np.array([noise.committed_length for noise in noises], dtype=np.uint64)
+        return cls(np.array([noise.seed for noise in noises], dtype=np.uint64), rule, lengths)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def draft_keys(self, indices: WordArray) -> RowKeys:
+        """Of the draft's draw in session b at depth indices[b]: B rows."""
+        return self.keys(indices[:, None], RoundNoise(0, self.rule, 0).draft_stream)
+
+    def correction_keys(self, num_draft_tokens: int) -> RowKeys:
+        """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
+        width = num_draft_tokens + 1
+        keys = self.keys(self._depths(width), RoundNoise(0, self.rule, 0).residual_stream)
+        keys[width - 1 :: width, 2] = int(Stream.TARGET)
+        return keys
 
     def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
         """`RoundNoise.accept_uniforms` of every session: [B, K]."""
         shape = (len(self), num_draft_tokens)
         if self.rule.absolute_noise or num_draft_tokens == 0:
             return torch.full(shape, NO_ACCEPT_NOISE, dtype=torch.float64)
-        indices = np.arange(num_draft_tokens, dtype=np.uint64)[None].repeat(len(self), axis=0)
-        keys = self.keys(indices, np.full(shape, int(Stream.ACCEPT), dtype=np.uint64))
-        words = replace(keys, b=keys.b | np.uint64(sibling << SIBLING_SHIFT)).words()[0]
-        return torch.from_numpy((words + 0.5) * 2.0**-32).view(shape)
+        keys = self.keys(self._depths(num_draft_tokens), Stream.ACCEPT)
+        keys[:, 1] |= np.uint64(sibling << SIBLING_SHIFT)
+        return torch.from_numpy((row_words(keys)[0] + 0.5) * 2.0**-32).view(shape)
+
+    def keys(self, indices: WordArray, stream: Stream) -> RowKeys:
+        """Of the places of `indices` [B, N] in every session, row-major."""
+        a, b = self._places(self.committed_lengths[:, None], indices)
+        seeds = self.seeds[:, None]
+        words = (a, b, np.uint64(stream), seeds & np.uint64(WORD_MASK), seeds >> np.uint64(32))
+        return np.stack([np.broadcast_to(word, indices.shape).ravel() for word in words], axis=1)
+
+    def _depths(self, num: int) -> WordArray:
+        return np.arange(num, dtype=np.uint64)[None].repeat(len(self), axis=0)
+
+    def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
+        """`RoundNoise.place` for many: (a, b)."""
+        if self.rule.absolute_noise:
+            positions = lengths + indices
+            return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
+        return lengths, indices | np.uint64(INDEX_TAG)
+
+
+def verdict_from_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: TokenHistory,
+    proposal: Proposal,
+    noise: RoundNoise,
+) -> Verdict:
+    """The verdict on one proposal."""
+    return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 
 
 def draft_rows(token_ids: torch.Tensor, support: torch.Tensor, mass: torch.Tensor) -> DraftRows:
@@ -85,7 +142,7 @@ def tree_law(
 
 
 def score_rows(
-    probabilities: torch.Tensor, drafts: DraftRows, noise: NoiseBatch
+    probabilities: torch.Tensor, drafts: DraftRows, noise: NoiseRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verdicts on B proposals of K tokens: accept [B, K] and correction [B, K+1].
     `probabilities` [B, K+1, V], unchanged."""
@@ -134,11 +191,11 @@ def draft_tokens(
     """`draft_token` of B sessions of one rule."""
     if not noises:
         return []
-    batch = NoiseBatch.of(noises)
-    if batch.rule is Rule.GREEDY:
+    rule = noises[0].rule
+    if rule is Rule.GREEDY:
         return one_hot(probabilities.argmax(dim=1).tolist(), vocabulary)
-    keys = batch.draft_keys(indices)
-    if batch.rule is Rule.COUPLED:
+    keys = draft_keys(noises, indices)
+    if rule is Rule.COUPLED:
         return raced(probabilities, keys, vocabulary)
     return quantised_draws(
         likely_by_weight(probabilities, entries_max, vocabulary), keys, entries_max

@@ -44,7 +44,7 @@ from outrider.speculation.logits_processing import (
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise, RowKeys, row_keys
+from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
@@ -99,15 +99,15 @@ def draw_from_logits(
     _check_entries(entries_max)
     if not noises:
         return [], None
-    batch = NoiseBatch.of(noises)
+    rule = _shared_rule(noises)
     if vocabulary is not None:
         params = vocabulary.params(params)
         history = vocabulary.history(history) if params.penalised else history
-    if params.greedy or batch.rule is Rule.GREEDY:
+    if params.greedy or rule is Rule.GREEDY:
         return one_hot(likeliest(logits, params, history), vocabulary), None
-    keys = batch.draft_keys(indices)
+    keys = draft_keys(noises, indices)
     count = min(max(entries_max, DRAFT_SUPPORT_ENTRIES), logits.shape[1])
-    if batch.rule is Rule.COUPLED:
+    if rule is Rule.COUPLED:
         weights = _weights(logits, params, history)
         return raced(weights, keys, vocabulary), likely_by_weight(weights, count, vocabulary)
     rows = likely_tokens(logits, params, history, vocabulary, count)
@@ -131,17 +131,17 @@ def draw_siblings(
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     _check_entries(entries_max)
     check(not params.penalised, "penalties would count siblings")
-    batch = NoiseBatch.of(noises)
+    rule = _shared_rule(noises)
     if vocabulary is not None:
         params = vocabulary.params(params)
     logits = logits.cpu()
-    if batch.rule is Rule.GREEDY:
+    if rule is Rule.GREEDY:
         check_maxima(logits.amax(dim=1).tolist())
         adjusted = adjusted_logits(logits, params, NO_HISTORY)
         likely = [_likeliest_first(row, count) for row, count in zip(adjusted, counts, strict=True)]
         return [_certain(columns, vocabulary) for columns in likely]
-    keys = batch.draft_keys(indices)
-    if batch.rule is Rule.COUPLED:
+    keys = draft_keys(noises, indices)
+    if rule is Rule.COUPLED:
         weights = _weights(logits, params, NO_HISTORY)
         first = raced(weights, keys, vocabulary)
         rows = likely_by_weight(weights, min(DRAFT_SUPPORT_ENTRIES, logits.shape[1]), vocabulary)
@@ -330,6 +330,11 @@ def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) ->
         weights = weights.new_zeros((len(weights), int(vocabulary.token_ids[-1]) + 1))
         weights[:, table] = columns
     return [(token_id, None) for token_id in race(weights, keys).tolist()]
+
+
+def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
+    [rule] = {noise.rule for noise in noises}
+    return rule
 
 
 def _check_entries(entries_max: int) -> None:

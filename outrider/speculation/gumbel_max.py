@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.speculation.random_streams import RowKeys
+from outrider.speculation.random_streams import RowKeys, row_words
 
 BLOCK: Final = 128
 """Tokens that share a least wait."""
@@ -50,7 +50,7 @@ _Ints = TypeVar("_Ints", IntArray, Tensor)
 
 def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
     """The two 64-bit keys of each row, as columns [R, 1]."""
-    first, second, third, fourth = keys.words()
+    first, second, third, fourth = row_words(keys)
     return _column(first, second), _column(third, fourth)
 
 

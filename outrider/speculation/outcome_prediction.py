@@ -35,7 +35,8 @@ from outrider.limits import (
 )
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
 from outrider.speculation.logits_processing import DraftVocabulary
-from outrider.speculation.random_streams import NoiseBatch, RoundNoise, RowKeys
+from outrider.speculation.proposal import draft_tree
+from outrider.speculation.random_streams import RoundNoise, RowKeys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX: Final = 16.0
@@ -101,8 +102,8 @@ def guess_outcomes(
         found = [row.first(DRAFT_SUPPORT_ENTRIES) for row in seen]
         if logits is not None:
             found.append(likely_tokens(logits, params, vocabulary=vocabulary))
-        keys = NoiseBatch.of([noise]).correction_keys(len(drafted))
-        ids, scores = _by_arrival(LikelyTokens.joined(found), keys.of(range(num_rows)), count + 1)
+        keys = noise.tree_keys(draft_tree((), len(drafted)))
+        ids, scores = _by_arrival(LikelyTokens.joined(found), keys[:num_rows], count + 1)
     own, ids, scores = _apart(drafted, ids, scores)
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
     return OutcomeGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
@@ -123,8 +124,8 @@ def with_bonus(
     if vocabulary is not None:
         params = vocabulary.params(params)
     rows = likely_tokens(logits, params, vocabulary=vocabulary)
-    keys = NoiseBatch.of([noise]).correction_keys(guesses.num_drafted)
-    ids, scores = _by_arrival(rows, keys.of([guesses.num_drafted]), count)
+    keys = noise.tree_keys(draft_tree((), guesses.num_drafted))
+    ids, scores = _by_arrival(rows, keys[-1:], count)
     return OutcomeGuesses(
         [*guesses.corrections, *_listed(ids, scores, count)],
         np.concatenate((guesses.scores, scores)),

@@ -22,11 +22,11 @@ are fresh in every round; and coupled draws are the target's own, whoever looked
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +56,7 @@ class Stream(IntEnum):
     CHOICE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Two 32-bit words: the two inner words of the counter."""
 
     a: int
@@ -137,18 +136,21 @@ def _key(seed: int) -> tuple[int, int]:
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
     """Of one session: a row for each place, in the stream beside it."""
-
-    def column(words: Sequence[int]) -> WordArray:
-        return np.array(words, dtype=np.uint64)
-
-    low, high = _key(seed)
-    return RowKeys(
-        seed_low=column([low] * len(places)),
-        seed_high=column([high] * len(places)),
-        a=column([place.a for place in places]),
-        b=column([place.b for place in places]),
-        stream=column([int(stream) for stream in streams]),
+    return _table(
+        (*place, stream, *_key(seed)) for place, stream in zip(places, streams, strict=True)
     )
+
+
+def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
+    """Of the draft's draw in each of these rounds, at the depth beside it."""
+    return _table(
+        (*noise.place(index), noise.draft_stream, *_key(noise.seed))
+        for noise, index in zip(noises, indices, strict=True)
+    )
+
+
+def _table(rows: Iterable[tuple[int, ...]]) -> RowKeys:
+    return np.array([*rows], dtype=np.uint64).reshape(-1, 5)
 
 
 _MULTIPLIER_0: Final = 0xD2511F53
@@ -167,44 +169,16 @@ WordArray: TypeAlias = npt.NDArray[Any]
 _Words = TypeVar("_Words", int, WordArray)
 
 
-@dataclass(frozen=True, slots=True)
-class RowKeys:
-    """Key and counter of R rows of noise: five arrays of words, [R] each."""
+RowKeys: TypeAlias = npt.NDArray[np.uint64]
+"""Counter and key of R rows of noise, [R, 5]: a, b, stream, and the seed's low and high word."""
 
-    seed_low: WordArray
-    seed_high: WordArray
-    a: WordArray
-    b: WordArray
-    stream: WordArray
 
-    def __len__(self) -> int:
-        return len(self.a)
-
-    def of(self, rows: Sequence[int] | npt.NDArray[np.int64] | slice) -> RowKeys:
-        """Those of the listed rows."""
-        return RowKeys(
-            seed_low=self.seed_low[rows],
-            seed_high=self.seed_high[rows],
-            a=self.a[rows],
-            b=self.b[rows],
-            stream=self.stream[rows],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[RowKeys]) -> RowKeys:
-        """The rows of all parts, one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        names = ("seed_low", "seed_high", "a", "b", "stream")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    def words(self) -> tuple[WordArray, ...]:
-        """The four words of counter (0, a, b, stream) of each row: [R] each."""
-        rows = (self.a, self.b, self.stream, self.seed_low, self.seed_high)
-        if len(self) > _FEW:
-            return rounds(np.zeros_like(self.a), *rows)
-        drawn = [rounds(0, *row) for row in zip(*(word.tolist() for word in rows), strict=True)]
-        return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
+def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
+    """The four words of counter (0, a, b, stream) of each row: [R] each."""
+    if len(keys) > _FEW:
+        return rounds(np.zeros(len(keys), dtype=np.uint64), *keys.T)
+    drawn = [rounds(0, *row) for row in keys.tolist()]
+    return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
@@ -234,61 +208,3 @@ def rounds(
         key_low = (key_low + _KEY_STEP_LOW) & _WORD_MASK
         key_high = (key_high + _KEY_STEP_HIGH) & _WORD_MASK
     return c0, c1 & _WORD_MASK, c2, c3 & _WORD_MASK
-
-
-class NoiseBatch:
-    """The noise of one round in each of B sessions that share a rule, for work on rows."""
-
-    def __init__(self, seeds: WordArray, rule: Rule, committed_lengths: WordArray) -> None:
-        self.seeds = seeds
-        self.rule = rule
-        self.committed_lengths = committed_lengths
-
-    @classmethod
-    def of(cls, noises: Sequence[RoundNoise]) -> NoiseBatch:
-        """Puts rounds side by side; they must share their rule."""
-        rules = {noise.rule for noise in noises}
-        check(len(rules) == 1, "rounds of one batch share their rule")
-        lengths = np.array([noise.committed_length for noise in noises], dtype=np.uint64)
-        seeds = np.array([noise.seed for noise in noises], dtype=np.uint64)
-        return cls(seeds, rules.pop(), lengths)
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def draft_keys(self, indices: Sequence[int] | WordArray) -> RowKeys:
-        """Of the draft's draw in session b at depth indices[b]: B rows."""
-        stream = RoundNoise(0, self.rule, 0).draft_stream
-        streams = np.full(len(self), int(stream), dtype=np.uint64)
-        return self.keys(np.asarray(indices, dtype=np.uint64), streams)
-
-    def correction_keys(self, num_draft_tokens: int) -> RowKeys:
-        """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
-        width = num_draft_tokens + 1
-        residual = RoundNoise(0, self.rule, 0).residual_stream
-        streams = np.full((len(self), width), int(residual), dtype=np.uint64)
-        streams[:, -1] = int(Stream.TARGET)
-        indices = np.arange(width, dtype=np.uint64)[None].repeat(len(self), axis=0)
-        return self.keys(indices, streams)
-
-    def keys(self, indices: WordArray, streams: WordArray) -> RowKeys:
-        """Keys of the places of `indices` ([B] or [B, N]) in every session, row-major."""
-        spread = (len(self),) + (1,) * (indices.ndim - 1)
-        lengths = self.committed_lengths.reshape(spread)
-        a, b = self._places(lengths, indices)
-        zeros = np.zeros(indices.shape, dtype=np.uint64)  # what is added to them gets their shape
-        seeds = (zeros + self.seeds.reshape(spread)).ravel()
-        return RowKeys(
-            seed_low=seeds & np.uint64(WORD_MASK),
-            seed_high=seeds >> np.uint64(32),
-            a=(zeros + a).ravel(),
-            b=(zeros + b).ravel(),
-            stream=streams.ravel(),
-        )
-
-    def _places(self, lengths: WordArray, indices: WordArray) -> tuple[WordArray, WordArray]:
-        """`RoundNoise.place` for many: (a, b)."""
-        if self.rule.absolute_noise:
-            positions = lengths + indices
-            return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
-        return lengths, indices | np.uint64(INDEX_TAG)

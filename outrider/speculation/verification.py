@@ -45,7 +45,7 @@ from outrider.speculation.logits_processing import (
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import RoundNoise, RowKeys
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _NEARLY_EMPTY: Final = 1e-4
@@ -113,17 +113,6 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     return [verdicts[index] for index in range(len(questions))]
 
 
-def verdict_from_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    history: TokenHistory,
-    proposal: Proposal,
-    noise: RoundNoise,
-) -> Verdict:
-    """The verdict on one proposal."""
-    return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
-
-
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
     """Raises `InvariantError` for other rows than a proposal needs, for a q that is missing where
     the rule needs it, and for a tree where the rule has none."""
@@ -177,9 +166,8 @@ def verdicts_from_weights(
         law = chain_law(rule, weights, sums, rows, drafts)
         for (index, _), row in zip(places, law.tolist(), strict=True):
             accept[index] = tuple(row)
-    drawn = race(
-        weights, RowKeys.joined([noise.tree_keys(proposal.tree) for proposal, noise in entries])
-    ).tolist()
+    keys = [noise.tree_keys(proposal.tree) for proposal, noise in entries]
+    drawn = race(weights, np.concatenate(keys)).tolist()
     verdicts = []
     for index, (at, (proposal, noise)) in enumerate(zip(starts, entries, strict=True)):
         end = at + len(proposal) + 1

@@ -56,7 +56,7 @@ class DraftNoiseForResiduals(NoiseRows):
 
     def correction_keys(self, num_draft_tokens: int) -> RowKeys:
         keys = super().correction_keys(num_draft_tokens)
-        keys.stream[keys.stream == int(Stream.RESIDUAL)] = int(Stream.DRAFT)
+        keys[keys[:, 2] == int(Stream.RESIDUAL), 2] = int(Stream.DRAFT)
         return keys
 
 

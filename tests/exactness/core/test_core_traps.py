@@ -20,7 +20,14 @@ from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys, uniform
+from outrider.speculation.random_streams import (
+    RoundNoise,
+    Stream,
+    draft_keys,
+    row_keys,
+    row_words,
+    uniform,
+)
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 
@@ -75,7 +82,7 @@ def test_trap_05_draft_accept_and_residual_share_no_noise(rule):
     keys = [row_keys(77, places, [stream] * num) for stream in streams]
     first = np.zeros((1, 1), dtype=np.int64)
     drawn = [uniforms(token_keys(each), first)[:, 0] for each in keys]
-    drawn[2] = uniform(keys[2].words()[0].astype(np.float64))
+    drawn[2] = uniform(row_words(keys[2])[0].astype(np.float64))
     grid = np.stack([(u * 4).astype(np.int64) for u in drawn], axis=1)
     assert not chi_square(cells_of(grid, 4), np.full(256, 1 / 256)).rejects
     pair = flat_pair([0.1, 0.6, 0.3], [0.3, 0.4, 0.3])
@@ -179,5 +186,5 @@ def test_trap_14_siblings_have_noise_of_their_own():
     """Every sibling has a place of its own."""
     rows = [RoundNoise(0, Rule.TOKEN, 4).place(1, sibling) for sibling in range(100)]
     assert len(set(rows)) == 100
-    keys = token_keys(NoiseRows.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1]))
+    keys = token_keys(draft_keys([RoundNoise(0, Rule.TOKEN, 4)], [1]))
     assert len(set(numbers(keys, np.arange(100)[None])[0].tolist())) == 100

@@ -12,7 +12,7 @@ import torch
 from core_rounds import cells_of
 from core_toys import EXACT, ToyPair, flat_pair, random_pair, sampling_pair
 from exactness.law import chi_square, power
-from verdict_laws import score, tree_law
+from verdict_laws import score, tree_law, verdict_from_logits
 
 from outrider.errors import InvariantError
 from outrider.speculation import accept_reject as decision
@@ -30,7 +30,6 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 
 SAMPLED = SamplingParams()
 SHAPES = {

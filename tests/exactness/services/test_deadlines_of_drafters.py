@@ -15,6 +15,7 @@ from exactness.law import Fit, fit
 from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import make_head
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import verdict_from_logits
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.model_drafter import ModelDrafter
@@ -35,7 +36,6 @@ from outrider.speculation.logits_processing import NO_HISTORY, target_probabilit
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 from target_service.actor import self_drafter_of
 
 VOCAB, LENGTH, K = 24, 40, 3

@@ -17,6 +17,7 @@ import torch
 from exactness.law import fit
 from session_links import asked, context_of, session
 from toy_engine import ToyEngine, toy_logits
+from verdict_laws import verdict_from_logits
 
 from coordinator.routing import draft_client as draft_side
 from coordinator.routing.draft_client import DraftClient
@@ -42,7 +43,6 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
 from outrider.transport.link import MemoryLink
 
 PROMPT, VOCAB, END, K = (0, 1, 2), 3, 2, 4

@@ -69,7 +69,7 @@ def test_the_winner_is_that_of_all_waits(seed, width, spread, dtype, zeros):
     assert won[3] == 0
     assert torch.equal(weights, before)
     for row in range(4):
-        assert race(weights[row : row + 1], keys.of([row])) == won[row]
+        assert race(weights[row : row + 1], keys[[row]]) == won[row]
 
 
 def test_few_waits_are_made(monkeypatch):

@@ -9,17 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verdict_laws import NoiseRows
 
+from outrider.limits import SEED_MAX
 from outrider.speculation.gumbel_max import numbers
+from outrider.speculation.proposal import draft_tree
 from outrider.speculation.random_streams import (
     INDEX_MAX,
     SIBLING_MAX,
     Place,
     RoundNoise,
-    RowKeys,
     Stream,
     choice_seed,
+    draft_keys,
     philox4x32,
     row_keys,
+    row_words,
     uniform,
 )
 from outrider.speculation.sampling_params import Rule
@@ -38,12 +41,6 @@ WORDS = st.integers(0, FULL)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def keys_of(*rows: tuple[int, int, int, int]) -> RowKeys:
-    """Rows of (seed, a, b, stream)."""
-    seed, a, b, stream = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
-    return RowKeys(seed & np.uint64(FULL), seed >> np.uint64(32), a, b, stream)
-
-
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers(counter, key, words):
     """The generator is Philox4x32-10, word for word (vectors of the Random123 distribution)."""
@@ -54,7 +51,8 @@ def test_known_answers(counter, key, words):
 @given(rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=20))
 def test_words_of_rows_are_those_of_single_counters(rows):
     """Few rows and many, which are computed one by one and as arrays."""
-    words = np.stack(keys_of(*rows).words(), axis=1).tolist()
+    keys = [(a, b, stream, seed & FULL, seed >> 32) for seed, a, b, stream in rows]
+    words = np.stack(row_words(np.array(keys, dtype=np.uint64)), axis=1).tolist()
     assert words == [
         list(philox4x32((0, a, b, stream), (seed & FULL, seed >> 32)))
         for seed, a, b, stream in rows
@@ -97,43 +95,25 @@ def test_round_places(rule):
     assert noise.place(5, sibling=2) == Place(77, 0x80020005)
     assert noise.place(INDEX_MAX, SIBLING_MAX) == Place(77, FULL)
     assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
-    words = row_keys(1, [noise.place(i) for i in range(4)], [Stream.ACCEPT] * 4).words()[0]
+    words = row_words(row_keys(1, [noise.place(i) for i in range(4)], [Stream.ACCEPT] * 4))[0]
     assert list(noise.accept_uniforms(4)) == [uniform(int(word)) for word in words]
 
 
-@settings(deadline=None)
-@given(rule=st.sampled_from(Rule), seed=SEEDS, length=st.integers(0, 10**6), k=st.integers(0, 5))
-def test_a_batch_has_the_noise_of_its_rounds(rule, seed, length, k):
-    """Every row of `NoiseRows` carries the seed, place and stream that `RoundNoise` names."""
-    noises = [RoundNoise(seed, rule, length), RoundNoise(5, rule, 3)]
-    batch = NoiseRows.of(noises)
-    draft = batch.draft_keys([k, 1])
-    expected_draft = [
-        (noise.seed, *place_words(noise, index), noise.draft_stream)
-        for noise, index in zip(noises, (k, 1), strict=True)
+@pytest.mark.parametrize("rule", Rule)
+def test_many_rounds_have_the_keys_that_each_has_alone(rule):
+    noises = [RoundNoise(SEED_MAX, rule, 2**32 - 1), RoundNoise(5, rule, 3)]
+    assert draft_keys(noises, [2, 1]).tolist() == [
+        [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
+        for noise, index in zip(noises, (2, 1), strict=True)
     ]
-    assert rows_of(draft) == expected_draft
-    expected = [
-        (noise.seed, *place_words(noise, n), Stream.TARGET if n == k else noise.residual_stream)
-        for noise in noises
-        for n in range(k + 1)
+    rows = NoiseRows.of(noises)
+    chain = [noise.tree_keys(draft_tree((), 3)).tolist() for noise in noises]
+    assert rows.correction_keys(3).tolist() == chain[0] + chain[1]
+    assert rows.draft_keys(np.array([2, 1], dtype=np.uint64)).tolist() == [
+        draft_keys([noise], [index]).tolist()[0]
+        for noise, index in zip(noises, (2, 1), strict=True)
     ]
-    assert rows_of(batch.correction_keys(k)) == expected
-    assert batch.accept_uniforms(k).tolist() == [list(n.accept_uniforms(k)) for n in noises]
-
-
-def place_words(noise: RoundNoise, index: int) -> tuple[int, int]:
-    place = noise.place(index)
-    return place.a, place.b
-
-
-def rows_of(keys: RowKeys) -> list[tuple[int, ...]]:
-    return [
-        (int(high) << 32 | int(low), int(a), int(b), int(stream))
-        for low, high, a, b, stream in zip(
-            keys.seed_low, keys.seed_high, keys.a, keys.b, keys.stream, strict=True
-        )
-    ]
+    assert rows.accept_uniforms(3).tolist() == [list(n.accept_uniforms(3)) for n in noises]
 
 
 def test_choice_seeds():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import draft_tokens, score
+from verdict_laws import draft_tokens, score, verdict_from_logits
 
 from outrider.errors import InvariantError
 from outrider.speculation.accept_reject import Verdict
@@ -16,7 +16,7 @@ from outrider.speculation.logits_processing import TokenHistory, likeliest, targ
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, verdict_from_logits, verdicts_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
 HALF = COUNT_TOTAL // 2
