@@ -19,12 +19,11 @@ import numpy.typing as npt
 import torch
 
 from outrider.config import DeploymentConfig
-from outrider.drafters.drafter import Drafter, DraftRequest
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, LOOK_AHEAD_MAX
-from outrider.models.drafter_checkpoint import LoadedHead
-from outrider.replica.process_setup import available_cores, build_eagle, build_engine, build_lookup
+from outrider.replica.process_setup import available_cores, build_engine, build_lookup
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, target_probabilities
 from outrider.speculation.outcome_prediction import RANKS_MAX
@@ -46,11 +45,6 @@ OUTCOMES: Final = (4, 8, 12, 16, 24)
 """Of a round, the likeliest first."""
 AT_ONCE: Final = 8
 """Prompts that are answered side by side; p of all their tokens is kept until they are read."""
-MODEL: Final = "model"
-MEDUSA: Final = "medusa"
-EARLY_EXIT: Final = "early-exit"
-EAGLE: Final = "eagle"
-"""Kinds of readers."""
 _SEQUENCE: Final = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -133,71 +127,37 @@ def rules_at(temperature: float) -> tuple[Rule, ...]:
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
 
-class Reader:
-    """A draft that reads what the target wrote, by its logits: one pass reads everything."""
+class ModelReader:
+    """A draft model that reads what the target wrote in one pass."""
 
-    def __init__(
-        self,
-        engine: Any,
-        kind: str = MODEL,
-        head: LoadedHead[Any] | None = None,
-        entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    ) -> None:
-        """`engine` is the draft's own; or the target's, for a head of this kind."""
-        self.kind = kind
+    def __init__(self, engine: Any, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._engine = engine
-        self._head: Any = head and head.module
-        token_ids = head.token_ids if head else engine.info.logit_token_ids
-        self._vocabulary = DraftVocabulary.of(token_ids)
+        self._vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
         self._entries_max = entries_max
         self.max_model_len = engine.info.max_model_len
-
-    def _logits(self, token_ids: Sequence[int], first: int) -> Any:
-        """[n, N]: of the places of `distributions`."""
-        engine, num = self._engine, len(token_ids) - first
-        if self.kind == MODEL:
-            return self._run(engine.forward, token_ids, num)
-        if self.kind == EARLY_EXIT:
-            return self._head.logits(self._run(engine.forward_shallow, token_ids, num))
-        if first < 2:
-            raise SettingError("prompts", "one has a single token; heads go on from two or more")
-        run = lambda steps: (engine.forward(steps), engine.features())[1]  # noqa: E731
-        # From the place before the prompt's newest token on, as when an answer begins.
-        features = self._run(run, token_ids, num + 1)[:num]
-        newest = torch.tensor(token_ids[first - 1 : -1], device=features.device)
-        if self.kind == MEDUSA:
-            guessed = self._head.advance(0, features, newest)
-        else:
-            features = features.to(self._head.embeddings)
-            guessed = next(iter(self._head.unroll(features[None], newest[None], 1)))[0]
-        return self._head.logits(guessed)
 
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """q of draft token 1 at each place of `token_ids[first:]`, as it goes on the wire; None =
+        """q of a draft token at each place of `token_ids[first:]`, as it goes on the wire; None =
         nothing would be proposed. At temperature 0 the order of the tokens alone counts."""
-        params = SAMPLED if params.greedy else params
-        return [
-            quantise(row, self._entries_max, self._vocabulary)
-            for row in target_probabilities(self._logits(token_ids, first), params)
-        ]
-
-    def _run(self, run: Any, token_ids: Sequence[int], num_rows: int) -> Any:
-        """What an engine's call gives of the last so many places."""
+        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
-            return run([SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_rows)])[0]
+            [logits] = self._engine.forward([step])
         finally:
             self._engine.release(_SEQUENCE)
+        return [
+            quantise(row, self._entries_max, self._vocabulary)
+            for row in target_probabilities(logits, SAMPLED if params.greedy else params)
+        ]
 
 
-class LookupReader(Reader):
+class LookupReader:
     """A drafter without distributions, such as prompt lookup: asked anew for one token at every
     place. What it proposes is a one-hot q."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
-        self.kind = "lookup"
         self._num_read = 0
         self.max_model_len = 2**31
 
@@ -275,27 +235,26 @@ def load_reading(
     progress: Progress,
 ) -> Reading:
     """Loads the target, and what drafts for it. Raises `ConfigError`."""
+    draft, lookup = config.draft, build_lookup(config.draft)
+    if draft.drafter.reads_target:
+        raise SettingError(
+            "draft_model",
+            f"{draft.model} is wrong; it must read nothing of the target (`outrider bench speedup` "
+            "has the acceptance of all)",
+        )
     num_threads = config.target.num_threads or available_cores()
     progress("loading the target")
     target: Any = build_engine(config.target, num_threads)
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    draft, lookup, kind = config.draft, build_lookup(config.draft), config.target.heads_kind
-    name = f"{kind}:{config.target.heads}" if kind else draft.model
-    reader: Reader
-    if draft.drafter.model is None and lookup is not None and not kind:
-        reader = LookupReader(lookup)
-    elif kind:
-        head = target.draft_heads if kind == MEDUSA else target.exit_head
-        reader = Reader(target, kind, head, draft.support_entries)
-    elif config.target.shows_features:
-        reader = Reader(target, EAGLE, build_eagle(draft)[0], draft.support_entries)
-    else:
+    name, reader = draft.model, None
+    if draft.drafter.model is not None:
         progress("loading the draft")
         engine = build_engine(draft, draft.num_threads or num_threads)
-        reader = Reader(engine, entries_max=draft.support_entries)
-    if lookup is not None and not isinstance(reader, LookupReader) and not kind:
-        name = f"the model of {name}"
-    return Reading(target, reader, name, prompts, encoder(text, raw), max_tokens)
+        reader = ModelReader(engine, draft.support_entries)
+        name = f"the model of {name}" if lookup is not None else name
+    return Reading(
+        target, reader or LookupReader(lookup), name, prompts, encoder(text, raw), max_tokens
+    )
 
 
 class Reading:
@@ -304,7 +263,7 @@ class Reading:
     def __init__(
         self,
         target: Engine,
-        reader: Reader,
+        reader: ModelReader | LookupReader,
         name: str,
         prompts: Sequence[BenchPrompt],
         encode: Encode,
@@ -447,14 +406,11 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
     """At temperature 0 and 1."""
-    if options.hits and reading.reader.kind != MODEL:
+    if options.hits and not isinstance(reading.reader, ModelReader):
         raise SettingError("hits", f"needs a model that drafts; {reading.name} guesses no outcomes")
     samples = [reading.sample(temperature, progress) for temperature in (0.0, 1.0)]
     found = {"model": reading.target.info.name, "draft_model": reading.name}
-    found |= figures(options, *samples)
-    if reading.reader.kind in (MEDUSA, EAGLE):  # Whose later tokens are drawn otherwise.
-        del found["by_position"]
-    return Report.of("How much of the target's text is drafted", found)
+    return Report.of("How much of the target's text is drafted", found | figures(options, *samples))
 
 
 def figures(options: AcceptanceOptions, greedy: Sample, sampled: Sample) -> dict[str, Any]:

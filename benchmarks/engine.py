@@ -51,6 +51,8 @@ from .prompts import built_in_prompts
 from .report import Report, percentile
 
 SESSIONS: Final = (1, 4, 16, 32)
+PROMPT_TOKENS: Final = 256
+NEW_TOKENS: Final = 128
 GREEDY: Final = SamplingParams(temperature=0.0)
 _STRIDE: Final = 7
 """Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
@@ -104,7 +106,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     # Stated, they are those of every step: nothing runs beside it.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
-    if options.prompt_tokens + options.new_tokens > room:
+    if room < PROMPT_TOKENS + NEW_TOKENS:
         raise SettingError("model", f"takes {room} tokens, which is too short for the sessions")
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:
@@ -133,10 +135,10 @@ async def _rates(
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
             progress(f"round {index + 1}: {number} sessions")
-            served, alone = (prompts.take(number, options.prompt_tokens) for _ in range(2))
-            served_s = await _decode(client, served, options.new_tokens)
-            alone_s = decode_with_engine(engine, alone, options.new_tokens)
-            num_tokens = number * options.new_tokens
+            served, alone = (prompts.take(number, PROMPT_TOKENS) for _ in range(2))
+            served_s = await _decode(client, served, NEW_TOKENS)
+            alone_s = decode_with_engine(engine, alone, NEW_TOKENS)
+            num_tokens = number * NEW_TOKENS
             if index >= 0:
                 found[number].append((num_tokens / served_s, num_tokens / alone_s))
     return {

@@ -188,8 +188,6 @@ class EngineOptions(Options):
     parts: tuple[str, ...] = option(
         ENGINE_PARTS, "what to measure", choices=ENGINE_PARTS, metavar="NAMES"
     )
-    prompt_tokens: int = 256
-    new_tokens: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)

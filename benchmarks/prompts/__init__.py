@@ -92,22 +92,15 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     return tuple(prompts)
 
 
-def in_turn(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
-    """The first of each category, then the second of each, and so on, so that any first N of them
-    are of all kinds."""
-    seen: Counter[str] = Counter()
-
-    def rank(prompt: BenchPrompt) -> int:
-        seen[prompt.category] += 1
-        return seen[prompt.category]
-
-    return sorted(prompts, key=rank)
-
-
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first of them `in_turn`, in the order given."""
-    chosen = {id(prompt) for prompt in in_turn(prompts)[:num_prompts]}
-    return tuple(prompt for prompt in prompts if id(prompt) in chosen)
+    """The first of each category, then the second of each, and so on; in the order given."""
+    seen: Counter[str] = Counter()
+    ranks: list[int] = []
+    for prompt in prompts:
+        seen[prompt.category] += 1
+        ranks.append(seen[prompt.category])
+    chosen = sorted(range(len(prompts)), key=ranks.__getitem__)[:num_prompts]
+    return tuple(prompts[index] for index in sorted(chosen))
 
 
 def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:

@@ -8,42 +8,30 @@ import numpy as np
 import pytest
 import torch
 from models import (
-    MAX_MODEL_LEN,
     byte_level_tokenizer,
     save_tiny_model,
-    tiny_config,
-    tiny_eagle,
-    tiny_exit,
-    tiny_heads,
-    tiny_module,
-    twin,
 )
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.acceptance import (
-    EAGLE,
-    EARLY_EXIT,
-    MEDUSA,
     SAMPLED,
     Answer,
     LookupReader,
-    Reader,
+    ModelReader,
     Reading,
     Sample,
     figures,
+    load_reading,
     measure,
     write,
 )
 from benchmarks.options import AcceptanceOptions
 from benchmarks.prompts import BenchPrompt
 from deploy.cli.main import main
+from outrider.config import load_config
 from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.interface import ModelInfo
-from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
-from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.logits_processing import DraftVocabulary, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -70,13 +58,13 @@ def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     """And its outcomes are guessed; those of another model the more often the more are planned."""
-    found = measured(Reader(engine(1)), hits=True)
+    found = measured(ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
     assert found["by_position"] == pytest.approx([1.0] * 8, abs=2e-3)
     assert found["num_positions"] == found["num_positions_greedy"] == 80
     assert found["hits"]["coupled"]["4"] > 0.99
-    other = measured(Reader(engine(SALT)), hits=True)["hits"]
+    other = measured(ModelReader(engine(SALT)), hits=True)["hits"]
     for rule in ("greedy", "token", "coupled"):
         shares = list(other[rule].values())
         assert shares == sorted(shares)
@@ -86,7 +74,7 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
     """The same texts, and p and q of every prefix on their own. With a vocabulary as small as that
     nothing of q is cut off; where it is, less is accepted."""
-    found = measured(Reader(engine(SALT)), num_prompts=1)
+    found = measured(ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
     asked = [Answer("", 0, ids, 20)]
     [(greedy_text, _)] = write(engine(1), asked, SamplingParams(temperature=0.0))
@@ -100,7 +88,7 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
     assert found["greedy"] == pytest.approx(np.mean(hits), abs=1e-4)
     assert 0 < found["greedy"] < 1
     assert found["sampled"] == pytest.approx(np.mean(overlaps), abs=ROUNDING)
-    cut = measured(Reader(engine(1), entries_max=2))
+    cut = measured(ModelReader(engine(1), entries_max=2))
     assert cut["greedy"] == 1.0
     assert cut["sampled"] < 0.95
 
@@ -121,41 +109,6 @@ def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() 
             params = SamplingParams(temperature=temperature)
             q = reader.distributions((5, 6, 7, 8, 9), 2, params)
             assert [entry and entry.token_ids for entry in q] == expected
-
-
-@pytest.mark.parametrize("kind", [MEDUSA, EAGLE, EARLY_EXIT])
-def test_heads_read_the_text_in_one_pass_of_the_target(kind: str) -> None:
-    """q of what the head makes of the library's own hidden states."""
-    text, first, even = (3, 1, 4, 1, 5, 9, 2, 6), 3, range(0, VOCAB_SIZE, 2)
-    info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, "float64", (), "", "")
-    module = tiny_module(tiny_config("llama", VOCAB_SIZE), dtype=torch.float64)
-    original = twin(module)
-    states: Any = original(torch.tensor([text]), output_hidden_states=True).hidden_states
-    hidden = original.base_model(torch.tensor([text])).last_hidden_state[0]
-    made: Any
-    if kind == MEDUSA:
-        made = tiny_heads(module, even, num_heads=2)
-        engine = PagedEngine(module, info, draft_heads=made)
-    elif kind == EAGLE:
-        made = tiny_eagle(original, even)
-        engine = PagedEngine(module, info, shows_features=True)
-    else:
-        made = tiny_exit(module, even)
-        engine = PagedEngine(module, info, exit_head=made)
-    found = Reader(engine, kind, made, entries_max=4).distributions(text, first)
-    head = made.module
-    for place in range(first, len(text)):
-        guessed = states[1][0][place - 1][None]
-        newest = torch.tensor([text[place - 1]])
-        if kind == MEDUSA:
-            guessed = head.advance(0, hidden[place - 2][None], newest)
-        elif kind == EAGLE:
-            behind = torch.tensor([text[first - 1 : place]])
-            [pairs] = head.unroll(hidden[None, first - 2 : place - 1], behind, 1)
-            guessed = pairs[0, -1:]
-        [q] = target_probabilities(head.logits(guessed), SamplingParams())
-        assert found[place - first] == quantise(q, 4, DraftVocabulary.of(tuple(even)))
-    assert engine.page_counts().num_free == engine.page_counts().num_pages
 
 
 def test_answers_side_by_side_are_those_alone() -> None:
@@ -188,10 +141,16 @@ def test_places_count_alike_whichever_prompt_they_are_of() -> None:
     assert values["num_positions"] == 5
 
 
+def test_a_draft_that_reads_the_target_is_refused() -> None:
+    config = load_config({"draft_model": "medusa:DIR"}, {})
+    with pytest.raises(SettingError, match="medusa:DIR is wrong; it must read nothing"):
+        load_reading(config, [], 20, False, lambda line: None)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     prompts = [BenchPrompt("x", "a")]
     with pytest.raises(SettingError, match="number 1 has 64 tokens; 1 to 63"):
-        Reading(engine(1), Reader(engine(1)), "toy", prompts, lambda text: (1,) * 64, 20)
+        Reading(engine(1), ModelReader(engine(1)), "toy", prompts, lambda text: (1,) * 64, 20)
 
 
 def test_the_command_loads_both_models_and_prints_one_json_object(

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from toy_engine import ToyEngine
 
-from benchmarks.acceptance import Answer, LookupReader, Reader, Reading, Sample
+from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from benchmarks.measurement import Completion, Round
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.choosing import Replays, choose
@@ -57,7 +57,7 @@ def _encode(text: str) -> tuple[int, ...]:
 
 
 def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num: int = 4) -> Sample:
-    lookup, model = build_lookup(draft), Reader(_engine(draft_salt))
+    lookup, model = build_lookup(draft), ModelReader(_engine(draft_salt))
     reader = model if lookup is None or draft.drafter.model else LookupReader(lookup)
     prompts = [BenchPrompt(str(index), "ab"[index % 2]) for index in range(num)]
     reading = Reading(_engine(), reader, "d", prompts, _encode, MAX_TOKENS)
