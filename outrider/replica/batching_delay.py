@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
@@ -29,15 +28,14 @@ SPREAD_S: Final = 0.0005
 """And that much more: loops and networks are no exact clocks."""
 
 
-@dataclass
 class _Rhythm:
     """When a session comes back."""
 
-    rows: int
-    gap_s: float = 0.0
-    deviation_s: float = 0.0
     answered_at: float | None = None
     """None while it has an item here."""
+
+    def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
+        self.rows, self.gap_s, self.deviation_s = rows, gap_s, deviation_s
 
     def note(self, gap_s: float) -> None:
         self.deviation_s += MEMORY * (abs(gap_s - self.gap_s) - self.deviation_s)

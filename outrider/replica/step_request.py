@@ -48,7 +48,6 @@ class Answers:
     next item comes."""
 
 
-@dataclass(slots=True)
 class StepFigures:
     """What a worker's steps have come to so far."""
 
@@ -107,16 +106,9 @@ def _sessions_of(answers: Sequence[Any]) -> set[str]:
     return {answer.key.session_id for answer in answers}
 
 
-@dataclass(eq=False)
 class StepRequest:
-    """An item that waits for a step, and the connections that want its answer. Times are the
-    loop's."""
+    """An item that waits for a step, and the connections that want its answer."""
 
-    item: Any
-    senders: list[AnswerSender]
-    arrived_at: float
-    expires_at: float
-    """The answer is of no use after it; infinity = never."""
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Gets the answer after it was sent, or None where the request was dropped."""
     may_wait: bool = False
@@ -134,6 +126,13 @@ class StepRequest:
     """Until when something has to be drawn for it; else those who wait are told so."""
     timer: TimerHandle | None = None
     """Of that."""
+
+    def __init__(
+        self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
+    ) -> None:
+        """Times are the loop's; after `expires_at` the answer is of no use, infinity = never."""
+        self.item, self.senders = item, senders
+        self.arrived_at, self.expires_at = arrived_at, expires_at
 
     @property
     def session_id(self) -> str:

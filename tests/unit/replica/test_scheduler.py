@@ -52,12 +52,8 @@ class Worker:
         self.crash: Exception | None = None
         self.left: dict[str, int] = {}
         self.starved: set[str] = set()
-        self.num_starved = 0
+        self.figures = StepFigures()
         self.during_step: Any = lambda: None
-
-    @property
-    def figures(self) -> StepFigures:
-        return StepFigures(num_starved=self.num_starved)
 
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
         self.steps.append([(item.head.session_id, item.head.round) for item in items])
@@ -69,7 +65,7 @@ class Worker:
     def _answer(self, item: DraftItem) -> ProposalReply | Unfinished:
         name = item.head.session_id
         if name in self.starved:
-            self.num_starved += 1
+            self.figures.num_starved += 1
             return Unfinished.WAITS
         self.left[name] = self.left.get(name, 0) - 1
         if self.left[name] > 0:

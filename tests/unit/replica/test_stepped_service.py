@@ -69,8 +69,9 @@ def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
     while now < 60:
         load.stepped(works(now, now - 0.01, now - 0.01), now, now + 0.02)
         now += 0.02
-    pages = PageCounts(10, 2, 3, 0, 0)
-    found = load.figures(now, StepFigures(pages))
+    figures = StepFigures()
+    figures.pages = PageCounts(10, 2, 3, 0, 0)
+    found = load.figures(now, figures)
     assert found.busy == pytest.approx(1.0, abs=0.01)
     assert found.fill == pytest.approx(0.5)
     assert found.step_ms == pytest.approx(20)
