@@ -14,14 +14,12 @@ from typing import Any, Final
 
 import yaml
 
-from deploy.fleet.local_state import running_deployment, state_directory
-from outrider.config import deployment_settings
 from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 
 from .command import Arguments, command, json_option
-from .masking import masked_environment, masked_settings
+from .masking import masked_environment
 from .output import show
 
 PACKAGES: Final = (
@@ -72,25 +70,7 @@ def collect() -> dict[str, Facts]:
             "redis_server": redis,
             **machine,
         },
-        "deployment": _deployment(),
         "environment": masked_environment(os.environ),
-    }
-
-
-def _deployment() -> Facts:
-    """The one that runs, by its record; `outrider status` asks it."""
-    try:
-        record = running_deployment(state_directory(os.environ))
-    except OutriderError as error:
-        return {"running": False, "error": error.message}
-    if record is None:
-        return {"running": False}
-    defaults = {key: setting.default for key, setting in deployment_settings().items()}
-    changed = {k: v for k, v in record.settings.items() if k in defaults and v != defaults[k]}
-    return {
-        "running": True,
-        **{name: getattr(record, name) for name in ("pid", "started_at", "model", "draft_model")},
-        "changed_settings": masked_settings(changed),
     }
 
 

@@ -20,8 +20,8 @@ import click
 from deploy.fleet.local_state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
-from . import masking
 from .command import Arguments, Command, Group
+from .masking import hide_words
 from .output import progress
 
 COMMANDS: Final = {
@@ -64,11 +64,10 @@ outrider: Final = click.version_option(package_name="outrider", message="outride
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code. Without `arguments` it runs this process's own, and
-    starts it again where its command line has secrets."""
-    parsed = parse(masking.own_words() if arguments is None else arguments)
+    """Runs one command, by default this process's own; returns the exit code."""
+    parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        masking.leave_out()
+        hide_words()
     return _run(parsed)
 
 

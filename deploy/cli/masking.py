@@ -1,15 +1,13 @@
-"""Keeps secrets out of what is shown, and out of the command line that a process runs with.
+"""Keeps secrets out of what is shown, and out of the command line that others see.
 
 Other users read command lines in a list of processes, and `ray.init` stores the one of its process
-in Ray's head. So a command whose words have secrets starts itself again without them: they travel
-in a variable, which the new process removes from its environment before it starts another one.
+in Ray's head. So a command whose words have secrets takes them out of its own.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -30,8 +28,6 @@ _PLAIN_URL: Final = re.compile(
 """Its scheme, user and password, place, and query or fragment."""
 _KEY: Final = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
 """An API key that stands where none should."""
-VARIABLE: Final = "OUTRIDER_SECRET_WORDS"
-"""JSON list of the words that were left out."""
 _END_OF_FLAGS: Final = "--"
 
 
@@ -42,44 +38,30 @@ def _settings() -> list[Setting]:
     return list(deployment_settings().values())
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's words without secret flags and their values, and these."""
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command's words without secret flags and their values."""
     flags = {one.flag for one in _settings() if one.secret}
     others: list[str] = []
-    secret: list[str] = []
     left = iter(words)
     for word in left:
+        flag, has_value, _ = word.partition("=")
         if word == _END_OF_FLAGS:
             others += [word, *left]
-            break
-        flag, has_value, _ = word.partition("=")
-        if flag not in flags:
+        elif flag not in flags:
             others.append(word)
-        elif has_value:
-            secret.append(word)
-        else:
-            secret += [word, *([value] if (value := next(left, None)) is not None else [])]
-    return others, secret
+        elif not has_value:
+            next(left, None)
+    return others
 
 
-def own_words() -> list[str]:
-    """This process's words, with the secret ones that it was handed."""
+def hide_words() -> None:
+    """Takes secrets out of this process's command line, where it has any."""
     words = sys.argv[1:]
-    handed = json.loads(os.environ.pop(VARIABLE, "[]"))
-    end = words.index(_END_OF_FLAGS) if _END_OF_FLAGS in words else len(words)
-    return [*words[:end], *handed, *words[end:]]
+    others = without_secrets(words)
+    if others != words:
+        from setproctitle import setproctitle
 
-
-def leave_out() -> None:
-    """Starts this program again in this process, where its command line has secrets."""
-    words = sys.argv[1:]
-    others, secret = split(words)
-    if secret:
-        interpreter = sys.orig_argv[: len(sys.orig_argv) - len(words)]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        environment = os.environ | {VARIABLE: json.dumps(secret)}
-        os.execve(sys.executable, [*interpreter, *others], environment)  # noqa: S606
+        setproctitle(shlex.join([*sys.orig_argv[: -len(words)], *others]))
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,10 +57,6 @@ COMMON: Final = (
     "telemetry",
 )  # fmt: skip
 """Settings that `serve` shows first."""
-COORDINATOR_WAIT_S: Final = 60.0
-"""How long a command waits for a coordinator of a deployment that runs and has none."""
-_POLL_S: Final = 0.2
-"""Between two looks for one."""
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 
 
@@ -96,12 +92,6 @@ def place_options() -> list[Option]:
     """Where a deployment is that runs on another cluster; see `find_deployment`."""
     others = [key for key in deployment_settings() if key not in PLACE_KEYS]
     return grouped("A deployment on a Ray cluster elsewhere", setting_options(others, PLACE_KEYS))
-
-
-def key_option() -> Option:
-    """What a command shows that starts no deployment, and so has no settings of one."""
-    setting = deployment_settings()["api_key"]
-    return _setting_option(setting, rare=False, doc=f"shown to coordinators [${KEY_VARIABLE}]")
 
 
 def request_options(max_tokens: int) -> list[Option]:
@@ -264,8 +254,6 @@ class Connection:
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Of the deployment, by key; empty for a server that only an address is known of."""
-    deployment: str = ""
-    """Names the deployment that runs on this machine; empty for others."""
     is_own: bool = False
     """Whether the command started it, and no other client has called it."""
     api_key: str = field(default="", repr=False)
@@ -303,8 +291,10 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 
 
 def caller_options() -> list[Option]:
-    """What a command shows that starts no deployment."""
-    return grouped("Connection", [key_option(), *trust_options()])
+    """What a command shows that starts no deployment, and so has no settings of one."""
+    doc = f"shown to coordinators [${KEY_VARIABLE}]"
+    key = _setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
+    return grouped("Connection", [key, *trust_options()])
 
 
 def trust_options() -> list[Option]:
@@ -350,14 +340,15 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
-        record = await _served(record, state)
-        key = caller_key(arguments) or local_key(state)
-        found = _connection(arguments, record, key, lambda: _recorded_address(state))
-        yield replace(found, deployment=f"{record.deployment} {record.started_at}")
+
+        def find() -> str:
+            now = running_deployment(state)
+            return "" if now is None else now.grpc_address
+
+        yield _connection(arguments, record, caller_key(arguments) or local_key(state), find)
     else:
-        async with _own_deployment(arguments) as deployment:
-            key = deployment.api_key
-            found = _connection(arguments, deployment.record, key, lambda: deployment.address)
+        async with _own_deployment(arguments) as own:
+            found = _connection(arguments, own.record, own.api_key, lambda: own.address)
             yield replace(found, is_own=True)
 
 
@@ -369,30 +360,6 @@ def _connection(
         http_address=record.http_address.partition(",")[0], api_key=api_key,
         trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
-
-
-async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Its record once that names a coordinator: the only one may just be replaced. Raises
-    `Unavailable` where none comes."""
-    if record.grpc_address:
-        return record
-    progress("no coordinator serves at the moment: waiting for one")
-    try:
-        async with asyncio.timeout(COORDINATOR_WAIT_S):
-            while not record.grpc_address:
-                await asyncio.sleep(_POLL_S)
-                record = running_deployment(state) or record
-    except TimeoutError:
-        raise Unavailable(
-            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
-        ) from None
-    progress.rest()
-    return record
-
-
-def _recorded_address(state: Path) -> str:
-    record = running_deployment(state)
-    return "" if record is None else record.grpc_address
 
 
 def caller_key(arguments: Arguments) -> str:

@@ -128,13 +128,7 @@ def test_a_command_runs_without_secrets_among_its_words() -> None:
         check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert found["words"].split("\0")[3:-1] == [
-        "generate",
-        "--max-num-seqs",
-        "3",
-        "--",
-        "--api-key",
-    ]
+    assert found["words"].rstrip("\0").endswith("generate --max-num-seqs 3 -- --api-key")
     assert found["flags"] == {
         "redis_password": "hidden-1", "api_key": "hidden-2,hidden-3", "max_num_seqs": "3",
     }  # fmt: skip
