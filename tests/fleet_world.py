@@ -20,27 +20,6 @@ from outrider.replica.process_setup import Place
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
 
 
-class SavedInMemory:
-    """What a reconciler keeps, without Ray."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.failure: OutriderError | None = None
-        """What each call raises, while it is set."""
-
-    async def load(self) -> str:
-        self._check()
-        return self.text
-
-    async def save(self, text: str) -> None:
-        self._check()
-        self.text = text
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
 class Sitter(Actor):
     """An actor that serves until it is told how it ends."""
 
@@ -97,6 +76,19 @@ class Machines:
         self.loading.set()
         self.starts: list[str] = []
         """Roles whose actors were started behind the first ones."""
+        self.text = ""
+        """What a reconciler has saved."""
+        self.failure: OutriderError | None = None
+        """What that raises, while it is set."""
+
+    async def saved(self) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return self.text
+
+    async def save(self, text: str) -> None:
+        await self.saved()
+        self.text = text
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         if len(self._there()) + len(demands) > self.room:

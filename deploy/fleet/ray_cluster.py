@@ -23,6 +23,7 @@ RECONCILER: Final = "reconciler"
 """Name of the actor that places the others."""
 RETRY_PERIOD_S: Final = 1.0
 """Until what is not known is asked again."""
+_SAVED: Final = b"changes"
 _RANK: Final = "-rank-"
 """Between a replica's name and the rank of a follower."""
 
@@ -186,6 +187,25 @@ class Cluster:
             await self.remove([actor for ranks in there.values() for actor in ranks])
             await self.free_groups()
 
+    async def saved(self) -> str:
+        """What was saved last; empty where nothing was. Raises `Unavailable`."""
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        space = self.namespace.encode()
+        with asking_head():
+            found = await asyncio.to_thread(_internal_kv_get, _SAVED, namespace=space)
+        return "" if found is None else bytes(found).decode()
+
+    async def save(self, text: str) -> None:
+        """Keeps a text for a reconciler that Ray restarts, in the key-value store of Ray's head
+        (GCS), and not in Redis: writing it needs the right to run code on the cluster. Raises
+        `Unavailable`."""
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        space = self.namespace.encode()
+        with asking_head():
+            await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
+
     def _begin(self, demand: Demand) -> list[Actor]:
         """Its actors: where few others are for one that is alone, and for ranks that ask for
         nothing, of which no group can be made."""
@@ -295,33 +315,6 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-class SavedState:
-    """What a reconciler must know again when Ray restarts it: one text, in the key-value store of
-    Ray's head (GCS), and not in Redis: writing it needs the right to run code on the cluster."""
-
-    _KEY: Final = b"changes"
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace.encode()
-
-    async def load(self) -> str:
-        """What was saved last; empty where nothing was. Raises `Unavailable`."""
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        with asking_head():
-            found = await asyncio.to_thread(_internal_kv_get, self._KEY, namespace=self._namespace)
-        return "" if found is None else bytes(found).decode()
-
-    async def save(self, text: str) -> None:
-        """Keeps a text in place of the one before. Raises `Unavailable`."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        with asking_head():
-            await asyncio.to_thread(
-                _internal_kv_put, self._KEY, text.encode(), namespace=self._namespace
-            )
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:

@@ -50,8 +50,6 @@ TOKEN_FILE: Final = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 _BYTES: Final = 32
 _ANSWER_S: Final = 5.0
-_before: dict[str, str | None] = {}
-"""The user's own variables while `use_token` holds; None = was not set."""
 
 
 class SecretFiles:
@@ -143,8 +141,6 @@ class RayConnection:
                 self._connected = False
                 await asyncio.to_thread(ray.shutdown)
         finally:
-            if self.token is not None:
-                forget_token()
             if self._temporary is not None:
                 await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
                 self._temporary = None
@@ -176,25 +172,8 @@ def _short_directory() -> str:
 
 def use_token(path: Path) -> None:
     """From now on this process, and those that it starts, show and ask for the token in a file."""
-    if not _before:
-        _before.update({name: os.environ.get(name) for name in (MODE, PATH, TOKEN)})
     os.environ |= {MODE: "token", PATH: str(path)}
     os.environ.pop(TOKEN, None)
-    _read_again()
-
-
-def forget_token() -> None:
-    """Undoes `use_token`: the variables are as they were before its first call."""
-    for name, text in _before.items():
-        if text is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = text
-    _before.clear()
-    _read_again()
-
-
-def _read_again() -> None:
     if "ray" in sys.modules:  # It has read the variables already, and perhaps another token.
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")

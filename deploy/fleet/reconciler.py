@@ -7,7 +7,7 @@ that are there.
 | how replicas are made | its own arguments, which Ray keeps |
 | which there are | Ray, by their names, and each of them |
 | how many there should be | Redis, where nothing but counts is read |
-| which settings and bounds are others since | Ray's head (`SavedState`) |
+| which settings and bounds are others since | Ray's head (`Cluster.save`) |
 
 Ray lets in only callers that show the cluster's token, and they may run code anyway. So this, and
 nothing in Redis, is how settings come to a deployment that runs.
@@ -22,10 +22,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
-
-from pydantic import TypeAdapter
 
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.errors import OutriderError, SettingError, Unavailable
@@ -43,7 +41,6 @@ from .ray_cluster import (
     RECONCILER,
     Actor,
     Cluster,
-    SavedState,
     asking_head,
     resources,
     retried,
@@ -78,43 +75,24 @@ SHARING: Final = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tens
 """Changes that name one of these have the cluster's GPUs counted, and shared out, anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What differs from the settings that a deployment was started with."""
-
-    values: Mapping[str, Value] = field(default_factory=dict)
-    """By `outrider upgrade` and `autoscale`."""
-    cluster_gpus: float | None = None
-    """As of a `FleetSpec`, where they were counted again; None = as at the start."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> Changes:
-        """Of nothing, there are none. Raises `ValueError` for what is no set of changes."""
-        return TypeAdapter(Changes).validate_json(text) if text else Changes()
+Changes = tuple[dict[str, Value], float | None]
+"""What differs from the settings that a deployment was started with, by `outrider upgrade` and
+`autoscale`; and `cluster_gpus` of a `FleetSpec`, where they were counted again."""
 
 
-def check_changes(given: Mapping[str, Value], changes: Mapping[str, Value]) -> None:
-    """Raises `SettingError` for one of the changes that cannot be made to the `given` settings
-    while a deployment runs."""
+def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
+    """What was given, with these settings in its place. Raises `SettingError` for one that cannot
+    change while a deployment runs, and for values that do not go together."""
+    values = given.values()
     for key, value in changes.items():
-        if key in FIXED and value != given.get(key):
+        if key in FIXED and value != values.get(key):
             raise SettingError(key, f"cannot be another one while a deployment runs: {FIXED[key]}")
-        if key in SWITCHES and bool(value) != bool(given.get(key)):
+        if key in SWITCHES and bool(value) != bool(values.get(key)):
             raise SettingError(
                 key,
                 "cannot be turned on or off while a deployment runs: its replicas would not "
                 "understand each other meanwhile",
             )
-
-
-def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """What was given, with these settings in its place. Raises as `check_changes`, and
-    `SettingError` for values that do not go together."""
-    values = given.values()
-    check_changes(values, changes)
     if changes.get("model", given.target.model) != given.target.model:
         # What was chosen for the other target need not fit this one.
         del values["draft_model"]
@@ -147,12 +125,12 @@ class Reconciler:
         except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
             self._no_password = error
         self._original = spec
-        self._saved = SavedState(namespace)
-        self._changes = Changes()
+        self._changes: Changes = {}, None
         """Those that hold, all together since the deployment began."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
-        self._fleet = Fleet(Cluster(namespace, local=spec.local), spec, self._registry)
+        self._cluster = Cluster(namespace, local=spec.local)
+        self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
         """Set once it keeps the fleet, and knows what held before; or has failed to start it."""
@@ -172,7 +150,7 @@ class Reconciler:
         if self._work is None:
             self._check_password()
             # First, for one that Ray restarts from now on goes by what is saved.
-            await self._saved.save("")
+            await self._cluster.save("")
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
             try:
                 await self._work
@@ -201,7 +179,7 @@ class Reconciler:
         await self._registry.want(counts)
         return self._autoscaler.config
 
-    async def change(self, values: Mapping[str, Value]) -> AutoscaleConfig:
+    async def change(self, values: dict[str, Value]) -> AutoscaleConfig:
         """Adds settings to the changes that hold; how the load changes numbers then. Raises
         `ConfigError` for settings that cannot be, and `Unavailable`; then what held still holds."""
         await self._ready()
@@ -209,15 +187,15 @@ class Reconciler:
             return self._autoscaler.config
         async with self._changing:
             before, fleet = self._changes, self._fleet
-            changes = replace(before, values={**before.values, **values})
+            changes, gpus = before[0] | values, before[1]
             if not SHARING.isdisjoint(values):
-                changes = replace(changes, cluster_gpus=resources().get("GPU", 0.0))
+                gpus = resources().get("GPU", 0.0)
             if values.keys() <= {*BOUND_SETTINGS}:
-                given = changed(self._original.given, changes.values)
+                given = changed(self._original.given, changes)
                 config = replace(fleet.spec.config, autoscale=given.autoscale)
                 spec = replace(fleet.spec, given=given, config=config)
             else:
-                spec = await self._plan(changes)
+                spec = await self._plan(changes, gpus)
                 await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
             for role, bounds in spec.config.autoscale.bounds.items():
                 for count in bounds if f"autoscale_{role}s" in values else ():
@@ -227,19 +205,19 @@ class Reconciler:
                 wanted = await self._registry.wanted()
                 if not wanted.get("draft"):  # No replica drafted before.
                     await self._registry.want({"draft": spec.counts["draft"]})
-            await self._save(changes)
+            await self._save(changes, gpus)
             try:
                 self._use(spec)
             except BaseException:  # A replica has been placed since it was checked.
-                await self._save(before)
+                await self._save(*before)
                 raise
             _log.info("other settings: %s", ", ".join(values))
         return self._autoscaler.config
 
-    async def _plan(self, changes: Changes) -> FleetSpec:
+    async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
         """By all changes together. Raises `ConfigError` for what cannot work."""
-        before, gpus = self._original, changes.cluster_gpus
-        given = changed(before.given, changes.values)
+        before = self._original
+        given = changed(before.given, changes)
         if before.local:
             listeners(given)
         # In a process of its own: the model library stays there.
@@ -251,15 +229,15 @@ class Reconciler:
             before.log_directory, local=before.local,
         )  # fmt: skip
 
-    async def _save(self, changes: Changes) -> None:
-        await self._saved.save(changes.to_json())
+    async def _save(self, *changes: Any) -> None:
+        await self._cluster.save(json.dumps(changes))
         self._changes = changes
 
     async def _restore(self) -> None:
         """Goes by the changes that an earlier reconciler of the deployment had saved."""
-        self._changes = Changes.from_json(await self._saved.load())
-        if self._changes.values:
-            self._use(await self._plan(self._changes))
+        if text := await self._cluster.saved():
+            self._changes = values, gpus = json.loads(text)
+            self._use(await self._plan(values, gpus))
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)
@@ -297,7 +275,7 @@ class Reconciler:
             await asyncio.wait([self._work])
         await self._fleet.close()
         try:
-            await self._saved.save("")
+            await self._cluster.save("")
         except Unavailable as error:
             _log.warning("changes of this deployment are still saved: %s", error)
         await self._registry.close()

@@ -53,19 +53,10 @@ class Overview:
         """The replicas of a role."""
         return [one for one in self.replicas if one.role == role]
 
-    def num_serving(self, role: Role) -> int:
-        """How many of a role serve, those that leave among them."""
-        return sum(bool(one.address) for one in self.of(role))
-
     def late(self, what: str, after_s: float) -> Unavailable:
         """That something has not come about in this time, and why, as far as that is known."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether as many serve as should."""
-        return all(self.num_serving(role) >= count for role, count in self.wanted.items())
 
     @property
     def num_stale(self) -> int:

@@ -114,7 +114,7 @@ class Fleet:
         self._registry = registry
         self.wanted: dict[Role, int] = dict(spec.counts)
         self._replicas: dict[str, Replica] = {}
-        self._num_started = self._num_told = 0
+        self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """What starts and watches each replica, or ends it, by name."""
@@ -360,10 +360,7 @@ class Fleet:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():
                 await self._registry.want(self.wanted | wanted)
-                self._num_told = 0
-            if self._num_told != self._num_started:
-                await self._registry.note_started(self._num_started)
-                self._num_told = self._num_started
+            await self._registry.note_started(self._num_started)
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from deploy.fleet.ray_connection import (
     ENVIRONMENT,
     OBJECT_STORE_BYTES,
-    forget_token,
     use_token,
 )
 from outrider.sessions.embedded import find_server
@@ -84,7 +83,6 @@ class Machines:
             await asyncio.to_thread(self._gcs.wait)
         await self.redis.__aexit__()
         self.proxy.close()
-        forget_token()
         del os.environ[PROXY]
         del os.environ[EXTERNAL]
 

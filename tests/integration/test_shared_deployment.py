@@ -91,7 +91,7 @@ async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) ->
     os.kill(other.pid, signal.SIGKILL)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
     async with asyncio.timeout(END_S):
-        while _runs(serving.pid) or not shared.overview.num_serving("target"):
+        while _runs(serving.pid) or not shared.overview.addresses("target"):
             await asyncio.sleep(0.05)
     assert shared.overview.of("target")[0].name != before.name
     assert shared.overview.hopeless is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 import ray
 from ray._common.utils import try_to_create_directory
 
-from deploy.fleet import ray_connection as ray_token
 from deploy.fleet.ray_connection import (
     RayConnection,
     SecretFiles,
@@ -68,22 +66,6 @@ def test_only_a_head_that_refuses_strangers_is_taken(
         check_asks_for_token(address)
     monkeypatch.setenv("RAY_USE_TLS", "1")
     check_asks_for_token(address)
-
-
-def test_a_users_own_variables_are_as_before_once_a_token_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray_token, "_read_again", lambda: None)
-    monkeypatch.setenv(ray_token.MODE, "token")
-    monkeypatch.setenv(ray_token.TOKEN, "own")
-    monkeypatch.delenv(ray_token.PATH, raising=False)
-    for name in ("one", "other"):
-        ray_token.use_token(Path(name))
-        assert os.environ[ray_token.PATH] == name
-        assert ray_token.TOKEN not in os.environ
-    ray_token.forget_token()
-    found = {name: text for name, text in os.environ.items() if name.startswith("RAY_AUTH")}
-    assert found == {ray_token.MODE: "token", ray_token.TOKEN: "own"}
 
 
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(

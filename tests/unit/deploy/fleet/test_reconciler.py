@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import ray
-from fleet_world import SavedInMemory, World
+from fleet_world import World
 
 from deploy.fleet import reconciler as module
 from deploy.fleet.reconciler import Reconciler, changed
@@ -29,7 +29,6 @@ class Host:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.world = World(**settings)
-        self.saved = SavedInMemory()
         self.amounts = {"CPU": 64.0}
         """What the cluster has now."""
         self.missing: set[str] = set()
@@ -37,7 +36,7 @@ class Host:
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         for name, found in {
             "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
-            "SavedState": lambda _: self.saved, "RedisRegistry": lambda *_: self.world.registry,
+            "RedisRegistry": lambda *_: self.world.registry,
             "resources": lambda: self.amounts, "resolve_models": self._resolve, "run_task": call,
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, found)
@@ -127,7 +126,7 @@ def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyP
         await found.want({"target": 2})
         await asyncio.sleep(60)
         overview = await found.overview()
-        assert (overview.is_whole, overview.num_stale) == (False, 0)
+        assert (len(overview.addresses("target")), overview.num_stale) == (1, 0)
 
     play(monkeypatch, scene)
 
@@ -146,14 +145,14 @@ def test_one_that_returns_goes_by_what_held_once_it_can(monkeypatch: pytest.Monk
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await found.overview()
-        host.saved.failure = Unavailable("away")
+        host.world.machines.failure = Unavailable("away")
         await asyncio.sleep(5)
-        host.saved.failure = None
+        host.world.machines.failure = None
         host.missing.clear()
         assert (await found.change({})).bounds == {"target": (1, 4)}
         assert (await found.want({})).autoscale_calm_s == 5
         overview = await found.overview()
-        assert (overview.is_whole, overview.num_stale) == (True, 0)
+        assert overview.num_stale == 0
         assert {one.name for one in overview.replicas} == {*names}
         assert await found.spec() == spec
 
@@ -190,7 +189,7 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
         await found.change({"autoscale_targets": "1:4"})
         host.missing.add("ngram")
         host.world.machines.actors[0].place = Place(1, "elsewhere")
-        before, saved = await found.spec(), host.saved.text
+        before, saved = await found.spec(), host.world.machines.text
         wrong: tuple[tuple[dict[str, Any], str], ...] = (
             ({"draft_model": "ngram"}, "draft_model: is not to be had"),
             ({"num_targets": 3}, r"num_targets: .*use `outrider scale`"),
@@ -201,12 +200,12 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds(
         for values, said in wrong:
             with pytest.raises(ConfigError, match=said):
                 await found.change(values)
-        host.saved.failure = Unavailable("away")
+        host.world.machines.failure = Unavailable("away")
         with pytest.raises(Unavailable):
             await found.change({"max_num_seqs": 9})
         assert (await found.change({})).bounds == {"target": (1, 4)}
-        assert (await found.spec(), host.saved.text) == (before, saved)
-        host.saved.failure = None
+        assert (await found.spec(), host.world.machines.text) == (before, saved)
+        host.world.machines.failure = None
         host.world.machines.actors[0].place = Place(1, "here")
         await found.change({"max_model_len": 99})
         assert (await found.spec()).given.target.max_num_seqs == 7
