@@ -160,23 +160,11 @@ def _text(prompt: str) -> str:
 
 
 def _report(completion: Completion, seconds: float) -> dict[str, Any]:
-    usage = completion.usage
-    report: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason.value,
-        "usage": asdict(usage),
-        "metrics": {
-            **asdict(completion.metrics),
-            "tokens_per_second": usage.completion_tokens / seconds,
-        },
-        "model": completion.model,
-        "session_id": completion.session_id,
-        "seed": completion.seed,
-        "rule": completion.rule.value,
-    }
-    if completion.logprobs:
-        report["logprobs"] = [asdict(at) for at in completion.logprobs]
+    report = asdict(completion)
+    del report["origins"], report["rounds"]
+    if not completion.logprobs:
+        del report["logprobs"]
+    report["metrics"]["tokens_per_second"] = completion.usage.completion_tokens / seconds
     return report
 
 

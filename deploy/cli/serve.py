@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import time
@@ -132,8 +131,10 @@ def endpoints_text(record: DeploymentRecord) -> str:
     """Where a deployment answers, what callers need, and a command to try that it does not refuse.
     Those of this user on this machine need nothing."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
-    needed = _caller_needs(record)
-    scheme = "https" if record.settings.get("ssl_certfile") else "http"
+    needed = ["an API key"] if record.asks_for_keys else []
+    if certificate := record.settings.get("ssl_certfile"):
+        needed.append(f"TLS, by {certificate}")
+    scheme = "https" if certificate else "http"
     by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
     sections = {
         "gRPC": record.grpc_address.split(","),
@@ -150,30 +151,24 @@ def endpoints_text(record: DeploymentRecord) -> str:
     return "\n".join(lines)
 
 
-def _caller_needs(record: DeploymentRecord) -> list[str]:
-    """What callers other than this user need."""
-    needed = []
-    if record.asks_for_keys:
-        file = record.settings.get("api_key_file")
-        keys = f"{shell_command()} keys --api-key-file {shlex.quote(str(file))} new NAME"
-        needed.append(f"an API key ({keys})" if file else "an API key")
-    if certificate := record.settings.get("ssl_certfile"):
-        needed.append(f"TLS, by {certificate}")
-    return needed
-
-
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
-    """Waits until the detached process serves or is gone."""
+    """Waits until the detached process serves or is gone; then says why, in its own words where it
+    had any."""
     try:
         record, code = _record_once_ready(state, pid)
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
         raise
-    if record is None:
-        return _raise_failure(code, state)
-    _announce(record, arguments)
-    return 0
+    if record is not None:
+        _announce(record, arguments)
+        return 0
+    log_path, error = state / LOG_NAME, logged_error(state)
+    if code == 2 and error is not None:
+        raise ConfigError(error)
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = error or (lines[-1] if lines else "it wrote nothing")
+    raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")
 
 
 def _record_once_ready(state: Path, pid: int) -> tuple[DeploymentRecord | None, int]:
@@ -204,16 +199,6 @@ def _detach(log: LogFile) -> None:
         log.setFormatter(before.formatter)
         root.removeHandler(before)
     root.addHandler(log)
-
-
-def _raise_failure(code: int, state: Path) -> int:
-    """Says why the detached process ended, in its own words where it had any."""
-    log_path, error = state / LOG_NAME, logged_error(state)
-    if code == 2 and error is not None:
-        raise ConfigError(error)
-    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = error or (lines[-1] if lines else "it wrote nothing")
-    raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")
 
 
 @command(

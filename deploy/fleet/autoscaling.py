@@ -71,10 +71,9 @@ class Autoscaler:
         while True:
             try:
                 await self.look()
-            except OutriderError as error:
-                _log.warning("the numbers of replicas stay: %s", error)
-            except Exception:  # noqa: BLE001 (the fleet goes on with the numbers that it has)
-                _log.exception("the numbers of replicas stay")
+            except Exception as error:  # noqa: BLE001 (the numbers stay those that there are)
+                known = isinstance(error, OutriderError)
+                _log.warning("the numbers of replicas stay: %s", error, exc_info=not known)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:

@@ -23,11 +23,11 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import DraftModel, check_model_name
+from outrider.drafters.names import check_model_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.sessions.redis_address import Passwords, without_password
-from outrider.settings import Value, blaming
+from outrider.settings import Value, blaming, settings_of
 
 _log = logging.getLogger(__name__)
 
@@ -122,33 +122,48 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     for a length that one does not take, for ranks that one cannot be shared out among, and for a
     draft whose tokenizer differs from the target's."""
     check_names(config)
-    if config.target.emulated is not None:
-        coordinator = replace(config.coordinator, lookup=_lookup_of(config.draft))
+    target, draft, drafter = config.target, config.draft, config.draft.drafter
+    coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
+    if target.emulated is not None:
         return replace(config, coordinator=coordinator)
     # Imports the model library, which takes seconds: only where it is needed.
+    from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
+    from outrider.models.loading import check_same_tokenizer
     from outrider.models.sources import resolve_model
 
-    trust = config.target.trust_remote_code
+    name, trust = target.model, target.trust_remote_code
     with blaming("model"):
-        directory = resolve_model(config.target.model, trust_remote_code=trust)
-    _check_size(config.target, config.target.model, directory, trust)
-    has_tokenizer = any((directory / name).is_file() for name in _TOKENIZER_FILES)
-    tokenizer = str(directory) if has_tokenizer else ""
-    config = replace(config, draft=replace(config.draft, tokenizer_directory=tokenizer))
-    draft, draft_model = config.draft, config.draft.drafter.model
-    if draft_model is not None:
-        draft = _resolve_draft(config, draft_model, directory, trust)
-    reads = draft_model is not None and draft_model.reads_features
-    target = replace(
-        config.target, directory=str(directory), shows_features=reads,
-        tokenizer_directory=tokenizer,
-    )  # fmt: skip
-    if draft.drafter.on_target is not None:
-        target = _with_heads(target, draft, draft.drafter.on_target)
-    coordinator = replace(
-        config.coordinator, tokenizer_directory=tokenizer,
-        served_model_name=config.served_model_name, lookup=_lookup_of(draft),
-    )  # fmt: skip
+        directory = resolve_model(name, trust_remote_code=trust)
+    _check_size(target, name, directory, trust)
+    has_tokenizer = any((directory / one).is_file() for one in _TOKENIZER_FILES)
+    places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
+    target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
+    made_for: dict[str, Any] = {"target_directory": directory, "target_name": name}
+    with blaming("draft_model"):
+        if (heads := drafter.on_target) is not None:  # The target drafts for itself.
+            where = resolve_model(heads, trust_remote_code=trust, heads=True)
+            kind = TrainedKind.MEDUSA if drafter.heads is not None else TrainedKind.EARLY_EXIT
+            check_target(where, kind, name=heads, **made_for)
+            target = replace(
+                target, heads=heads, heads_kind=kind, heads_directory=str(where),
+                heads_support_entries=draft.support_entries,
+            )  # fmt: skip
+        if (model := drafter.model) is not None:
+            drafts, where, reads = name, directory, model.reads_features
+            if model.name is not None:  # Else it drafts with the target's weights.
+                drafts = model.name
+                where = resolve_model(drafts, trust_remote_code=trust, heads=reads)
+                if reads or is_trained_drafter(where):
+                    kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
+                    check_target(where, kind, name=drafts, **made_for)
+                    draft = replace(draft, target=name, target_directory=str(directory))
+                else:
+                    check_same_tokenizer(name, drafts, trust_remote_code=trust)
+            draft = replace(draft, directory=str(where))
+            target = replace(target, shows_features=reads)
+            if not reads:
+                _check_size(draft, drafts, where, trust)
+    coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     return replace(config, target=target, draft=draft, coordinator=coordinator)
 
 
@@ -199,76 +214,27 @@ def _tokens(target: TargetConfig) -> tuple[int, str]:
     return stated_tokens(Path(target.directory), trust_remote_code=target.trust_remote_code)
 
 
-def _resolve_draft(
-    config: DeploymentConfig, draft_model: DraftModel, target: Path, trust: bool
-) -> DraftConfig:
-    """With where its files are: those of `target` where it drafts with the target's weights, and
-    those as well where it was made for it."""
-    from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
-    from outrider.models.loading import check_same_tokenizer
-    from outrider.models.sources import resolve_model
-
-    draft, directory, name = config.draft, target, config.target.model
-    if draft_model.name is not None:
-        name = draft_model.name
-        with blaming("draft_model"):
-            reads = draft_model.reads_features
-            directory = resolve_model(name, trust_remote_code=trust, heads=reads)
-            if reads or is_trained_drafter(directory):
-                kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
-                check_target(
-                    directory, kind, name=name,
-                    target_directory=target, target_name=config.target.model,
-                )  # fmt: skip
-                draft = replace(draft, target=config.target.model, target_directory=str(target))
-            else:
-                check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
-    if draft_model.reads_features:
-        return replace(draft, directory=str(directory))
-    if draft.target_directory and draft.tensor_parallel_size > 1:
-        raise SettingError(
-            "draft_tensor_parallel_size", "a drafter that was made for a target runs on one rank"
-        )
-    _check_size(draft, name, directory, trust, "draft_")
-    return replace(draft, directory=str(directory))
-
-
-def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetConfig:
-    """A target that drafts for itself, with heads or with its first layers and one behind them."""
-    from outrider.models.drafter_checkpoint import TrainedKind, check_target
-    from outrider.models.sources import resolve_model
-
-    with blaming("draft_model"):
-        directory = resolve_model(name, trust_remote_code=target.trust_remote_code, heads=True)
-        kind = TrainedKind.MEDUSA if draft.drafter.heads is not None else TrainedKind.EARLY_EXIT
-        check_target(
-            directory, kind, name=name,
-            target_directory=Path(target.directory), target_name=target.model,
-        )  # fmt: skip
-    return replace(
-        target, heads=name, heads_kind=kind, heads_directory=str(directory),
-        heads_support_entries=draft.support_entries,
-    )  # fmt: skip
-
-
 def _check_size(
-    service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool, prefix: str = ""
+    service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool
 ) -> None:
     """Raises `SettingError` for a length that a model does not take, and for ranks that it cannot
-    be shared out among; `prefix` begins their keys."""
+    be shared out among."""
+    keys = {name: one.key for name, one in settings_of(type(service)).items()}
     if service.max_model_len:
         from outrider.models.loading import stated_length
 
         stated = stated_length(directory, trust_remote_code=trust)
         if stated is not None and service.max_model_len > stated:
             raise SettingError(
-                f"{prefix}max_model_len",
+                keys["max_model_len"],
                 f"{service.max_model_len} is wrong; the model takes at most {stated} tokens",
             )
-    if (num_ranks := service.tensor_parallel_size) > 1:
+    key, num_ranks = keys["tensor_parallel_size"], service.tensor_parallel_size
+    if num_ranks > 1:
+        if isinstance(service, DraftConfig) and service.target_directory:
+            raise SettingError(key, "a drafter that was made for a target runs on one rank")
         from outrider.engine.tensor_parallel.sharding import check_shares
 
-        key = f"{prefix}tensor_parallel_size"
         check_shares(directory, num_ranks, key=key, name=name, trust_remote_code=trust)
 
 

@@ -84,7 +84,7 @@ class RayConnection:
         self.namespace = namespace
         self._secret_files = secret_files
         self._address = address or "local"
-        self._temporary: str | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
         self.found = ""
         """HOST:PORT of the cluster, once it is connected."""
@@ -112,7 +112,7 @@ class RayConnection:
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": str(Path(self._temporary, _RAY_FOLDER)),
+                "_temp_dir": str(Path(self._temporary.name, _RAY_FOLDER)),
             }
         if self.token is not None:
             use_token(self.token)
@@ -142,8 +142,7 @@ class RayConnection:
                 await asyncio.to_thread(ray.shutdown)
         finally:
             if self._temporary is not None:
-                await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
-                self._temporary = None
+                await asyncio.to_thread(self._temporary.cleanup)
 
 
 @contextmanager
@@ -157,13 +156,17 @@ def _without_secrets() -> Iterator[None]:
         os.environ |= hidden
 
 
-def _short_directory() -> str:
+def _short_directory() -> tempfile.TemporaryDirectory[str]:
     """A new directory around Ray's, with sockets and logs, that no other user may enter: under the
     usual place or, where that has too long a name, under /tmp. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
     short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
-        return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
+        return tempfile.TemporaryDirectory(
+            prefix="outrider-ray-",
+            dir=usual if short else "/tmp",  # noqa: S108
+            ignore_cleanup_errors=True,
+        )
     except OSError as error:
         raise ConfigError(
             f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
@@ -176,24 +177,23 @@ def plan_fleet(
         if drafts:
             num_ranks += draft.tensor_parallel_size * found.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
-    target_gpus, device = _device("target", target.device, target.num_gpus, default_gpus)
-    target = replace(target, device=device, num_gpus=target_gpus)
-    draft_gpus, device = 0.0, "cpu"
-    if drafts:
-        draft_gpus, device = _device("draft", draft.device, draft.num_gpus, default_gpus)
-    draft = replace(draft, device=device, num_gpus=draft_gpus)
-    asked: dict[Role, tuple[float, float, int]] = {
-        "coordinator": (coordinator.num_cpus, 0.0, 1),
-        "target": (target.num_cpus, target_gpus, target.tensor_parallel_size),
-        "draft": (draft.num_cpus, draft_gpus, draft.tensor_parallel_size),
-    }
+    parts: dict[Role, Any] = {"coordinator": coordinator, "target": target, "draft": draft}
+    for role in ("target", "draft"):
+        share = (0.0, "cpu")
+        if role == "target" or drafts:
+            share = _device(role, parts[role], default_gpus)
+        parts[role] = replace(parts[role], num_gpus=share[0], device=share[1])
     demands = {
-        role: Demand(role, *amount, _resources(role, found), classes=(ACTORS[role], RankHost))
-        for role, amount in asked.items()
-    }
+        role: Demand(
+            role, one.num_cpus, getattr(one, "num_gpus", 0.0),
+            getattr(one, "tensor_parallel_size", 1), _resources(role, found),
+            classes=(ACTORS[role], RankHost),
+        )
+        for role, one in parts.items()
+    }  # fmt: skip
     if not drafts:
         del demands["draft"]
-    config = replace(found, target=target, draft=draft)
+    config = replace(found, **parts)
     plans = {
         role: hashlib.blake2b(
             repr((demands.get(role), getattr(config, role))).encode(), digest_size=6
@@ -247,20 +247,20 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
 
 
 def _device(
-    role: str, device: str, num_gpus: float | None, default_gpus: float
+    role: Role, config: TargetConfig | DraftConfig, default_gpus: float
 ) -> tuple[float, str]:
     """The GPUs to ask for, and the device that the actor then uses."""
-    if device == "cpu":
-        if num_gpus:
-            raise SettingError(f"{role}_num_gpus", f"{num_gpus:g} is of no use with device cpu")
+    asked = default_gpus if config.num_gpus is None else config.num_gpus
+    if config.device == "cpu":
+        if config.num_gpus:
+            raise SettingError(f"{role}_num_gpus", f"{asked:g} is of no use with device cpu")
         return 0.0, "cpu"
-    asked = default_gpus if num_gpus is None else num_gpus
-    if device.startswith("cuda"):
-        if asked == 0:
-            raise SettingError(
-                "device",
-                f"{device} needs a GPU, but the {role} gets none: the cluster has none, or "
-                f"--{role}-num-gpus is 0",
-            )
-        return asked, device
-    return asked, "cuda" if asked > 0 else "cpu"
+    if config.device == "auto":
+        return asked, "cuda" if asked else "cpu"
+    if not asked:
+        raise SettingError(
+            "device",
+            f"{config.device} needs a GPU, but the {role} gets none: the cluster has none, or "
+            f"--{role}-num-gpus is 0",
+        )
+    return asked, config.device
