@@ -23,8 +23,7 @@ from typing import Any, Final
 
 from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
-from tests.chaos.aims import FULL_MINUTES, missed
-from tests.chaos.faults import ALL, KILLS, Adversary
+from tests.chaos.faults import ALL, FULL_MINUTES, KILLS, Adversary, missed
 from tests.chaos.load import Load, Work
 from tests.chaos.machines import Machines
 from tests.chaos.overload import Overload

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
+import httpx
+import openai
+
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.speculation.sampling_params import Rule
-from tests.chaos.http_clients import BROKEN, streamed
 
 PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25
@@ -20,6 +22,14 @@ STALE_S: Final = 5.0
 """For so long after the death of a coordinator requests by HTTP may still be sent there."""
 END_S: Final = 60.0
 """What runs in the end may take so long."""
+REFUSED_FOR_NOW: Final = (429, 503)
+RETRY_S: Final = 1.0
+"""Until a request is made again that was refused for now ..."""
+RETRIES: Final = 15
+"""... at most so often: a deployment that refuses everybody for longer has failed."""
+TIMEOUT_S: Final = 120.0
+BROKEN: Final = (openai.APIConnectionError, httpx.TransportError)
+"""What the death of a coordinator looks like."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +175,9 @@ class Load:
         return died_at is not None and one.began - STALE_S <= died_at <= now
 
     async def _by_http(self, seed: int, one: Asked) -> tuple[int, ...]:
-        loop, found = asyncio.get_running_loop(), []
-        prompt = _prompt(seed)
-        async for tokens in streamed(one.http_address, prompt, self._work.num_tokens, seed):
-            found += tokens
-            one.arrivals.append(loop.time())
-        return tuple(found)
+        return await _collected(
+            streamed(one.http_address, _prompt(seed), self._work.num_tokens, seed), one
+        )
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
         async with Client(self._addresses) as client:
@@ -182,17 +189,64 @@ class Load:
         return await self._tokens(client, seed, Asked(0.0)) == self._expected[seed]
 
     async def _tokens(self, client: Client, seed: int, one: Asked) -> tuple[int, ...]:
-        loop, found = asyncio.get_running_loop(), []
         request = GenerateRequest(
             _prompt(seed), max_tokens=self._work.num_tokens, seed=seed,
             rule=Rule.COUPLED, ignore_eos=True,
         )  # fmt: skip
-        async for event in client.generate(request):
-            if isinstance(event, Tokens):
-                found += event.token_ids
-                one.arrivals.append(loop.time())
-        return tuple(found)
+        events = client.generate(request)
+        return await _collected(
+            (event.token_ids async for event in events if isinstance(event, Tokens)), one
+        )
+
+
+async def _collected(parts: AsyncIterator[Sequence[int]], one: Asked) -> tuple[int, ...]:
+    found: list[int] = []
+    async for tokens in parts:
+        found += tokens
+        one.arrivals.append(asyncio.get_running_loop().time())
+    return tuple(found)
 
 
 def _prompt(seed: int) -> tuple[int, ...]:
     return tuple(range(10 + seed, 60))
+
+
+async def streamed(
+    address: str, prompt: tuple[int, ...], num_tokens: int, seed: int
+) -> AsyncIterator[list[int]]:
+    """The tokens of a completion as they come. Raises what the client does, and
+    `APIConnectionError` for a stream that ends before its time."""
+    base_url = f"http://{address}/v1"
+    async with openai.AsyncOpenAI(
+        base_url=base_url, api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
+        finished = False
+        async for chunk in await _begun(client, prompt, num_tokens, seed):
+            for choice in chunk.choices:
+                finished = finished or choice.finish_reason is not None
+                if found := (choice.model_extra or {}).get("token_ids"):
+                    yield found
+        if not finished:
+            raise openai.APIConnectionError(
+                message="the stream ended before its time", request=httpx.Request("POST", base_url)
+            )
+
+
+async def _begun(
+    client: openai.AsyncOpenAI, prompt: tuple[int, ...], num_tokens: int, seed: int
+) -> Any:
+    """A stream. What is refused for now is asked again; one that cannot be reached is not."""
+    for left in reversed(range(RETRIES)):
+        try:
+            return await client.completions.create(
+                model="", prompt=list(prompt), max_tokens=num_tokens, seed=seed, stream=True,
+                extra_body={
+                    "ignore_eos": True, "return_token_ids": True,
+                    "speculation": {"rule": "coupled"},
+                },
+            )  # fmt: skip
+        except openai.APIStatusError as error:
+            if error.status_code not in REFUSED_FOR_NOW or not left:
+                raise
+            await asyncio.sleep(RETRY_S)
+    return None

@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
+
+import psutil
 
 from deploy.fleet.ray_connection import (
     ENVIRONMENT,
@@ -139,7 +140,7 @@ class Machines:
     def processes(self, index: int) -> list[int]:
         """Of a node: all that its loss ends."""
         raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
-        return [*_descendants(raylet), raylet]
+        return [*(one.pid for one in psutil.Process(raylet).children(recursive=True)), raylet]
 
     async def lose_node(self, index: int) -> None:
         """Its processes die at once, as those of a machine without power; another node comes."""
@@ -179,20 +180,3 @@ def _wait_for(port: int) -> None:
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(POLL_S)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """Children, and theirs."""
-    parents: dict[int, list[int]] = {}
-    for place in Path("/proc").iterdir():
-        if place.name.isdecimal():
-            try:
-                status = (place / "stat").read_text(encoding="utf-8", errors="replace")
-            except OSError:  # It has ended.
-                continue
-            parent = int(status.rpartition(")")[2].split()[1])
-            parents.setdefault(parent, []).append(int(place.name))
-    waiting = list(parents.get(pid, ()))
-    while waiting:
-        yield (one := waiting.pop())
-        waiting += parents.get(one, ())

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from benchmarks.report import percentile
 from outrider.client import Client
@@ -115,6 +116,5 @@ class Overload:
 
 
 def _resident_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    [line] = [one for one in status.splitlines() if one.startswith("VmRSS:")]
-    return int(line.split()[1]) * 1024
+    found: int = psutil.Process(pid).memory_info().rss
+    return found

@@ -1,55 +1,86 @@
-"""The load generators: how each is told what to do, and where it leaves its report."""
+"""The load generators: how each is told what to do, what its report says, and whether a right
+server can have brought that about."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-from tests.clients.outcome import Asked, Outcome, from_aiperf, from_guidellm
-
-PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+RETOKENIZED_SHARE: Final = 0.5
+"""Of what was asked for: so many tokens a tool must find at least in the text that it got, on
+average. A text is split anew as its tokens were not, and special tokens are not in it."""
+STREAMS: Final = 2
+PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 """Names of variables, in small letters: nobody is asked beyond this machine."""
-STREAMS = 2
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
-class Tool(ABC):
-    """A program in an environment of its own."""
+@dataclass(frozen=True)
+class Asked:
+    """Of one run."""
 
-    name: str
-
-    def __init__(self, environments: Path) -> None:
-        self.program = (environments / self.name / "bin" / self.name).absolute()
-
-    @abstractmethod
-    def words(
-        self, base_url: str, model: str, tokenizer: Path, asked: Asked, out: Path
-    ) -> list[str]:
-        """Its command line, for a report in `out`. Prompts are made up, by a tokenizer that is
-        given as a directory."""
-
-    @abstractmethod
-    def read(self, out: Path) -> Outcome:
-        """What its report says."""
-
-    def environment(self, inherited: Mapping[str, str], home: Path) -> dict[str, str]:
-        """Its variables: nothing of a model hub's account or cache, but `home`."""
-        kept = {name: value for name, value in inherited.items() if name.lower() not in PROXIES}
-        return kept | {"HF_HOME": str(home)}
+    endpoint: str
+    """`chat` or `completions`."""
+    requests: int
+    input_tokens: int = 48
+    """Of the made-up prompt, without what a chat template adds."""
+    output_tokens: int = 16
+    """Of each answer, exactly: every run says `ignore_eos`."""
 
 
-class GuideLlm(Tool):
-    name = "guidellm"
+@dataclass(frozen=True)
+class Outcome:
+    """As the tool's report has it; each sequence has a value for each completed request."""
 
-    def words(
-        self, base_url: str, model: str, tokenizer: Path, asked: Asked, out: Path
-    ) -> list[str]:
+    completed: int
+    failed: int
+    """Refused, broken off, or never ended."""
+    input_tokens: Sequence[float]
+    """As the server counts."""
+    output_tokens: Sequence[float]
+    chunks: Sequence[float]
+    """With tokens."""
+    ttft_ms: Sequence[float]
+    text_tokens: Sequence[float] = ()
+    """Of each answer's text by the tool's own tokenizer, where it counts them."""
+    accepted: float | None = None
+    """Tokens a round, where the tool reads what a server says of its speculation."""
+
+
+def faults(asked: Asked, found: Outcome) -> list[str]:
+    """What is wrong, a line each; empty if nothing is."""
+    num, most = asked.requests, asked.output_tokens
+    mean = sum(found.text_tokens) / len(found.text_tokens) if found.text_tokens else most
+    checks = {
+        "requests": (found.completed, found.failed) == (num, 0),
+        "input_tokens": all(n >= asked.input_tokens / 2 for n in found.input_tokens),
+        "output_tokens": set(found.output_tokens) == {most},
+        "chunks": all(1 <= n <= most for n in found.chunks),
+        "ttft_ms": all(ms > 0 for ms in found.ttft_ms),
+        "text_tokens": RETOKENIZED_SHARE * most <= mean <= 2 * most,
+        "accepted": found.accepted is None or found.accepted >= 1,
+    }
+    for name in ("input_tokens", "output_tokens", "chunks", "ttft_ms"):
+        checks[name] &= len(getattr(found, name)) == num
+    return [
+        f"{name} are wrong: {asked}, {found}" for name, is_right in checks.items() if not is_right
+    ]
+
+
+def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) -> list[str]:
+    """Its arguments, for a report in `out`, against the demo of a record."""
+    url, model = f"http://{record['http_address']}", record["served_model_name"]
+    tokenizer = record["tokenizer_directory"]
+    if tool == "guidellm":
         route = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[asked.endpoint]
         data = f"prompt_tokens={asked.input_tokens},output_tokens={asked.output_tokens}"
         return [
-            str(self.program), "run",
-            "--backend", f"kind=openai_http,target={base_url},model={model},request_format={route}",
+            "run",
+            "--backend", f"kind=openai_http,target={url},model={model},request_format={route}",
             "--profile", f"kind=concurrent,streams={STREAMS}",
             "--constraint", f"kind=max_requests,count={asked.requests}",
             "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
@@ -57,42 +88,68 @@ class GuideLlm(Tool):
             "--output", f"kind=json,path={out / 'report.json'}",
             "--disable-console",
         ]  # fmt: skip
-
-    def environment(self, inherited: Mapping[str, str], home: Path) -> dict[str, str]:
-        return super().environment(inherited, home) | {"HF_HUB_OFFLINE": "1"}
-
-    def read(self, out: Path) -> Outcome:
-        return from_guidellm(json.loads((out / "report.json").read_text("utf-8")))
-
-
-class AiPerf(Tool):
-    name = "aiperf"
-
-    def words(
-        self, base_url: str, model: str, tokenizer: Path, asked: Asked, out: Path
-    ) -> list[str]:
-        return [
-            str(self.program), "profile", "--model", model, "--url", base_url,
-            "--endpoint-type", asked.endpoint, "--streaming",
-            "--extra-inputs", "ignore_eos:true",
-            "--tokenizer", str(tokenizer),
-            "--concurrency", str(STREAMS), "--request-count", str(asked.requests),
-            "--prompt-input-tokens-mean", str(asked.input_tokens),
-            "--prompt-output-tokens-mean", str(asked.output_tokens),
-            "--random-seed", "1", "--ui-type", "none", "--no-gpu-telemetry",
-            "--output-artifact-dir", str(out),
-        ]  # fmt: skip
-
-    def environment(self, inherited: Mapping[str, str], home: Path) -> dict[str, str]:
-        # Told to be offline it takes a tokenizer from its cache alone, not from a directory.
-        offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        kept = super().environment(inherited, home)
-        return {name: value for name, value in kept.items() if name not in offline}
-
-    def read(self, out: Path) -> Outcome:
-        lines = (out / "profile_export.jsonl").read_text("utf-8").splitlines()
-        report = json.loads((out / "profile_export_aiperf.json").read_text("utf-8"))
-        return from_aiperf(report, [json.loads(line) for line in lines])
+    return [
+        "profile", "--model", model, "--url", url,
+        "--endpoint-type", asked.endpoint, "--streaming",
+        "--extra-inputs", "ignore_eos:true",
+        "--tokenizer", tokenizer,
+        "--concurrency", str(STREAMS), "--request-count", str(asked.requests),
+        "--prompt-input-tokens-mean", str(asked.input_tokens),
+        "--prompt-output-tokens-mean", str(asked.output_tokens),
+        "--random-seed", "1", "--ui-type", "none", "--no-gpu-telemetry",
+        "--output-artifact-dir", str(out),
+    ]  # fmt: skip
 
 
-TOOLS = (GuideLlm, AiPerf)
+def environment_of(tool: str, home: Path) -> dict[str, str]:
+    """Its variables: nothing of a model hub's account or cache, but `home`. Told to be offline
+    aiperf takes a tokenizer from its cache alone, not from a directory."""
+    left_out = PROXIES | {name.lower() for name in OFFLINE}
+    kept = {name: value for name, value in os.environ.items() if name.lower() not in left_out}
+    return kept | {"HF_HOME": str(home)} | (OFFLINE if tool == "guidellm" else {})
+
+
+def from_guidellm(out: Path) -> Outcome:
+    """Raises `LookupError` or `TypeError` where its report is none."""
+    (benchmark,) = json.loads((out / "report.json").read_text("utf-8"))["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    requests = benchmark["requests"]["successful"]
+    spoken = [request["response_metrics"]["speculative_decoding"] for request in requests]
+    steps = sum(told["num_spec_steps"] for told in spoken)
+    accepted = sum(told["num_accepted_draft_tokens"] for told in spoken)
+    return Outcome(
+        completed=totals["successful"],
+        failed=totals["errored"] + totals["incomplete"],
+        input_tokens=[request["input_metrics"]["text_tokens"] for request in requests],
+        output_tokens=[request["output_metrics"]["text_tokens"] for request in requests],
+        chunks=[request["info"]["timings"]["token_iterations"] for request in requests],
+        ttft_ms=[request["time_to_first_token_ms"] for request in requests],
+        accepted=1 + accepted / steps if steps else None,
+    )
+
+
+def from_aiperf(out: Path) -> Outcome:
+    """The same."""
+    report = json.loads((out / "profile_export_aiperf.json").read_text("utf-8"))
+    lines = (out / "profile_export.jsonl").read_text("utf-8").splitlines()
+    good = [one["metrics"] for one in map(json.loads, lines) if not one.get("error")]
+    failed = (report.get("error_request_count") or {"avg": 0})["avg"]
+
+    def each(name: str) -> list[float]:
+        return [metrics[name]["value"] for metrics in good if name in metrics]
+
+    return Outcome(
+        completed=int(report["request_count"]["avg"]),
+        failed=int(failed) + len(report["error_summary"]) + bool(report["was_cancelled"]),
+        input_tokens=each("usage_prompt_tokens"),
+        output_tokens=each("usage_completion_tokens"),
+        # The first chunk, and one gap for each that follows.
+        chunks=[1 + len(m["inter_chunk_latency"]["value"]) for m in good],
+        ttft_ms=each("time_to_first_token"),
+        text_tokens=each("output_sequence_length"),
+    )
+
+
+READERS: Final[dict[str, Callable[[Path], Outcome]]] = {
+    "guidellm": from_guidellm, "aiperf": from_aiperf,
+}  # fmt: skip

@@ -3,9 +3,10 @@ it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -21,14 +22,16 @@ from tests.fuzz.valid import TOKENS
 WAIT_S: Final = 60.0
 Json = dict[str, Any]
 _DEPTH_MAX: Final = 4
-_SAYING: Final = {"anyOf", "oneOf", "const", "enum", "type"}
-"""Words of a schema that say what values it has."""
 _METHODS: Final = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
 _ANYTHING: Final = st.recursive(
     st.none() | st.booleans() | INTS | FLOATS | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=5,
 )
+_KINDS: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "string": TEXTS, "integer": INTS, "number": FLOATS | INTS, "boolean": st.booleans(),
+    "null": st.none(), "object": st.dictionaries(TEXTS, _ANYTHING, max_size=4),
+}  # fmt: skip
 _BASES: Final = {
     "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
@@ -83,7 +86,6 @@ class Document:
     """The OpenAPI document that a server gives."""
 
     whole: Json
-    validators: dict[str, jsonschema.Draft202012Validator] = field(default_factory=dict)
 
     def operations(self) -> list[tuple[str, str, Json]]:
         """Method, path and what is said of it."""
@@ -103,21 +105,15 @@ class Document:
         return schema
 
     def values(self, schema: Json, depth: int = 0) -> st.SearchStrategy[Any]:
-        """Values that the schema has in mind, hostile ones among them."""
+        """Values that the schema has in mind, and others of its kind."""
         schema = self.resolved(schema)
-        if depth > _DEPTH_MAX or not schema.keys() & _SAYING:
+        if depth > _DEPTH_MAX:
             return _ANYTHING
         if several := schema.get("anyOf", schema.get("oneOf")):
             return st.one_of(*(self.values(one, depth + 1) for one in several))
         if "const" in schema or "enum" in schema:
             return st.sampled_from(schema.get("enum", [schema.get("const")]))
-        kinds = {
-            "string": TEXTS, "integer": INTS, "number": FLOATS | INTS, "boolean": st.booleans(),
-            "null": st.none(),
-        }  # fmt: skip
-        if schema["type"] in kinds:
-            return kinds[schema["type"]]
-        if schema["type"] == "array":
+        if schema.get("type") == "array":
             inner = self.values(schema.get("items", {}), depth + 1)
             many = st.tuples(inner, st.sampled_from(LENGTHS)).map(_repeated)
             return st.lists(inner, max_size=4) | st.lists(inner, max_size=4) | many
@@ -126,9 +122,7 @@ class Document:
                 name: self.values(one, depth + 1) for name, one in schema["properties"].items()
             }
             return st.fixed_dictionaries({}, optional=parts)
-        inner = schema.get("additionalProperties")
-        values = self.values(inner, depth + 1) if isinstance(inner, dict) else _ANYTHING
-        return st.dictionaries(TEXTS, values, max_size=4)
+        return _KINDS.get(schema.get("type", ""), _ANYTHING)
 
     def bodies(self, operation: Json) -> st.SearchStrategy[bytes | None]:
         """Bodies for an operation: most of them in order but for a few fields."""
@@ -164,12 +158,11 @@ class Document:
         if status >= 400 and call.method != "HEAD":
             schema = {"$ref": "#/components/schemas/ErrorBody",
                       "components": self.whole["components"]}  # fmt: skip
-            validator = self.validators.setdefault("error", jsonschema.Draft202012Validator(schema))
             if kind != "application/json":
                 return f"an error of type {kind!r}"
-            errors = [error.message for error in validator.iter_errors(response.json())]
-            if errors:
-                return f"an error of another shape: {errors}"
+            errors = jsonschema.Draft202012Validator(schema).iter_errors(response.json())
+            if found := [error.message for error in errors]:
+                return f"an error of another shape: {found}"
         operation = self.whole["paths"].get(call.route, {}).get(call.method.lower())
         if operation is None:
             return ""
@@ -242,7 +235,7 @@ class HttpFeed:
             with client.stream(
                 call.method, call.path, content=call.body, headers=headers
             ) as response:
-                text = self._read(call, response)
+                text = _read(call, response)
         except httpx.RemoteProtocolError as error:
             self._ledger.fail(again, f"the connection broke: {error!r}", call)
             return
@@ -264,17 +257,11 @@ class HttpFeed:
         for client in self._clients.values():
             client.close()
 
-    @staticmethod
-    def _read(call: HttpCall, response: httpx.Response) -> str:
-        if "event-stream" not in response.headers.get("content-type", ""):
-            response.read()
-            return response.text
-        lines = []
-        for line in response.iter_lines():
-            if len(lines) >= call.num_lines:
-                break
-            lines.append(line)
-        return "\n".join(lines)
+
+def _read(call: HttpCall, response: httpx.Response) -> str:
+    if "event-stream" not in response.headers.get("content-type", ""):
+        return response.read().decode("utf-8", "replace")
+    return "\n".join(itertools.islice(response.iter_lines(), call.num_lines))
 
 
 def _is_late(response: httpx.Response) -> bool:

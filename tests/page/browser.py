@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys
-from selenium.webdriver.support.wait import WebDriverWait
 
 HOW_TO_INSTALL = """install Chromium, or Chrome, and the driver of the same version:
   Debian   apt-get install chromium chromium-driver
@@ -46,19 +46,24 @@ def _chromium() -> str | None:
 
 
 class Browser:
-    """One window."""
+    """One window. It is asked on a thread, as the coordinator may run on the caller's."""
 
     def __init__(self, driver: Chrome) -> None:
         self._driver = driver
-        self.open = driver.get
-        self.run = driver.execute_script
+
+    async def open(self, url: str) -> None:
+        await asyncio.to_thread(self._driver.get, url)
+
+    async def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns in the page."""
+        return await asyncio.to_thread(self._driver.execute_script, script, *arguments)
 
-    def text(self, selector: str) -> str:
+    async def text(self, selector: str) -> str:
         """The text of an element."""
-        return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
+        found = "return document.querySelector(arguments[0]).textContent"
+        return str(await self.run(found, selector))
 
-    def press(self, *keys: str, held: Sequence[str] = ()) -> None:
+    async def press(self, *keys: str, held: Sequence[str] = ()) -> None:
         """Presses keys, one after the other, while others are held: names in `KEYS`, or texts."""
         actions = ActionChains(self._driver, duration=0)
         for key in held:
@@ -66,25 +71,28 @@ class Browser:
         actions.send_keys(*(KEYS.get(key, key) for key in keys))
         for key in held:
             actions.key_up(KEYS[key])
-        actions.perform()
+        await asyncio.to_thread(actions.perform)
 
-    def until(self, script: str, *arguments: Any) -> Any:
+    async def until(self, script: str, *arguments: Any) -> Any:
         """Waits until a script returns what is true, and returns it."""
-        waiting = WebDriverWait(self._driver, WAIT_S, poll_frequency=0.05)
-        return waiting.until(lambda _: self.run(script, *arguments), script)
+        async with asyncio.timeout(WAIT_S):
+            while not (found := await self.run(script, *arguments)):
+                await asyncio.sleep(0.05)
+        return found
 
-    def wear(self, **features: str) -> None:
+    async def wear(self, **features: str) -> None:
         """Sets what the person prefers, as `prefers_color_scheme="dark"`."""
         named = [{"name": name.replace("_", "-"), "value": is_} for name, is_ in features.items()]
-        self.devtools("Emulation.setEmulatedMedia", features=named)
+        await self.devtools("Emulation.setEmulatedMedia", features=named)
 
-    def devtools(self, command: str, **parameters: Any) -> Any:
+    async def devtools(self, command: str, **parameters: Any) -> Any:
         """A command of Chromium's own protocol."""
-        return self._driver.execute_cdp_cmd(command, parameters)
+        return await asyncio.to_thread(self._driver.execute_cdp_cmd, command, parameters)
 
-    def log(self) -> list[str]:
+    async def log(self) -> list[str]:
         """What the console was told since it was last read."""
-        return [f"{one['level']}: {one['message']}" for one in self._driver.get_log("browser")]
+        entries = await asyncio.to_thread(self._driver.get_log, "browser")
+        return [f"{one['level']}: {one['message']}" for one in entries]
 
     def screenshot(self, path: Path) -> None:
         """Writes what the window shows, as PNG."""

@@ -4,6 +4,7 @@ script writes `docs/window-light.png`, `window-dark.png` and `window-narrow.png`
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 
 from browser import Browser, browser
@@ -20,35 +21,35 @@ PROMPT = (
 OPTIONS = {"temperature": "0", "seed": "7", "max_tokens": "110", "num_draft_tokens": "4"}
 
 
-def draw(url: str, folder: Path, prompt: str) -> None:
+async def draw(url: str, folder: Path, prompt: str) -> None:
     """Generates once, and draws what is seen under each theme."""
     with browser(WIDTH) as window:
-        window.open(url)
-        _generate(window, prompt)
+        await window.open(url)
+        await _generate(window, prompt)
         for theme in THEMES:
-            window.wear(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
-            _draw_whole(window, WIDTH, folder / f"window-{theme}.png")
-        _draw_whole(window, NARROW_WIDTH, folder / "window-narrow.png")
+            await window.wear(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
+            await _draw_whole(window, WIDTH, folder / f"window-{theme}.png")
+        await _draw_whole(window, NARROW_WIDTH, folder / "window-narrow.png")
 
 
-def _draw_whole(window: Browser, width: int, path: Path) -> None:
+async def _draw_whole(window: Browser, width: int, path: Path) -> None:
     """All of the page, however high it is."""
     size = {"width": width, "deviceScaleFactor": 1, "mobile": False}
-    window.devtools("Emulation.setDeviceMetricsOverride", height=800, **size)
-    height = window.run("return document.documentElement.scrollHeight")
-    window.devtools("Emulation.setDeviceMetricsOverride", height=height, **size)
+    await window.devtools("Emulation.setDeviceMetricsOverride", height=800, **size)
+    height = await window.run("return document.documentElement.scrollHeight")
+    await window.devtools("Emulation.setDeviceMetricsOverride", height=height, **size)
     window.screenshot(path)
 
 
-def _generate(window: Browser, prompt: str) -> None:
+async def _generate(window: Browser, prompt: str) -> None:
     for name, value in OPTIONS.items():
-        window.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
-    window.run("document.getElementById('keep').click()")
-    window.run("document.getElementById('prompt').focus()")
-    window.press(prompt)
-    window.press("Enter", held=("Control",))
-    window.until("return document.getElementById('ratio').textContent.endsWith('×')")
-    window.run("[...document.querySelectorAll('.token.correction')].at(-1).dispatchEvent("
+        await window.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
+    await window.run("document.getElementById('keep').click()")
+    await window.run("document.getElementById('prompt').focus()")
+    await window.press(prompt)
+    await window.press("Enter", held=("Control",))
+    await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
+    await window.run("[...document.querySelectorAll('.token.correction')].at(-1).dispatchEvent("
                "new MouseEvent('mouseover', {bubbles: true}))")  # fmt: skip
 
 
@@ -58,4 +59,4 @@ if __name__ == "__main__":
     options.add_argument("--prompt", default=PROMPT)
     options.add_argument("--folder", type=Path, default=ROOT / "docs")
     given = options.parse_args()
-    draw(given.url, given.folder, given.prompt)
+    asyncio.run(draw(given.url, given.folder, given.prompt))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from browser import Browser, browser, missing
@@ -27,8 +26,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"{missing()}: see `make test-page`"),
     pytest.mark.xdist_group("page"),
 ]
-T = TypeVar("T")
-FIRST_PAINT_MS_MAX = 1000
 ROWS_MAX = 400
 """Of the list of rounds, see `timeline.js`."""
 IDS = "return [...document.querySelectorAll('#text .token')].map(one => Number(one.dataset.id))"
@@ -43,11 +40,6 @@ FOCUSED = "return document.activeElement.id || document.activeElement.name"
 def window() -> Iterator[Browser]:
     with browser() as opened:
         yield opened
-
-
-async def off(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Calls the browser on a thread: the coordinator runs on this one."""
-    return await asyncio.to_thread(work, *arguments, **named)
 
 
 @contextlib.asynccontextmanager
@@ -66,10 +58,10 @@ async def opened(
         running_stack(*engines, directory, text=text, draft_siblings=draft_siblings) as stack,
         http_front(stack, options) as url,
     ):
-        await off(window.open, url)
+        await window.open(url)
         yield stack
-        assert await off(window.log) == []
-        await off(window.open, "about:blank")
+        assert await window.log() == []
+        await window.open("about:blank")
 
 
 @pytest.fixture(scope="module")
@@ -83,94 +75,113 @@ async def stack(window: Browser, tokenizer: TokenizerText, tmp_path: Path) -> As
         yield running
 
 
-def fill(window: Browser, **fields: object) -> None:
+async def fill(window: Browser, **fields: object) -> None:
     """Sets fields by their ids; `kind` is the prompt's, ticks are true or false."""
     for name, value in fields.items():
         if name == "kind":
-            window.run(
+            await window.run(
                 "document.querySelector(`[name=kind][value=${arguments[0]}]`).click()", value
             )
-        elif isinstance(value, bool):
-            window.run("document.getElementById(arguments[0]).checked = arguments[1]", name, value)
         else:
-            window.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
+            what = "checked" if isinstance(value, bool) else "value"
+            script = f"document.getElementById(arguments[0]).{what} = arguments[1]"
+            await window.run(script, name, value)
 
 
-def generate(window: Browser, **fields: object) -> None:
+async def generate(window: Browser, **fields: object) -> None:
     """Fills in, sends, and waits for the end."""
-    fill(window, **fields)
-    window.run("document.getElementById('form').requestSubmit()")
-    window.until(IDLE + " && document.getElementById('status').textContent.includes('tokens')")
-
-
-@pytest.mark.parametrize(("prompt", "seed"), [("the sky is", 5), ("snow ☃ falls", 71)])
-@pytest.mark.parametrize("kind", ["raw", "chat"])
-async def test_what_is_shown_is_what_grpc_answers(
-    window: Browser, stack: Stack, kind: str, prompt: str, seed: int
-) -> None:
-    """The same tokens and text, a bar for each round, and figures that fit them."""
-    await off(
-        generate, window, kind=kind, prompt=prompt, seed=seed, temperature=0.8, max_tokens=60,
-        compare=False,
-    )  # fmt: skip
-    asked = prompt if kind == "raw" else (ChatMessage("user", prompt),)
-    answer = await stack.client.complete(
-        GenerateRequest(asked, sampling=SamplingParams(temperature=0.8), seed=seed, max_tokens=60)
+    await fill(window, **({"compare": False} | fields))
+    await window.run("document.getElementById('form').requestSubmit()")
+    await window.until(
+        IDLE + " && document.getElementById('status').textContent.includes('tokens')"
     )
-    assert await off(window.run, IDS) == list(answer.token_ids)
-    assert await off(window.run, TEXT) == answer.text
-    rounds = await off(window.until, ROUNDS)
+
+
+async def check_figures(window: Browser) -> None:
+    """Of 60 tokens: a bar for each round, and each token with its origin."""
+    rounds = await window.until(ROUNDS)
     assert rounds == list(range(len(rounds)))
-    shown = {
-        name: await off(window.text, f"#{name}") for name in ("num-rounds", "num-tokens", "rate")
-    }
+    shown = {name: await window.text(f"#{name}") for name in ("num-rounds", "num-tokens", "rate")}
     assert shown["num-rounds"] == str(len(rounds))
     assert shown["num-tokens"] == "60"
     assert float(shown["rate"]) > 0
     classes = "return document.querySelectorAll('#text .token' + arguments[0]).length"
     counts = {
-        kind: await off(window.run, classes, f".{kind}")
+        kind: await window.run(classes, f".{kind}")
         for kind in ("accepted", "correction", "bonus", "plain")
     }
     assert sum(counts.values()) == 60
-    assert min(counts["accepted"], counts["correction"], counts["plain"]) > 0
+    assert min(counts["accepted"], counts["plain"]) > 0
     wide = "return [...document.querySelectorAll('#rounds .verify')].map(one => one.offsetWidth)"
-    assert min(await off(window.run, wide)) > 0
+    assert min(await window.run(wide)) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "siblings"),
+    [
+        ("raw", "the sky is", 0),
+        ("chat", "snow ☃ falls", 0),
+        ("raw", "x y", 3),
+        ("ids", "1, 2 3", 0),
+    ],
+)
+async def test_what_is_shown_is_what_grpc_answers(
+    window: Browser,
+    tokenizer: TokenizerText,
+    tmp_path: Path,
+    kind: str,
+    prompt: str,
+    siblings: int,
+) -> None:
+    """The same tokens and text, a bar for each round, and figures that fit them; of trees, and of
+    token ids where there is no tokenizer, too."""
+    text = None if kind == "ids" else tokenizer
+    async with opened(window, tmp_path, text=text, draft_siblings=siblings) as stack:
+        await generate(window, kind=kind, prompt=prompt, seed=5, temperature=0.8, max_tokens=60)
+        asked: Any = {"raw": prompt, "chat": (ChatMessage("user", prompt),), "ids": (1, 2, 3)}
+        sampling = SamplingParams(temperature=0.8)
+        answer = await stack.client.complete(
+            GenerateRequest(asked[kind], sampling=sampling, seed=5, max_tokens=60)
+        )
+        assert await window.run(IDS) == list(answer.token_ids)
+        shown_text = answer.text if text else "".join(map(str, answer.token_ids))
+        assert await window.run(TEXT) == shown_text
+        await check_figures(window)
 
 
 async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
     """The prompt has the focus, Tab goes through the fields as they are seen, Ctrl-Enter sends,
     arrows go through the tokens, Escape ends a request and its session."""
-    assert await off(window.run, FOCUSED) == "prompt"
-    await off(window.press, "the sea")
+    assert await window.run(FOCUSED) == "prompt"
+    await window.press("the sea")
     order = []
     for keys in ("0.5", "11", "90", "", "4"):
-        await off(window.press, "Tab")
-        order.append(await off(window.run, FOCUSED))
+        await window.press("Tab")
+        order.append(await window.run(FOCUSED))
         if keys:
-            await off(window.run, "document.activeElement.select?.()")
-            await off(window.press, keys)
+            await window.run("document.activeElement.select?.()")
+            await window.press(keys)
     assert order == ["temperature", "seed", "max_tokens", "rule", "num_draft_tokens"]
-    await off(window.press, "Tab")
-    await off(window.press, "Space")  # It is compared by default.
-    await off(window.press, "Enter", held=("Control",))
-    await off(window.until, IDLE + " && document.querySelectorAll('#text .token').length === 90")
-    await off(window.press, "Tab", "Tab")
-    assert await off(window.run, FOCUSED) == "text"
-    await off(window.press, "End", "Left")
-    assert (await off(window.text, "#detail .words")).startswith("token 88, id ")
-    assert await off(window.text, "#text .chosen") is not None
+    await window.press("Tab")
+    await window.press("Space")  # It is compared by default.
+    await window.press("Enter", held=("Control",))
+    await window.until(IDLE + " && document.querySelectorAll('#text .token').length === 90")
+    await window.press("Tab", "Tab")
+    assert await window.run(FOCUSED) == "text"
+    await window.press("End", "Left")
+    assert (await window.text("#detail .words")).startswith("token 88, id ")
+    assert await window.text("#text .chosen") is not None
     marked = "return document.querySelector('#rounds .marked').dataset.index"
-    told = await off(window.text, "#detail .head")
-    assert told == f"round {await off(window.run, marked)}"
+    told = await window.text("#detail .head")
+    assert told == f"round {await window.run(marked)}"
     fill_long = {"max_tokens": 4000, "compare": False}
-    await off(fill, window, **fill_long)
-    await off(window.run, "document.getElementById('prompt').focus()")
-    await off(window.press, "Enter", held=("Control",))
-    await off(window.until, "return document.querySelectorAll('#text .token').length > 3")
-    await off(window.press, "Escape")
-    await off(window.until, IDLE)
-    assert await off(window.text, "#status") == "stopped"
+    await fill(window, **fill_long)
+    await window.run("document.getElementById('prompt').focus()")
+    await window.press("Enter", held=("Control",))
+    await window.until("return document.querySelectorAll('#text .token').length > 3")
+    await window.press("Escape")
+    await window.until(IDLE)
+    assert await window.text("#status") == "stopped"
     async with asyncio.timeout(20):
         while stack.coordinator.num_running:
             await asyncio.sleep(0.02)
@@ -178,14 +189,14 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
 
 async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
     """Runs it again with K = 0 and says how they compare: under coupled the tokens are the same."""
-    await off(generate, window, prompt="a b c", seed=3, temperature=0.7, max_tokens=40)
-    await off(window.until, "return document.getElementById('ratio').textContent.endsWith('×')")
-    ratio = float((await off(window.text, "#ratio")).removesuffix("×"))
-    rates = [float(await off(window.text, f"#lane-{name}-rate")) for name in ("drafts", "plain")]
+    await generate(window, prompt="a b c", seed=3, temperature=0.7, max_tokens=40, compare=True)
+    await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
+    ratio = float((await window.text("#ratio")).removesuffix("×"))
+    rates = [float(await window.text(f"#lane-{name}-rate")) for name in ("drafts", "plain")]
     assert ratio == pytest.approx(rates[0] / rates[1], abs=0.02)
-    assert await off(window.text, "#speed") == "as fast as without drafts"
-    assert await off(window.text, "#verdict") == "Both wrote the same tokens."
-    assert len(await off(window.run, IDS)) == 40
+    assert await window.text("#speed") == "as fast as without drafts"
+    assert await window.text("#verdict") == "Both wrote the same tokens."
+    assert len(await window.run(IDS)) == 40
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:
@@ -195,24 +206,24 @@ async def test_speed_is_told_without_the_first_token(window: Browser, stack: Sta
         tally.write({ token_ids: Array(30).fill(1) });
         tally.end({ metrics: { tokens_per_second: 10, time_to_first_token_ms: 1000 } });
         window.told = tally.rate})"""
-    await off(window.run, script)
-    assert await off(window.until, "return window.told") == pytest.approx(14.5)
+    await window.run(script)
+    assert await window.until("return window.told") == pytest.approx(14.5)
 
 
 async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack: Stack) -> None:
-    await off(generate, window, prompt="x y", seed=9, temperature=1, max_tokens=100, compare=False)
-    ids, text = await off(window.run, IDS), await off(window.run, TEXT)
-    await off(window.run, "document.getElementById('keep').click()")
+    await generate(window, prompt="x y", seed=9, temperature=1, max_tokens=100)
+    ids, text = await window.run(IDS), await window.run(TEXT)
+    await window.run("document.getElementById('keep').click()")
     refused = "return [...document.querySelectorAll('#text .refused')].map(one => one.textContent)"
-    kept = await off(window.run, refused)
+    kept = await window.run(refused)
     assert len(kept) > 2
     assert all(kept)
-    assert (await off(window.run, IDS), await off(window.run, TEXT)) == (ids, text)
-    await off(window.run, "document.getElementById('replay').click()")
-    await off(window.until, "return document.querySelectorAll('#text .pencil').length > 0")
-    await off(window.press, "Escape")
-    await off(window.until, IDLE)
-    assert (await off(window.run, IDS), await off(window.run, TEXT)) == (ids, text)
+    assert (await window.run(IDS), await window.run(TEXT)) == (ids, text)
+    await window.run("document.getElementById('replay').click()")
+    await window.until("return document.querySelectorAll('#text .pencil').length > 0")
+    await window.press("Escape")
+    await window.until(IDLE)
+    assert (await window.run(IDS), await window.run(TEXT)) == (ids, text)
 
 
 async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
@@ -234,34 +245,9 @@ async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
             });
             return [...paper.children].map(one => one.textContent);
         })})"""
-    await off(window.run, script)
-    told = await off(window.until, "return window.told")
+    await window.run(script)
+    told = await window.until("return window.told")
     assert told == [["AB", "C", "D", "X"], ["C", "X", "AB", "D"]]
-
-
-async def test_trees_are_shown(window: Browser, tokenizer: TokenizerText, tmp_path: Path) -> None:
-    """The same tokens as by gRPC, and every round's branches in its detail."""
-    async with opened(window, tmp_path, text=tokenizer, draft_siblings=3) as stack:
-        await off(
-            generate, window, kind="raw", prompt="x y", seed=9, temperature=1, max_tokens=30,
-            compare=False,
-        )  # fmt: skip
-        request = GenerateRequest(
-            "x y", sampling=SamplingParams(temperature=1.0), seed=9, max_tokens=30
-        )
-        answer = await stack.client.complete(request)
-        assert await off(window.run, IDS) == list(answer.token_ids)
-        assert await off(window.run, TEXT) == answer.text
-
-
-async def test_first_paint(window: Browser, stack: Stack) -> None:
-    """Under a second: the best of three, for the machine may be busy."""
-    script = "return performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-    times = []
-    for _ in range(3):
-        await off(window.run, "location.reload()")
-        times.append(await off(window.until, script))
-    assert min(times) < FIRST_PAINT_MS_MAX, times
 
 
 async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
@@ -270,84 +256,68 @@ async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
     lines = """return ['accepted', 'correction', 'bonus', 'plain'].map(kind => {
         const style = getComputedStyle(document.querySelector(`.legend .${kind}`));
         return `${style.textDecorationLine} ${style.textDecorationStyle}`})"""
-    assert len(set(await off(window.run, lines))) == 4
+    assert len(set(await window.run(lines))) == 4
     paper = "return getComputedStyle(document.body).backgroundColor"
     papers = set()
     for theme in ("light", "dark"):
-        await off(window.wear, prefers_color_scheme=theme, prefers_reduced_motion="reduce")
-        papers.add(await off(window.run, paper))
+        await window.wear(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
+        papers.add(await window.run(paper))
     assert len(papers) == 2
     moving = """const one = document.createElement('i'); one.className = 'pencil';
         document.getElementById('text').append(one);
         return getComputedStyle(one).animationName"""
-    assert await off(window.run, moving) == "none"
-    await off(window.wear, prefers_color_scheme="light", prefers_reduced_motion="no-preference")
-    assert await off(window.run, moving) == "sketch"
+    assert await window.run(moving) == "none"
+    await window.wear(prefers_color_scheme="light", prefers_reduced_motion="no-preference")
+    assert await window.run(moving) == "sketch"
 
 
 async def test_many_rounds(window: Browser, stack: Stack) -> None:
     """Only the newest are kept as bars, and the newest is in view."""
-    await off(
-        generate, window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0,
-        compare=False,
+    await generate(
+        window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0,
     )  # fmt: skip
     last = "return document.querySelector('#rounds li:last-child')?.dataset.index === '429'"
-    await off(window.until, last)
-    rounds = await off(window.run, ROUNDS)
+    await window.until(last)
+    rounds = await window.run(ROUNDS)
     assert rounds == list(range(30, ROWS_MAX + 30))
     seen = """const list = document.getElementById('rounds').getBoundingClientRect();
         const row = document.querySelector('#rounds li:last-child').getBoundingClientRect();
         return row.bottom <= list.bottom + 1 && row.top >= list.top"""
-    assert await off(window.run, seen)
+    assert await window.run(seen)
 
 
 async def test_the_fleet_is_followed(window: Browser, stack: Stack) -> None:
     rows = "return [...document.querySelectorAll('#fleet tr')].map(one => one.innerText).join('|')"
-    seen = await off(window.until, rows)
+    seen = await window.until(rows)
     assert "coordinator-under-test (this one)" in seen
     assert seen.count("serving") == 3
     stack.coordinator.targets.retire("t")
-    await off(window.until, "return document.querySelector('#fleet .leaving') !== null")
+    await window.until("return document.querySelector('#fleet .leaving') !== null")
 
 
 async def test_a_fleet_of_several_coordinators(window: Browser, stack: Stack) -> None:
     """All are shown, and what only this one knows is said; so is a registry that is away."""
     note = "return document.getElementById('fleet-note').textContent"
-    await off(window.until, "return document.querySelectorAll('#fleet tr').length === 3")
-    assert await off(window.run, note) == ""
+    await window.until("return document.querySelectorAll('#fleet tr').length === 3")
+    assert await window.run(note) == ""
     other = ReplicaRecord(
         role="coordinator", name="c2", address="h:1", host="node-two", pid=1, model="toy", load=7
     )
     stack.coordinator.fleet.hear("coordinator", [other])
-    await off(window.until, f"{note}.includes('the sessions of this coordinator')")
+    await window.until(f"{note}.includes('the sessions of this coordinator')")
     row = "return document.querySelector('#fleet tr').innerText.split(/\\s+/).join(' ')"
-    assert await off(window.run, row) == "coordinator c2 toy node-two 7 serving –"
-    await off(window.until, f"{note}.startsWith('the registry has been away for')")
+    assert await window.run(row) == "coordinator c2 toy node-two 7 serving –"
+    await window.until(f"{note}.startsWith('the registry has been away for')")
 
 
 async def test_a_wrong_field_is_shown(window: Browser, stack: Stack) -> None:
-    await off(fill, window, prompt="a", temperature=9)
-    await off(window.run, "document.getElementById('form').requestSubmit()")
-    await off(window.until, IDLE + " && !document.getElementById('trouble').hidden")
-    assert "temperature" in await off(window.text, "#trouble")
-    assert await off(window.run, FOCUSED) == "temperature"
-    [entry] = await off(window.log)  # That the server has refused.
+    await fill(window, prompt="a", temperature=9)
+    await window.run("document.getElementById('form').requestSubmit()")
+    await window.until(IDLE + " && !document.getElementById('trouble').hidden")
+    assert "temperature" in await window.text("#trouble")
+    assert await window.run(FOCUSED) == "temperature"
+    [entry] = await window.log()  # That the server has refused.
     assert "400" in entry
-
-
-async def test_token_ids_where_there_is_no_tokenizer(window: Browser, tmp_path: Path) -> None:
-    async with opened(window, tmp_path, text=None) as stack:
-        await off(
-            generate, window, kind="ids", prompt="1, 2 3", seed=5, temperature=0.8, max_tokens=20,
-            compare=False,
-        )  # fmt: skip
-        request = GenerateRequest(
-            (1, 2, 3), sampling=SamplingParams(temperature=0.8), seed=5, max_tokens=20
-        )
-        answer = await stack.client.complete(request)
-        assert await off(window.run, IDS) == list(answer.token_ids)
-        assert await off(window.run, TEXT) == "".join(map(str, answer.token_ids))
-        assert await off(window.run, "return document.querySelectorAll('#text .chip').length") == 20
 
 
 class Hostile:
@@ -377,62 +347,41 @@ class Hostile:
 
 async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
     async with opened(window, tmp_path, text=Hostile()):
-        await off(window.run, "document.getElementById('keep').click()")
-        await off(generate, window, prompt="a", seed=2, temperature=1, max_tokens=20, compare=False)
-        assert await off(window.run, TEXT) == Hostile.MARKUP * 20
-        await off(window.press, "End")
+        await window.run("document.getElementById('keep').click()")
+        await generate(window, prompt="a", seed=2, temperature=1, max_tokens=20)
+        assert await window.run(TEXT) == Hostile.MARKUP * 20
+        await window.press("End")
         images = "return document.querySelectorAll('#text img, #detail img, #rounds img').length"
-        assert await off(window.run, images) == 0
-        assert await off(window.run, "return document.title") != "run"
-        assert await off(window.log) == []
+        assert await window.run(images) == 0
+        assert await window.run("return document.title") != "run"
+        assert await window.log() == []
         forced = (
             "try { document.body.innerHTML = arguments[0] } catch (error) { return error.name }"
         )
-        assert await off(window.run, forced, Hostile.MARKUP) == "TypeError"
-        assert await off(window.log)  # Of what the page's policy has not let happen.
-
-
-async def test_bars_are_as_long_as_the_axis_says(window: Browser, stack: Stack) -> None:
-    """A round's bar ends where its time is on the axis, whose ticks are round numbers."""
-    await off(generate, window, prompt="q", seed=4, temperature=1, max_tokens=50, compare=False)
-    await off(window.until, ROUNDS)
-    script = """const axis = document.getElementById('axis').getBoundingClientRect();
-        const marks = [...document.querySelectorAll('.tick-mark')];
-        const ticks = marks.map(one => parseFloat(one.textContent));
-        const rows = [...document.querySelectorAll('#rounds li:not(.cut)')].slice(-5).map(row => {
-            const end = row.querySelector('.commit').getBoundingClientRect().right;
-            return [Number(row.dataset.ms), (end - axis.left) / axis.width * ticks.at(-1)]});
-        return [ticks, rows]"""
-    ticks, rows = await off(window.run, script)
-    assert ticks[0] == 0
-    assert len(ticks) > 2
-    steps = {round(after - before, 6) for before, after in itertools.pairwise(ticks)}
-    assert len(steps) == 1
-    assert rows
-    for ms, drawn in rows:
-        assert drawn == pytest.approx(ms, abs=0.02 * ticks[-1])
+        assert await window.run(forced, Hostile.MARKUP) == "TypeError"
+        assert await window.log()  # Of what the page's policy has not let happen.
 
 
 async def test_an_example_can_be_tried(window: Browser, stack: Stack) -> None:
-    await off(fill, window, max_tokens=12, compare=False)
-    await off(window.run, "document.querySelector('#examples button').click()")
-    await off(window.until, "return document.querySelectorAll('#text .token').length === 12")
-    assert await off(window.run, "return document.getElementById('prompt').value")
-    assert await off(window.run, "return document.getElementById('examples').hidden")
+    await fill(window, max_tokens=12, compare=False)
+    await window.run("document.querySelector('#examples button').click()")
+    await window.until("return document.querySelectorAll('#text .token').length === 12")
+    assert await window.run("return document.getElementById('prompt').value")
+    assert await window.run("return document.getElementById('examples').hidden")
 
 
 async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
     """Nothing is wider than the window: what must be, as the table, scrolls in itself."""
-    await off(generate, window, prompt="w", seed=8, temperature=1, max_tokens=30, compare=False)
+    await generate(window, prompt="w", seed=8, temperature=1, max_tokens=30)
     size = {"height": 800, "deviceScaleFactor": 1, "mobile": True}
     command = "Emulation.setDeviceMetricsOverride"
     try:
         for width in (360, 700, 900):
-            await off(window.devtools, command, width=width, **size)
-            assert await off(window.run, "return document.documentElement.scrollWidth") == width
-            assert await off(window.run, "return document.querySelector('.bar').offsetWidth") > 90
+            await window.devtools(command, width=width, **size)
+            assert await window.run("return document.documentElement.scrollWidth") == width
+            assert await window.run("return document.querySelector('.bar').offsetWidth") > 90
     finally:
-        await off(window.devtools, "Emulation.clearDeviceMetricsOverride")
+        await window.devtools("Emulation.clearDeviceMetricsOverride")
 
 
 async def test_a_key_is_asked_for_where_one_is_needed(
@@ -446,44 +395,32 @@ async def test_a_key_is_asked_for_where_one_is_needed(
     words = "return document.getElementById('keys-words').textContent"
     kept = "return [Object.values(sessionStorage), localStorage.length, document.cookie]"
     async with opened(window, tmp_path / "redis", text=tokenizer, options=options):
-        await off(window.until, asks)
-        assert await off(window.run, words) == "This server asks for an API key."
-        assert await off(window.run, FOCUSED) == "key"
-        await off(fill, window, prompt="a", seed=2, max_tokens=12, compare=False)
-        await off(window.run, "document.getElementById('form').requestSubmit()")
-        await off(window.until, IDLE)
+        await window.until(asks)
+        assert await window.run(words) == "This server asks for an API key."
+        assert await window.run(FOCUSED) == "key"
+        await fill(window, prompt="a", seed=2, max_tokens=12, compare=False)
+        await window.run("document.getElementById('form').requestSubmit()")
+        await window.until(IDLE)
         for wrong in ("not a key", "some-other-key-1234"):
-            await off(window.press, wrong, "Enter")
-            await off(window.until, f"{asks} && document.getElementById('key').value === ''")
-        await off(window.until, f"{words}.includes('does not know')")
-        assert await off(window.run, IDS) == []
-        assert await off(window.run, kept) == [[], 0, ""]
-        await off(window.press, key, "Enter")
-        await off(window.until, "return document.querySelectorAll('#text .token').length === 12")
-        await off(window.until, IDLE)
-        assert not await off(window.run, asks)
-        assert await off(window.run, kept) == [[key], 0, ""]
+            await window.press(wrong, "Enter")
+            await window.until(f"{asks} && document.getElementById('key').value === ''")
+        await window.until(f"{words}.includes('does not know')")
+        assert await window.run(IDS) == []
+        assert await window.run(kept) == [[], 0, ""]
+        await window.press(key, "Enter")
+        await window.until("return document.querySelectorAll('#text .token').length === 12")
+        await window.until(IDLE)
+        assert not await window.run(asks)
+        assert await window.run(kept) == [[key], 0, ""]
         urls = "return [location.href, ...performance.getEntries().map(one => one.name)].join()"
-        assert "api/generate" in await off(window.run, urls)
-        assert key not in await off(window.run, urls)
-        await off(window.run, "location.reload()")
-        await off(window.until, "return document.querySelectorAll('#fleet tr').length === 3")
-        assert not await off(window.run, asks)
-        await off(window.run, "document.getElementById('forget').click()")
-        assert await off(window.run, asks)
-        assert await off(window.run, kept) == [[], 0, ""]
-        told = await off(window.log)
+        assert "api/generate" in await window.run(urls)
+        assert key not in await window.run(urls)
+        await window.run("location.reload()")
+        await window.until("return document.querySelectorAll('#fleet tr').length === 3")
+        assert not await window.run(asks)
+        await window.run("document.getElementById('forget').click()")
+        assert await window.run(asks)
+        assert await window.run(kept) == [[], 0, ""]
+        told = await window.log()
         assert told
         assert all("401" in entry for entry in told)
-
-
-async def test_without_a_key_the_server_is_left_alone(
-    window: Browser, tokenizer: TokenizerText, tmp_path: Path
-) -> None:
-    """It is asked once, and not again before there is a key."""
-    add_key(tmp_path / "keys", Caller("alice", "alice"))
-    options = HttpOptions(access=access_control_of("", str(tmp_path / "keys")))
-    async with opened(window, tmp_path / "redis", text=tokenizer, options=options):
-        await off(window.until, "return !document.getElementById('keys').hidden")
-        await asyncio.sleep(4)  # As long as two looks at the fleet.
-        assert len(await off(window.log)) == 1
