@@ -62,11 +62,19 @@ class FaultProxy:
         self._is_closed = True
         for server in self._servers:
             server.close()
+        for address in list(self._held):
+            self.release(address)
         for address in list(self._ends):
             self.cut(address)
 
     async def _listen(self, lead: Callable[[StreamReader, StreamWriter], Awaitable[None]]) -> int:
-        server = await asyncio.start_server(lead, "127.0.0.1", 0)
+        async def closing(reader: StreamReader, writer: StreamWriter) -> None:
+            try:
+                await lead(reader, writer)
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(closing, "127.0.0.1", 0)
         self._servers.append(server)
         port: int = server.sockets[0].getsockname()[1]
         return port
@@ -76,28 +84,28 @@ class FaultProxy:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (EOFError, OSError, asyncio.LimitOverrunError):
-            writer.close()
             return
         method, address, *_ = head.decode("latin-1").split()
         if method == "CONNECT":
             await self._join(address, address, reader, writer, _CONNECTED)
         else:
             writer.write(_REFUSED)
-            writer.close()
 
     async def _join(
         self, name: str, place: str, reader: StreamReader, writer: StreamWriter, answer: bytes
     ) -> None:
         """Connects the other side, once nothing is held, answers the caller, and passes on what
         comes until either side ends."""
-        await self._passes(name)
+        ends = self._ends.setdefault(name, set())
+        ends.add(writer)
         try:
+            await self._passes(name)
             far_reader, far_writer = await _reach(place)
         except OSError:
             writer.write(_REFUSED if answer else b"")
-            writer.close()
             return
-        ends = self._ends.setdefault(name, set())
+        finally:
+            ends.discard(writer)
         ends |= {writer, far_writer}
         if self._is_closed:  # Since a moment ago.
             self.cut(name)
@@ -111,9 +119,8 @@ class FaultProxy:
         finally:
             for pump in pumps:
                 pump.cancel()
-            for end in (writer, far_writer):
-                ends.discard(end)
-                end.close()
+            ends -= {writer, far_writer}
+            far_writer.close()
 
     async def _pump(self, name: str, reader: StreamReader, writer: StreamWriter) -> None:
         try:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.results import Result
-from tests.simulation.side_by_side import run_side_by_side
+from tests.simulation.scenario import run_seeds
+
+SEEDS_AT_ONCE = 10
+"""Of a process, before it is told what comes next."""
+
+
+def run_side_by_side(seeds: range, num_jobs: int) -> Iterator[tuple[Result, list[str]]]:
+    """`run_seeds` of all of them, some at a time."""
+    parts = [seeds[at : at + SEEDS_AT_ONCE] for at in range(0, len(seeds), SEEDS_AT_ONCE)]
+    if num_jobs == 1 or len(parts) == 1:
+        yield from map(run_seeds, parts)
+        return
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=spawning) as pool:
+        yield from pool.map(run_seeds, parts)
 
 
 def main() -> int:
@@ -15,12 +32,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run this seed alone, and show what it does")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="side by side")
     options = parser.parse_args()
-    if options.seeds < 1:
-        parser.error(f"--seeds: {options.seeds} is wrong; it must be at least 1")
     seeds = range(options.first, options.first + options.seeds)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,9 @@ from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
-from outrider.registry.redis_registry import Lease
-from outrider.registry.registry import Engagement, ReplicaRecord, Role
+from outrider.registry.registry import ReplicaRecord, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
+from tests.simulation.machines import Node
 from tests.simulation.network import Network
 from tests.simulation.processes import Process
 
@@ -38,42 +38,18 @@ HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybr
 _numbers = itertools.count()
 
 
-class CoordinatorNode:
-    """What `CoordinatorActor` is around a service, without gRPC."""
-
-    role: Role = "coordinator"
+class CoordinatorNode(Node):
+    """A coordinator."""
 
     def __init__(self, name: str, settings: CoordinatorConfig) -> None:
-        self.name = name
-        self.process = Process(name)
-        self.address = ""
-        self.service: Any = None
+        super().__init__("coordinator", name)
         self.calls: set[Call] = set()
         """Those that clients make."""
         self._settings = settings
-        self._announcer: Lease | None = None
-        self._ended = asyncio.Event()
-        self._engagement = Engagement(address="")
 
-    async def start(self, config: Any, world: Any) -> str:
-        """Serves, and says so. Raises `Unavailable` where there is no target."""
-        self.service = self._built(world)
-        await self.service.start()
-        self.address = f"host:{config.grpc_port}"
-        world.serve(self, None)
-
-        self._announcer = Lease(world.redis.registry(), self._record)
-        await self._announcer.start()
-        self._engagement = Engagement(address=self.address, slot=config.slot, plan=config.plan)
-        return self.address
-
-    async def engagement(self) -> Engagement:
-        """See `CoordinatorActor`."""
-        return self._engagement
-
-    def _built(self, world: Any) -> CoordinatorService:
+    async def _serve(self, config: Any, world: Any) -> str:
         rng = world.rng
-        return CoordinatorService(
+        self.service = CoordinatorService(
             self._settings,
             self.name,
             store=world.redis.store(),
@@ -84,10 +60,12 @@ class CoordinatorNode:
             registry=world.redis.registry(),
             link=lambda _, address: world.link(self.process, address),
         )
+        await self.service.start()
+        return f"host:{config.grpc_port}"
 
-    def _record(self) -> ReplicaRecord:
+    def _record(self, address: str) -> ReplicaRecord:
         return ReplicaRecord(
-            role="coordinator", name=self.name, address=self.address, host="host", pid=1,
+            role="coordinator", name=self.name, address=address, host="host", pid=1,
             load=self.service.num_running,
         )  # fmt: skip
 
@@ -103,17 +81,12 @@ class CoordinatorNode:
         pool = self.service.targets if role == "target" else self.service.drafts
         return set(pool.names)
 
-    async def wait(self) -> None:
-        """Until it has stopped."""
-        await self._ended.wait()
-
     async def stop(self, grace_s: float, world: Any) -> None:
-        """See `CoordinatorActor.stop`."""
         self._engagement = replace(self._engagement, leaving=True)
         if self.service is not None:
             self.service.hand_over()
-        if self._announcer is not None:
-            await self._announcer.withdraw()
+        if self._lease is not None:
+            await self._lease.withdraw()
         if self.calls:
             await asyncio.wait([call.task for call in self.calls if call.task], timeout=grace_s)
         world.silence(self)
@@ -130,15 +103,6 @@ class CoordinatorNode:
         is_over = any(task.done() for task in self.service._watching)
         check(not is_over, f"{self.name} follows no more")
 
-    def check_integrity(self) -> None:
-        """Of its service. Raises `OutriderError`."""
-        try:
-            if self.service is not None:
-                self.service.check_integrity()
-        except OutriderError as error:
-            error.add_note(f"of {self.name}")
-            raise
-
 
 class Call:
     """A stream of events from a coordinator to a client."""
@@ -154,16 +118,18 @@ class Call:
         self._client = client
         self._is_over = False
 
-    def begin(self, generate: Callable[[Any], AsyncGenerator[Event]]) -> None:
+    def begin(self, request: GenerateRequest | ResumeRequest) -> None:
         """At the coordinator."""
         if not self._is_over:
             self.node.calls.add(self)
-            self.task = self.node.process.start(self._run(generate))
+            self.task = self.node.process.start(self._run(request))
             self.task.add_done_callback(lambda _: self.node.calls.discard(self))
 
-    async def _run(self, generate: Callable[[Any], AsyncGenerator[Event]]) -> None:
+    async def _run(self, request: GenerateRequest | ResumeRequest) -> None:
+        service = self.node.service
+        begin = service.resume if isinstance(request, ResumeRequest) else service.generate
         try:
-            async with aclosing(generate(self.node.service)) as events:
+            async with aclosing(begin(request)) as events:
                 async for event in events:
                     self._tell(event)
             self._tell(None)
@@ -200,18 +166,11 @@ class PortTransport:
         self._world = world
         self.address = address
 
-    def events(
-        self, request: GenerateRequest | ResumeRequest, timeout_s: float
-    ) -> AsyncGenerator[Event]:
-        if isinstance(request, ResumeRequest):
-            return self._events(lambda service: service.resume(request))
-        return self._events(lambda service: service.generate(request))
-
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def _events(
-        self, generate: Callable[[Any], AsyncGenerator[Event]]
+    async def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         world = self._world
         node = world.coordinator_at(self.address)
@@ -220,7 +179,7 @@ class PortTransport:
         call = Call(world.network, world.clients, node)
         world.calls.add(call)
         try:
-            world.network.carry(node.process, lambda: call.begin(generate))
+            world.network.carry(node.process, lambda: call.begin(request))
             while (event := await call.events.get()) is not None:
                 if isinstance(event, OutriderError):
                     raise event

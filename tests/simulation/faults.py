@@ -31,51 +31,44 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Any
 
-from outrider.registry.registry import Role
-from tests.simulation.adversary import CALM
+from outrider.registry.registry import ROLES, Role
+from tests.simulation.adversary import CALM, TRAVEL_S
 from tests.simulation.network import Cut, SlowLink
 from tests.simulation.processes import Process
-from tests.simulation.redis_faults import (
-    LOOK_S,
-    PAUSE_S_MAX,
-    REDIS_FAULTS,
-    Harm,
-    RedisFaults,
-    log_uniform,
-)
+from tests.simulation.redis_data import Snapshot
 from tests.simulation.world import REPLICAS_MAX, World
 
+Harm = tuple[str, Callable[[], Awaitable[None]]]
+"""A kind, and what does it."""
 NUM_FAULTS = (3, 8)
 """In a seed, at least and at most, as far as its sessions last."""
-CUT_S_MAX = 8.0
 BREAKS_AFTER_S = 5.0
 """Of a cut: then TCP gives a stream up, on which something was sent."""
-GAP_S_MAX = 2.0
-"""Between two faults, if sessions make no progress ..."""
-BURST_S_MAX = 0.1
-"""... or of those that come at once."""
+GAPS_S_MAX = (2.0, 0.1)
+"""Between two faults, if sessions make no progress; or of those that come at once."""
 DEATHS_MAX = 3
 """Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
-ABANDONED_S_MAX = 3.0
 LOOKS_S_MAX = 60.0
 """For so long somebody is looked for whom a fault would hit."""
-HEADLESS_S_MAX = 8.0
-STALL_S_MAX = 3.0
-SLOW_S_MAX = 6.0
-BANDWIDTH_LEAST, BANDWIDTH_MOST = 300.0, 30_000.0
+LOOK_S = 0.01
+BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
 """Bytes per second of a slow link: a message of a kilobyte takes seconds, or hardly any time."""
-HOST_JUMP_S_MAX = 100.0
 REDIS_JUMP_S_MAX = 5.0
 """Redis keeps the time by its wall clock, so that all that expires does so earlier or later."""
-
+OUSTED_S_MAX = 8.0
+"""Within this another coordinator takes over."""
+LIKELY = 0.9
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
     "crash", "death", "pause", "stall", "hang_up", "break", "scale", "abandon", "slow_link",
-    "loop_stall", "clock_jump", "head_loss", *REDIS_FAULTS,
+    "loop_stall", "clock_jump", "head_loss", "oust", "unheard_take_over", "redis_pause", "restart",
+    "flush", "two_primaries", "lost_take_over", "oom",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 """All kinds."""
@@ -90,18 +83,22 @@ class Faults:
         self._flights = flights
         self._kinds = kinds
         self._adversary = world.network.adversary
+        self._rng = world.network.adversary.rng
         self._deaths: Counter[str] = Counter()
-        self._redis = RedisFaults(world, flights, self._die)
         self._under_way: list[asyncio.Task[None]] = []
+        self._redis_goes = False
+        """Whether Redis is about to die, or to be replaced."""
+        self._ousts = False
+        """Whether a coordinator is being ousted: of two, none could take over."""
 
     async def run(self) -> None:
         """Does harm, and returns when all of it is over and nothing more will happen."""
-        rng = self._adversary.rng
+        rng = self._rng
         num = rng.randint(*NUM_FAULTS)
         total = self._flights.num_planned
         marks = sorted(rng.uniform(0.0, 0.6) * total for _ in range(num))
         for mark in marks:
-            gap_s_max = rng.choice((GAP_S_MAX, BURST_S_MAX))
+            gap_s_max = rng.choice(GAPS_S_MAX)
             await self._wait(mark, rng.uniform(0.0, gap_s_max))
             await self._do_one()
         for task in self._under_way:
@@ -117,7 +114,7 @@ class Faults:
             await asyncio.sleep(LOOK_S)
 
     async def _do_one(self) -> None:
-        rng, loop = self._adversary.rng, asyncio.get_running_loop()
+        rng, loop = self._rng, asyncio.get_running_loop()
         give_up_at = loop.time() + LOOKS_S_MAX
         while not self._flights.all_over and loop.time() < give_up_at:
             possible = [harm for harm in self._possible() if harm[0] in self._kinds]
@@ -138,20 +135,20 @@ class Faults:
             return []
         busy = [node for node in world.nodes("coordinator") if node.calls]
         redis = world.redis.process
-        found: list[Harm] = [("scale", self._scale), *self._redis.possible(busy)]
-        if world.machines.has_head:
+        found: list[Harm] = [("scale", self._scale), *self._of_redis(busy)]
+        if world.machines.head.is_set():
             found.append(("head_loss", self._head_loss))
             if world.has_fleet:
                 found.append(("abandon", self._abandon))
-        found.append(("clock_jump", lambda: self._jump(redis, REDIS_JUMP_S_MAX)))
+        found.append(("clock_jump", partial(self._jump, redis, REDIS_JUMP_S_MAX)))
         for one in busy:
-            found.append(("hang_up", lambda one=one: self._hang_up(one)))
+            found.append(("hang_up", partial(self._call, world.break_calls, one)))
             if not one.process.is_still:
-                found.append(("stall", lambda one=one: self._stall(one)))
-                found.append(("loop_stall", lambda one=one: self._hold_up(one.process)))
+                found.append(("stall", partial(self._stall, one)))
+                found.append(("loop_stall", partial(self._hold_up, one.process)))
             if self._deaths["coordinator"] < DEATHS_MAX:
-                found.append(("death", lambda one=one: self._die(one)))
-            found.append(("clock_jump", lambda one=one: self._jump(one.process)))
+                found.append(("death", partial(self._die, one)))
+            found.append(("clock_jump", partial(self._jump, one.process)))
             found += self._cuts("cut_store", one.process, redis)
             found += self._slow(one.process, redis)
         for actor in world.actors:
@@ -162,28 +159,47 @@ class Faults:
             if not askers:
                 continue
             if not node.process.is_still:
-                found.append(("pause", lambda node=node: self._pause(node.process)))
-                found.append(("loop_stall", lambda node=node: self._hold_up(node.process)))
+                found.append(("pause", partial(self._pause, node.process)))
+                found.append(("loop_stall", partial(self._hold_up, node.process)))
             if self._deaths[node.role] < DEATHS_MAX:
-                found.append(("crash", lambda node=node: self._die(node)))
+                found.append(("crash", partial(self._die, node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
-                found.append(("break", lambda one=one, node=node: self._break(one, node)))
+                found.append(("break", partial(self._break, one, node)))
                 found += self._slow(one.process, node.process)
                 found += self._cuts("cut_replica", one.process, node.process)
+        return found
+
+    def _of_redis(self, busy: list[Any]) -> list[Harm]:
+        redis = self._world.redis
+        found: list[Harm] = []
+        if not redis.process.is_dead:
+            found.append(("flush", partial(self._call, redis.flush)))
+        is_there = not (redis.process.is_still or self._redis_goes)
+        if is_there:
+            found += [
+                ("restart", self._restart),
+                ("redis_pause", partial(self._pause, redis.process)),
+                ("two_primaries", self._two_primaries),
+            ]
+            if redis.primary.data.num_writes_left is None:
+                found.append(("oom", self._oom))
+        if not self._ousts and len(list(self._world.nodes("coordinator"))) > 1:
+            for one in busy:
+                found.append(("oust", partial(self._oust, one)))
+                found.append(("unheard_take_over", partial(self._unheard_take_over, one)))
+                if is_there:
+                    found.append(("lost_take_over", partial(self._lost_take_over, one)))
         return found
 
     def _cuts(self, kind: str, a: Process, b: Process) -> list[Harm]:
         ways = [(kind, [(a, b), (b, a)]), (f"{kind}_one_way", [(a, b)]),
                 (f"{kind}_one_way", [(b, a)])]  # fmt: skip
-        return [
-            (name, lambda name=name, pairs=pairs: self._cut(pairs, kind == "cut_replica"))
-            for name, pairs in ways
-        ]
+        return [(name, partial(self._cut, pairs, kind == "cut_replica")) for name, pairs in ways]
 
     async def _cut(self, pairs: list[tuple[Process, Process]], breaks: bool) -> None:
-        rng, network = self._adversary.rng, self._world.network
-        cut, lasts_s = Cut(pairs, loses=rng.random() < 0.5), rng.uniform(0.05, CUT_S_MAX)
+        rng, network = self._rng, self._world.network
+        cut, lasts_s = Cut(pairs, loses=rng.random() < 0.5), rng.uniform(0.05, 8.0)
         network.cut(cut)
         await asyncio.sleep(min(lasts_s, BREAKS_AFTER_S))
         breaks = breaks and lasts_s > BREAKS_AFTER_S
@@ -194,22 +210,25 @@ class Faults:
         if breaks:
             self._world.mend_wires(*pairs[0])
 
+    async def _call(self, act: Callable[..., None], *arguments: Any) -> None:
+        act(*arguments)
+
+    async def _time(self, most_s: float, least_s: float = 0.05) -> None:
+        await asyncio.sleep(self._rng.uniform(least_s, most_s))
+
     async def _pause(self, process: Process) -> None:
         process.stand_still()
-        await asyncio.sleep(self._adversary.rng.uniform(0.05, PAUSE_S_MAX))
+        await self._time(6.0)
         process.go_on()
 
     async def _stall(self, node: Any) -> None:
         """As long as it stands still its clients may have been told that it is gone."""
-        rng = self._adversary.rng
+        rng = self._rng
         pausing = asyncio.create_task(self._pause(node.process))
         if rng.random() < 0.7:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
-            await self._hang_up(node)
+            self._world.break_calls(node)
         await pausing
-
-    async def _hang_up(self, node: Any) -> None:
-        self._world.break_calls(node)
 
     async def _break(self, coordinator: Any, replica: Any) -> None:
         self._world.break_wires(coordinator.process, replica.process, reachable=True)
@@ -223,42 +242,211 @@ class Faults:
                 actor.die()
 
     async def _scale(self) -> None:
-        rng, wanted = self._adversary.rng, self._world.fleet.wanted
+        rng, wanted = self._rng, self._world.fleet.wanted
         role: Role = rng.choice(("coordinator", "target", "draft"))
         least = 0 if role == "draft" else 1
         counts = [n for n in range(least, REPLICAS_MAX + 1) if n != wanted[role]]
         await self._world.want({role: rng.choice(counts)})
 
     async def _abandon(self) -> None:
-        await self._world.restart_fleet(self._adversary.rng.uniform(0.05, ABANDONED_S_MAX))
+        await self._world.restart_fleet(self._rng.uniform(0.05, 3.0))
 
     async def _hold_up(self, process: Process) -> None:
         process.stand_still()
-        await asyncio.sleep(self._adversary.rng.uniform(0.05, STALL_S_MAX))
+        await self._time(3.0)
         process.go_on_with_arrivals()
 
-    async def _jump(self, process: Process, jump_s_max: float = HOST_JUMP_S_MAX) -> None:
-        process.clock_jump_s += self._adversary.rng.uniform(-jump_s_max, jump_s_max)
+    async def _jump(self, process: Process, jump_s_max: float = 100.0) -> None:
+        process.clock_jump_s += self._rng.uniform(-jump_s_max, jump_s_max)
 
     def _slow(self, a: Process, b: Process) -> list[Harm]:
-        return [
-            ("slow_link", lambda pair=pair: self._slow_down(*pair)) for pair in ((a, b), (b, a))
-        ]
+        return [("slow_link", partial(self._slow_down, *pair)) for pair in ((a, b), (b, a))]
 
     async def _slow_down(self, sender: Process, receiver: Process) -> None:
-        rng, network = self._adversary.rng, self._world.network
-        link = SlowLink(sender, receiver, log_uniform(rng, BANDWIDTH_LEAST, BANDWIDTH_MOST))
+        rng, network = self._rng, self._world.network
+        link = SlowLink(sender, receiver, math.exp(rng.uniform(*BANDWIDTH_LOG)))
         network.slow_down(link)
-        await asyncio.sleep(rng.uniform(0.05, SLOW_S_MAX))
+        await self._time(6.0)
         network.speed_up(link)
 
     async def _head_loss(self) -> None:
         """Whatever asks for it waits until it is back; replicas go on."""
-        rng, world = self._adversary.rng, self._world
-        world.machines.lose_head()
-        away_s = rng.uniform(0.5, HEADLESS_S_MAX)
+        rng, world = self._rng, self._world
+        world.machines.head.clear()
+        away_s = rng.uniform(0.5, 8.0)
         if rng.random() < 0.5:
             await world.restart_fleet(away_s)
         else:
             await asyncio.sleep(away_s)
-        world.machines.return_head()
+        world.machines.head.set()
+
+    async def _restart(self) -> None:
+        """What is stored from now on is lost, once a session in flight has stored something."""
+        redis = self._world.redis
+        self._redis_goes = True
+        snapshot = redis.primary.data.snapshot()
+        await self._progress()
+        redis.primary.die()
+        await self._time(3.0, 0.0)
+        redis.start_again(snapshot)
+        self._redis_goes = False
+
+    async def _progress(self) -> None:
+        """Until a token more has been shown, but not for long."""
+        shown, loop = self._flights.num_shown, asyncio.get_running_loop()
+        until = loop.time() + 1.0
+        while loop.time() < until and self._flights.num_shown == shown:
+            await asyncio.sleep(LOOK_S)
+
+    async def _two_primaries(self) -> None:
+        """A copy that lacks the newest writes becomes the primary of some processes. Others, one
+        coordinator at least, write to the one before, until that is thrown away."""
+        rng, world = self._rng, self._world
+        self._redis_goes = True
+        snapshot = world.redis.primary.data.snapshot()
+        await self._progress()
+        coordinators = list(world.nodes("coordinator"))
+        misled = {node.name for node in world.nodes(*ROLES) if rng.random() < 0.5}
+        if coordinators:
+            misled.add(rng.choice(coordinators).name)
+            misled.discard(rng.choice(coordinators).name)
+        misled |= {one.name for one in world.operators if rng.random() < 0.5}
+        world.redis.split(snapshot, misled)
+        for node in coordinators:
+            if rng.random() < 0.5:
+                world.break_calls(node)
+        await self._time(6.0)
+        world.redis.unite()
+        self._redis_goes = False
+
+    async def _lost_take_over(self, node: Any) -> None:
+        """A coordinator takes a session over, and its client hears nothing of it. Redis dies, at
+        best when the last token is stored and the end is not, and comes back with what it had
+        before the take-over. Then the client finds another coordinator, to which Redis gives the
+        same epoch, while the first one stands still or before it can."""
+        world = self._world
+        self._redis_goes = self._ousts = True
+        snapshot, taker = await self._moved(node)
+        if snapshot is not None and taker is not None:
+            cut = Cut([(taker.process, world.clients)], loses=False)
+            world.network.cut(cut)
+            if self._rng.random() < LIKELY:
+                await self._until_finishing(taker)
+            stands_still = self._rng.random() < LIKELY and not taker.process.is_still
+            if stands_still:
+                taker.process.stand_still()
+            world.redis.primary.die()
+            if self._rng.random() < LIKELY:  # With its machine, on which the target is, too.
+                for one in list(world.nodes("target")):
+                    if taker.has_session_at(one.name):
+                        await self._die(one)
+            await self._time(3.0, 0.0)
+            world.redis.start_again(snapshot)
+            await self._until_taken_over(taker, resists=stands_still)
+            if stands_still:
+                taker.process.go_on()
+            world.network.heal(cut)
+        self._redis_goes = self._ousts = False
+
+    async def _moved(self, node: Any) -> tuple[Snapshot | None, Any]:
+        """Keeps a coordinator from Redis until another one has a session of it: see
+        `_until_taken_over`."""
+        redis, network = self._world.redis.process, self._world.network
+        cut = Cut([(node.process, redis), (redis, node.process)], loses=True)
+        network.cut(cut)
+        found = await self._until_taken_over(node)
+        network.heal(cut)
+        return found
+
+    async def _until_finishing(self, owner: Any) -> None:
+        """Until a session of an owner has its last token stored, but is not finished."""
+        loop, history = asyncio.get_running_loop(), self._world.redis.history
+        ending = loop.create_future()
+        history.on_last_token = lambda name: (
+            ending.done() or (ending.set_result(None) if name == owner.name else None)
+        )
+        try:
+            async with asyncio.timeout(2.0):
+                await ending
+            await asyncio.sleep(1.5 * TRAVEL_S)  # It has heard that, and says that it has ended.
+        except TimeoutError:
+            pass
+        finally:
+            history.on_last_token = None
+
+    async def _until_taken_over(
+        self, node: Any, resists: bool = False
+    ) -> tuple[Snapshot | None, Any]:
+        """Breaks its clients' streams, and new ones where it `resists`, and waits until another
+        coordinator takes a session of it over. Returns what was stored just before, and that one;
+        None where it does not happen."""
+        world, loop = self._world, asyncio.get_running_loop()
+        data, owned = world.redis.primary.data, world.redis.owned()
+        mine = {session_id for session_id, (_, owner) in owned.items() if owner == node.name}
+        snapshot = data.snapshot()
+        world.break_calls(node)
+        until = loop.time() + OUSTED_S_MAX
+        while loop.time() < until:
+            before, owned = owned, world.redis.owned()
+            if data is not world.redis.primary.data:  # It is another server.
+                data, before = world.redis.primary.data, owned
+            for session_id in sorted(mine & owned.keys()):
+                epoch, owner = owned[session_id]
+                if owner != node.name and epoch > before.get(session_id, (epoch, ""))[0]:
+                    found = [one for one in world.nodes("coordinator") if one.name == owner]
+                    return snapshot, found[0] if found else None
+            snapshot = data.snapshot()
+            await asyncio.sleep(LOOK_S)
+            if resists:
+                world.break_calls(node)
+        return None, None
+
+    async def _oust(self, node: Any) -> None:
+        """Redis is slow to answer, so that the owner's next append has several tokens. It arrives
+        when another one has taken over and appended nothing yet: it would fit, were it not for
+        the epoch."""
+        network, redis = self._world.network, self._world.redis.process
+        slow = Cut([(redis, node.process)], loses=False)
+        cut = Cut([(node.process, redis)], loses=False)
+        self._ousts = True
+        network.cut(slow)
+        await self._time(0.1, 0.0)
+        network.cut(cut)
+        network.heal(slow)
+        await asyncio.sleep(LOOK_S)
+        await self._until_taken_over(node)
+        network.heal(cut)
+        self._ousts = False
+
+    async def _unheard_take_over(self, node: Any) -> None:
+        """Another coordinator takes a session over, and Redis answers with an error. Its clients
+        ask others from then on."""
+        world, server = self._world, self._world.redis.primary
+        others = [one for one in world.nodes("coordinator") if one is not node]
+        if not others:
+            return
+        taker, heard = self._rng.choice(others), asyncio.Event()
+        self._ousts = True
+        server.unheard = (taker.process, heard.set)
+        world.barred = {one.name for one in world.nodes("coordinator") if one is not taker}
+        world.break_calls(node)
+        try:
+            async with asyncio.timeout(OUSTED_S_MAX):
+                await heard.wait()
+            world.barred = {taker.name}
+            world.break_calls(taker)
+        except TimeoutError:
+            world.barred = set()
+        server.unheard = None
+        self._ousts = False
+
+    async def _oom(self) -> None:
+        """The memory fills up, mostly in the midst of a script. Redis itself refuses no more than
+        the first write of a script; also a server that refuses each is borne."""
+        server = self._world.redis.primary
+        server.data.num_writes_left = self._rng.randint(0, 8)
+        server.data.spares_dirty = self._rng.random() < 0.25
+        await self._time(4.0)
+        server.data.num_writes_left = None
+        self._world.network.adversary.faults["oom_refusal"] += server.data.num_refused
+        server.data.num_refused = 0

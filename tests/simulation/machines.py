@@ -9,12 +9,65 @@ from typing import Any
 
 from deploy.fleet.ray_cluster import Actor, Demand
 from outrider.errors import OutriderError, Unavailable
+from outrider.registry.redis_registry import Lease
+from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.process_setup import Place
+from tests.simulation.processes import Process
 
-Node = Any
-"""A `ReplicaNode` or a `CoordinatorNode`."""
 PLACING_S = 0.05
 LOADING_S_MAX = 0.5
+
+
+class Node:
+    """What a replica's actor is around a service, without gRPC. `_serve` starts it, `stop` ends
+    it."""
+
+    def __init__(self, role: Role, name: str) -> None:
+        self.role: Role = role
+        self.name = name
+        self.process = Process(name)
+        self.service: Any = None
+        self._lease: Lease | None = None
+        self._engagement = Engagement(address="")
+        self._ended = asyncio.Event()
+
+    async def start(self, config: Any, world: Any) -> str:
+        """Serves, and says so. Raises `Unavailable` where there is no target."""
+        address = await self._serve(config, world)
+        begun = Engagement(address=address, slot=config.slot, plan=config.plan)
+        world.serve(self, address)
+        self._lease = Lease(world.redis.registry(), lambda: self._record(address))
+        await self._lease.start()
+        self._engagement = begun
+        return address
+
+    async def _serve(self, config: Any, world: Any) -> str:
+        """Starts the service. Returns its address."""
+        raise NotImplementedError
+
+    def _record(self, address: str) -> ReplicaRecord:
+        runs = self.service.describe()
+        return ReplicaRecord(
+            role=self.role, name=self.name, address=address, host="host", pid=1,
+            model=runs.model, weights=runs.weights, leaving=self._engagement.leaving,
+            load=self.service.num_items,
+        )  # fmt: skip
+
+    async def engagement(self) -> Engagement:
+        return self._engagement
+
+    async def wait(self) -> None:
+        """Until it has stopped."""
+        await self._ended.wait()
+
+    def check_integrity(self) -> None:
+        """Raises `OutriderError`."""
+        try:
+            if self.service is not None:
+                self.service.check_integrity()
+        except OutriderError as error:
+            error.add_note(f"of {self.name}")
+            raise
 
 
 class SimulatedActor(Actor):
@@ -67,7 +120,6 @@ class SimulatedActor(Actor):
             answer.set_result(result)
 
     async def _stopped(self, grace_s: float) -> None:
-        """Who asks again waits for the same end."""
         if self._stopping is None:
             self._stopping = self.node.process.start(self.node.stop(grace_s, self._world))
         await asyncio.shield(self._stopping)
@@ -94,26 +146,13 @@ class Machines:
         self.actors: list[SimulatedActor] = []
         self._world = world
         self._build = build
-        self._head = asyncio.Event()
+        self.head = asyncio.Event()
         """Set while Ray's head answers. Without it actors go on, but none is made, found or
         ended."""
-        self._head.set()
-
-    @property
-    def has_head(self) -> bool:
-        """Whether Ray's head answers."""
-        return self._head.is_set()
-
-    def lose_head(self) -> None:
-        """From now on calls of it wait."""
-        self._head.clear()
-
-    def return_head(self) -> None:
-        """It answers them all."""
-        self._head.set()
+        self.head.set()
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        await self._head.wait()
+        await self.head.wait()
         await asyncio.sleep(PLACING_S)
         made = [
             SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
@@ -122,18 +161,15 @@ class Machines:
         self.actors += made
         return [[one] for one in made]
 
-    def _there(self) -> list[SimulatedActor]:
-        return [actor for actor in self.actors if not actor.node.process.is_dead]
-
     async def replicas(self) -> dict[str, list[Actor]]:
-        await self._head.wait()
-        return {actor.name: [actor] for actor in self._there()}
+        await self.head.wait()
+        return {one.name: [one] for one in self.actors if not one.node.process.is_dead}
 
     async def remove(self, actors: Sequence[Actor]) -> None:
-        await self._head.wait()
+        await self.head.wait()
         for actor in actors:
             await actor.kill()
 
     async def free_groups(self, kept: Collection[str] = ()) -> None:
         """A place is gone with its actor."""
-        await self._head.wait()
+        await self.head.wait()

@@ -7,14 +7,17 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from rounds import SeverableLink
 
 from outrider.drafters.drafter import DraftDeadline
-from outrider.errors import LinkLost, OutriderError, Unavailable, check
+from outrider.errors import LinkLost, OutriderError, Unavailable
 from outrider.messages import ReplicaDescription
-from outrider.transport.link import Connection, ReplicaService
+from outrider.transport.link import ReplicaService
 from tests.simulation.adversary import TRAVEL_S, Adversary
 from tests.simulation.processes import Process, current, deliver
 
@@ -26,25 +29,14 @@ MESSAGE_BYTES = 60
 """Of a message without content: headers."""
 
 
+@dataclass(eq=False)
 class Cut:
-    """A direction in which nothing goes. What is sent is lost, or arrives when it is over, as by
-    TCP, which sends it again."""
+    """Directions, (from, to), in which nothing goes. What is sent is lost, or arrives when it is
+    over, as by TCP, which sends it again."""
 
-    def __init__(self, pairs: list[tuple[Process, Process]], loses: bool) -> None:
-        """`pairs` are (from, to)."""
-        self.pairs = pairs
-        self._loses = loses
-        self._held: list[tuple[Process, Message]] = []
-
-    def stop(self, receiver: Process, message: Message) -> None:
-        """A message that would go this way."""
-        if not self._loses:
-            self._held.append((receiver, message))
-
-    def heard(self) -> list[tuple[Process, Message]]:
-        """What arrives once it is over."""
-        held, self._held = self._held, []
-        return held
+    pairs: list[tuple[Process, Process]]
+    loses: bool
+    held: list[tuple[Process, Message]] = field(default_factory=list)
 
 
 class _Sizer(pickle.Pickler):
@@ -92,7 +84,7 @@ class Network:
         """It is over; another cut may still be there."""
         for sender, receiver in cut.pairs:
             self._cuts[sender.name, receiver.name].remove(cut)
-        for receiver, message in cut.heard():
+        for receiver, message in cut.held:
             self._arrive(receiver, message, TRAVEL_S)
 
     def slow_down(self, link: SlowLink) -> None:
@@ -124,7 +116,8 @@ class Network:
                 return
             cuts = self._cuts.get((sender.name, receiver.name))
             if cuts:
-                cuts[0].stop(receiver, message)
+                if not cuts[0].loses:
+                    cuts[0].held.append((receiver, message))
                 return
             if self._slow:
                 link = self._slow.get((sender.name, receiver.name))
@@ -134,25 +127,16 @@ class Network:
     async def call(self, receiver: Process, act: Callable[[], T]) -> T:
         """What `act`, which does not wait, returns or raises over there. May never return: the
         caller has the time-out."""
-        caller = current()
-        check(caller is not None, "only processes call")
+        caller: Any = current()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def settle(result: T | None, error: OutriderError | None) -> None:
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)  # type: ignore[arg-type]
-
         def arrive() -> None:
-            result, failure = None, None
+            settle: Any
             try:
-                result = act()
+                settle = partial(answer.set_result, act())
             except OutriderError as error:
-                failure = error
-            self.carry(caller, lambda: settle(result, failure))  # type: ignore[arg-type]
+                settle = partial(answer.set_exception, error)
+            self.carry(caller, lambda: answer.done() or settle())
 
         self.carry(receiver, arrive)
         return await answer
@@ -185,22 +169,28 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
             self.restore()
             return
         self.replica = replica
-        self.restore(_Remote(self._network, replica, service, self._telling))
+        connect = partial(self.connect_to, replica, service.connect)
+        remote: Any = SimpleNamespace(
+            connect=connect, describe=service.describe, release=service.release
+        )
+        self.restore(remote)
 
     def send(self, item: Item) -> None:
         self._payload = item
         super().send(item)
         self._payload = None
 
-    def _telling(self, send: Callable[[Sequence[Answer]], None]) -> Any:
-        """`send` of a stream's answers, of which the sizes are known."""
+    def connect_to(self, replica: Process, connect: Any, send: Any) -> Any:
+        """A connection to a replica's service, of whose answers the sizes are known, too."""
 
         def told(answers: Sequence[Answer]) -> None:
             self._payload = answers
             send(answers)
             self._payload = None
 
-        return told
+        inner = connect(told)
+        close = partial(self._network.carry, replica, inner.close)
+        return SimpleNamespace(receive=inner.receive, close=close)
 
     def hang_up(self, reason: str, *, reachable: bool = False) -> None:
         """The coordinator hears that the stream has broken, as soon as it runs."""
@@ -226,40 +216,3 @@ class Wire(SeverableLink[Item, Answer], Generic[Item, Answer]):
             is_answer = current() is self.replica
             receiver = self.coordinator if is_answer else self.replica
             self._network.post(receiver, message, self._payload)
-
-
-class _Remote(Generic[Item, Answer]):
-    """A replica's service, as a link of another process may call it."""
-
-    def __init__(
-        self,
-        network: Network,
-        replica: Process,
-        service: ReplicaService[Item, Answer],
-        telling: Callable[[Any], Any],
-    ) -> None:
-        self._network = network
-        self._replica = replica
-        self._service = service
-        self._telling = telling
-
-    def connect(self, send: Any) -> Connection[Item]:
-        inner = self._service.connect(self._telling(send))
-        return _RemoteConnection(self._network, self._replica, inner)
-
-    def describe(self) -> ReplicaDescription:
-        return self._service.describe()
-
-    def release(self, session_id: str, epoch: int) -> None:
-        self._service.release(session_id, epoch)
-
-
-class _RemoteConnection(Generic[Item]):
-    def __init__(self, network: Network, replica: Process, inner: Connection[Item]) -> None:
-        self._network = network
-        self._replica = replica
-        self._inner = inner
-        self.receive = inner.receive
-
-    def close(self) -> None:
-        self._network.carry(self._replica, self._inner.close)

@@ -1,17 +1,18 @@
-"""The data and the commands of a Redis server in memory, on a clock of the caller's.
+"""The data, commands and Lua scripts of a Redis server in memory, on a clock of the caller's.
 
-Has the commands that the scripts and the stores use, with the answers and errors of Redis 6.2 and
-7. `test_redis_data.py` compares it with a real server.
+Has the commands that the scripts and the stores use, with the answers of Redis 6.2 and 7;
+`test_redis_data.py` compares it with a real server. Scripts run in Lua 5.1, as in Redis.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-Value = bytes | dict[bytes, bytes] | set[bytes] | dict[bytes, float]
-"""Of a key: string, hash, set, sorted set."""
+from lupa.lua51 import LuaError, LuaRuntime, lua_type
+
 Reply = Any
 """int, bytes, None, `Status`, `ReplyError` (inside of a list) or a list of replies."""
 Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
@@ -30,13 +31,30 @@ OK = Status(b"OK")
 DENY_OOM = frozenset((b"SET", b"SETRANGE", b"HSET", b"SADD"))
 """Commands that a server refuses while its memory is full."""
 WRITES = DENY_OOM | {b"DEL", b"EXPIRE", b"PEXPIRE", b"SREM"}
-_WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
-_NOT_AN_INTEGER = "ERR value is not an integer or out of range"
-_SYNTAX = "ERR syntax error"
+_PRELUDE = b"""
+local call, pcall_ = ...
+redis = {call = call, pcall = pcall_}
+function redis.error_reply(text) return {err = text} end
+function redis.status_reply(text) return {ok = text} end
+KEYS, ARGV = {}, {}
+for _, name in ipairs({'python', 'os', 'io', 'require', 'package', 'module', 'dofile', 'loadfile',
+    'print', 'getfenv', 'setfenv'}) do
+  _G[name] = nil
+end
+debug = false  -- which lupa looks for
+math.random, math.randomseed = nil, nil
+setmetatable(_G, {__newindex = function()
+  error('Attempt to modify a readonly table')
+end, __index = function(_, name)
+  error("Script attempted to access nonexistent global variable '" .. tostring(name) .. "'")
+end})
+"""
+"""Scripts have no globals of their own, no clock and no chance: as in Redis."""
 
 
 class RedisData:
-    """Keys, their values and when they expire."""
+    """Keys, their values (bytes, dict or set) and when they expire; and the scripts that are
+    known, by their SHA-1."""
 
     def __init__(self, now_ms: Callable[[], float]) -> None:
         """`now_ms` is the server's wall clock, milliseconds since 1970."""
@@ -52,12 +70,14 @@ class RedisData:
         """Commands refused as the memory was full."""
         self._values: dict[bytes, Any] = {}
         self._expires_ms: dict[bytes, float] = {}
+        self._scripts: dict[bytes, bytes] = {}
         self._commands: dict[bytes, Callable[..., Reply]] = {
             name.encode(): partial(function, self) for name, function in _COMMANDS.items()
         }
 
     def run(self, arguments: Sequence[bytes]) -> Reply:
-        """The answer to one command. Raises `ReplyError`."""
+        """The answer to one command. Raises `ReplyError`; what a script had changed until then
+        stays."""
         name = arguments[0].upper()
         command = self._commands.get(name)
         if command is None:
@@ -66,10 +86,8 @@ class RedisData:
             self._take_memory()
         try:
             return command(*arguments[1:])
-        except TypeError:
-            raise ReplyError(
-                f"ERR wrong number of arguments for '{name.decode().lower()}' command"
-            ) from None
+        except (TypeError, ValueError) as error:
+            raise ReplyError(f"ERR {name.decode()}: {error}") from None
 
     def _take_memory(self) -> None:
         if self.num_writes_left:
@@ -80,107 +98,83 @@ class RedisData:
 
     def snapshot(self) -> Snapshot:
         """All that is kept now; later commands do not change it."""
-        values = {
-            key: value if isinstance(value, bytes) else value.copy()
-            for key, value in self._values.items()
-        }
-        return values, dict(self._expires_ms)
+        return _copied(self._values), dict(self._expires_ms)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Goes back to a snapshot."""
-        values, expires_ms = snapshot
-        self._values = {
-            key: value if isinstance(value, bytes) else value.copy()
-            for key, value in values.items()
-        }
-        self._expires_ms = dict(expires_ms)
+        self._values, self._expires_ms = _copied(snapshot[0]), dict(snapshot[1])
 
     def sorted_keys(self) -> list[bytes]:
         """Of all values that have not expired, in order."""
         return sorted(key for key in list(self._values) if self.get(key) is not None)
 
     def get(self, key: bytes) -> Any:
-        """The value of a key, or None."""
         until_ms = self._expires_ms.get(key)
         if until_ms is not None and until_ms <= self.now_ms():
-            self._drop(key)
+            self.drop(key)
         return self._values.get(key)
 
+    def put(self, key: bytes, value: Any) -> Any:
+        self._values[key] = value
+        return value
+
+    def drop(self, key: bytes) -> bool:
+        self._expires_ms.pop(key, None)
+        return self._values.pop(key, None) is not None
+
+    def typed(self, key: bytes, kind: Callable[[], Any]) -> Any:
+        """The value of a key, or an empty one. Raises `ReplyError` for one of another kind."""
+        value = self.get(key)
+        if value is not None and type(value) is not kind:
+            raise ReplyError("WRONGTYPE Operation against a key holding the wrong kind of value")
+        return kind() if value is None else value
+
     def ttl_ms(self, key: bytes) -> int:
-        """What PTTL says."""
         if self.get(key) is None:
             return -2
         until_ms = self._expires_ms.get(key)
         return -1 if until_ms is None else max(0, int(until_ms - self.now_ms()))
 
-    def _drop(self, key: bytes) -> bool:
-        self._expires_ms.pop(key, None)
-        return self._values.pop(key, None) is not None
-
-    def _typed(self, key: bytes, kind: type) -> Any:
-        """The value of a key, or None. Raises `ReplyError` for one of another kind."""
-        value = self.get(key)
-        if value is not None and type(value) is not kind:
-            raise ReplyError(_WRONG_TYPE)
-        return value
-
-    def _made(self, key: bytes, kind: type) -> Any:
-        """The same; where there is none, a new one that is kept."""
-        value = self._typed(key, kind)
-        if value is None:
-            value = self._values[key] = kind()
-        return value
-
-    def _expire(self, key: bytes, at_ms: float) -> int:
+    def expire(self, key: bytes, after_ms: int) -> int:
         if self.get(key) is None:
             return 0
-        if at_ms <= self.now_ms():
-            self._drop(key)
+        if after_ms <= 0:
+            self.drop(key)
         else:
-            self._expires_ms[key] = at_ms
+            self._expires_ms[key] = self.now_ms() + after_ms
         return 1
 
+    def load_script(self, source: bytes) -> bytes:
+        """Knows a script from now on. Returns its SHA-1, as text."""
+        sha = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+        self._scripts[sha] = source
+        return sha
 
-def _integer(text: bytes) -> int:
-    try:
-        if text.strip() == text and b"_" not in text and not text.startswith(b"+"):
-            number = int(text)
-            if -(2**63) <= number < 2**63:
-                return number
-    except ValueError:
-        pass
-    raise ReplyError(_NOT_AN_INTEGER)
-
-
-def _type(data: RedisData, key: bytes) -> Reply:
-    names = {bytes: b"string", dict: b"hash", set: b"set"}
-    return Status(names.get(type(data.get(key)), b"none"))
+    def run_script(self, sha: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> Reply:
+        source = self._scripts.get(sha)
+        if source is None:
+            raise ReplyError("NOSCRIPT No matching script. Please use EVAL.")
+        return _lua().run(source, self, keys, arguments)
 
 
-def _mget(data: RedisData, *keys: bytes) -> Reply:
-    values = [data.get(key) for key in keys]
-    return [value if isinstance(value, bytes) else None for value in values]
+def _copied(values: dict[bytes, Any]) -> dict[bytes, Any]:
+    return {
+        key: value if isinstance(value, bytes) else value.copy() for key, value in values.items()
+    }
 
 
 def _set(data: RedisData, key: bytes, value: bytes, *options: bytes) -> Reply:
-    until_ms = None
+    if options and (len(options) != 2 or options[0].upper() != b"PX" or int(options[1]) <= 0):
+        raise ValueError(options)
+    data.drop(key)
+    data.put(key, value)
     if options:
-        if len(options) != 2 or options[0].upper() != b"PX":
-            raise ReplyError(_SYNTAX)
-        number = _integer(options[1])
-        if number <= 0:
-            raise ReplyError("ERR invalid expire time in 'set' command")
-        until_ms = data.now_ms() + number
-    data._drop(key)
-    data._values[key] = value
-    if until_ms is not None:
-        data._expires_ms[key] = until_ms
+        data.expire(key, int(options[1]))
     return OK
 
 
 def _getrange(data: RedisData, key: bytes, first: bytes, last: bytes) -> Reply:
-    start, end = _integer(first), _integer(last)
-    value = data._typed(key, bytes) or b""
+    start, end = int(first), int(last)
+    value = data.typed(key, bytes)
     if start < 0 and end < 0 and start > end:
         return b""
     start = max(start + len(value), 0) if start < 0 else start
@@ -189,85 +183,162 @@ def _getrange(data: RedisData, key: bytes, first: bytes, last: bytes) -> Reply:
 
 
 def _setrange(data: RedisData, key: bytes, at: bytes, more: bytes) -> Reply:
-    start = _integer(at)
+    start = int(at)
     if start < 0:
-        raise ReplyError("ERR offset is out of range")
-    value = data._typed(key, bytes) or b""
+        raise ValueError("offset is out of range")
+    value = data.typed(key, bytes)
     if more:
         value = value.ljust(start, b"\0")
-        value = data._values[key] = value[:start] + more + value[start + len(more) :]
+        value = data.put(key, value[:start] + more + value[start + len(more) :])
     return len(value)
 
 
 def _hset(data: RedisData, key: bytes, field: bytes, value: bytes, *more: bytes) -> Reply:
     pairs = (field, value, *more)
-    if len(pairs) % 2:
-        raise TypeError(pairs)
-    fields = data._made(key, dict)
+    new = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    fields = data.put(key, data.typed(key, dict))
     before = len(fields)
-    fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+    fields.update(new)
     return len(fields) - before
 
 
-def _hmget(data: RedisData, key: bytes, *names: bytes) -> Reply:
-    fields = data._typed(key, dict) or {}
-    return [fields.get(name) for name in names]
-
-
-def _hgetall(data: RedisData, key: bytes) -> Reply:
-    return [part for pair in (data._typed(key, dict) or {}).items() for part in pair]
-
-
 def _sadd(data: RedisData, key: bytes, member: bytes, *more: bytes) -> Reply:
-    there = data._made(key, set)
+    there = data.put(key, data.typed(key, set))
     before = len(there)
     there.update((member, *more))
     return len(there) - before
 
 
 def _srem(data: RedisData, key: bytes, member: bytes, *more: bytes) -> Reply:
-    there = data._typed(key, set) or set()
+    there = data.typed(key, set)
     before = len(there)
     there.difference_update((member, *more))
     if before and not there:
-        data._drop(key)
+        data.drop(key)
     return before - len(there)
 
 
 def _time(data: RedisData) -> Reply:
-    now_us = int(data.now_ms() * 1e3)
-    return [str(now_us // 10**6).encode(), str(now_us % 10**6).encode()]
+    seconds, microseconds = divmod(int(data.now_ms() * 1e3), 10**6)
+    return [str(seconds).encode(), str(microseconds).encode()]
 
 
 def _flushall(data: RedisData) -> Reply:
-    data._values.clear()
-    data._expires_ms.clear()
+    data.restore(({}, {}))
     return OK
 
 
 _COMMANDS: dict[str, Callable[..., Reply]] = {
-    "DEL": lambda data, *keys: sum(data.get(k) is not None and data._drop(k) for k in keys),
+    "DEL": lambda data, *keys: sum(data.get(k) is not None and data.drop(k) for k in keys),
     "EXISTS": lambda data, *keys: sum(data.get(key) is not None for key in keys),
-    "TYPE": _type,
-    "EXPIRE": lambda data, key, s: data._expire(key, data.now_ms() + _integer(s) * 1000),
-    "PEXPIRE": lambda data, key, ms: data._expire(key, data.now_ms() + _integer(ms)),
+    "EXPIRE": lambda data, key, s: data.expire(key, int(s) * 1000),
+    "PEXPIRE": lambda data, key, ms: data.expire(key, int(ms)),
     "PTTL": lambda data, key: data.ttl_ms(key),
-    "GET": lambda data, key: data._typed(key, bytes),
-    "MGET": _mget,
+    "GET": lambda data, key: data.typed(key, bytes) if data.get(key) is not None else None,
+    "MGET": lambda data, *keys: [v if isinstance(v := data.get(k), bytes) else None for k in keys],
     "SET": _set,
-    "STRLEN": lambda data, key: len(data._typed(key, bytes) or b""),
+    "STRLEN": lambda data, key: len(data.typed(key, bytes)),
     "GETRANGE": _getrange,
     "SETRANGE": _setrange,
     "HSET": _hset,
-    "HGET": lambda data, key, field: (data._typed(key, dict) or {}).get(field),
-    "HMGET": _hmget,
-    "HGETALL": _hgetall,
+    "HGET": lambda data, key, field: data.typed(key, dict).get(field),
+    "HMGET": lambda data, key, *names: [*map(data.typed(key, dict).get, names)],
+    "HGETALL": lambda data, key: [part for pair in data.typed(key, dict).items() for part in pair],
     "SADD": _sadd,
     "SREM": _srem,
-    "SMEMBERS": lambda data, key: sorted(data._typed(key, set) or ()),
+    "SMEMBERS": lambda data, key: sorted(data.typed(key, set)),
     "TIME": _time,
     "PING": lambda data: Status(b"PONG"),
     "FLUSHALL": _flushall,
     "WAIT": lambda data, replicas, ms: 0,
 }
 """Python refuses a wrong number of arguments, as a server does."""
+
+
+class _Lua:
+    """Runs the scripts of all servers of this process, one after the other."""
+
+    def __init__(self) -> None:
+        self._lua = LuaRuntime(  # type: ignore[call-arg]
+            encoding=None, unpack_returned_tuples=False, register_eval=False,
+            register_builtins=False,
+        )  # fmt: skip
+        self._globals = self._lua.globals()
+        self._compiled: dict[bytes, Callable[[], Any]] = {}
+        self._data: Any = None
+        self._keys: Sequence[bytes] = ()
+        self._lua.compile(_PRELUDE)(self._call, self._pcall)
+
+    def run(
+        self, source: bytes, data: RedisData, keys: Sequence[bytes], arguments: Sequence[bytes]
+    ) -> Reply:
+        script = self._compiled.get(source)
+        if script is None:
+            script = self._compiled[source] = self._lua.compile(source)
+        self._data, self._keys = data, keys
+        self._globals[b"KEYS"] = self._lua.table_from(keys)
+        self._globals[b"ARGV"] = self._lua.table_from(arguments)
+        try:
+            return _to_reply(script())
+        except LuaError as error:
+            text = str(error).splitlines()[0]
+            raise ReplyError(f"ERR Error running script: {text}") from None
+        finally:
+            self._data, data.is_dirty = None, False
+
+    def _call(self, *arguments: Any) -> Any:
+        """`redis.call`: an error ends the script."""
+        data, command = self._data, [_to_argument(argument) for argument in arguments]
+        if len(command) > 1 and command[1] not in self._keys:
+            # Also a single server is asked for no more than one of a cluster would grant.
+            raise ReplyError("ERR Script attempted to access a key that it was not given")
+        reply = data.run(command)
+        data.is_dirty = data.is_dirty or command[0].upper() in WRITES
+        return self._to_lua(reply)
+
+    def _pcall(self, *arguments: Any) -> Any:
+        """`redis.pcall`: an error is an answer."""
+        try:
+            return self._call(*arguments)
+        except ReplyError as error:
+            return self._lua.table_from({b"err": str(error).encode()})
+
+    def _to_lua(self, reply: Reply) -> Any:
+        """See "Redis to Lua type conversion" in Redis' "Lua API reference"."""
+        if reply is None:
+            return False
+        if isinstance(reply, Status):
+            return self._lua.table_from({b"ok": bytes(reply)})
+        if isinstance(reply, list):
+            return self._lua.table_from([self._to_lua(one) for one in reply])
+        return reply
+
+
+@cache
+def _lua() -> _Lua:
+    return _Lua()
+
+
+def _to_argument(argument: Any) -> bytes:
+    """Lua's strings and numbers, as Redis passes them to a command."""
+    return argument if isinstance(argument, bytes) else f"{argument:.17g}".encode()
+
+
+def _to_reply(value: Any) -> Reply:
+    """See "Lua to Redis type conversion" in the same place."""
+    if isinstance(value, bool):
+        return 1 if value else None
+    if isinstance(value, int | float):
+        return int(value)
+    if value is None or isinstance(value, bytes):
+        return value
+    if lua_type(value) != "table":
+        return None
+    if (error := value[b"err"]) is not None:
+        raise ReplyError(error.decode())
+    if (status := value[b"ok"]) is not None:
+        return Status(status)
+    replies = []
+    while (one := value[len(replies) + 1]) is not None:
+        replies.append(_to_reply(one))
+    return replies

@@ -37,7 +37,6 @@ from outrider.sessions.store import (
 from tests.simulation.network import Network
 from tests.simulation.processes import Process, current, wall_clock_s
 from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, Status
-from tests.simulation.redis_scripting import Scripts, run_script
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"
@@ -56,58 +55,56 @@ class RedisServer:
         self.unheard: tuple[Process, Callable[[], None]] | None = None
         """A process whose take-overs are carried out, but answered with an error, and what hears
         of each."""
-        self._scripts = Scripts(self.data)
         self._history = history
         if snapshot is not None:
             self.data.restore(snapshot)
 
-    def execute(self, transaction: list[Command] | None, command: Command) -> Reply:
-        """The answer to one command of a connection. Raises `ReplyError`."""
+    def execute(self, command: Command) -> Reply:
+        """The answer to one command. Raises `ReplyError`."""
         name = command[0].upper()
-        if transaction is not None and name != b"EXEC":
-            transaction.append(command)
-            return Status(b"QUEUED")
         if name == b"EVALSHA":
             number = int(command[2])
             keys = command[3 : 3 + number]
             try:
-                return self._scripts.run(command[1], keys, command[3 + number :])
+                return self.data.run_script(command[1], keys, command[3 + number :])
             finally:
                 self._history.look(self.data, keys)
         if name == b"SCRIPT" and command[1].upper() == b"LOAD":
-            return self._scripts.load(command[2])
+            return self.data.load_script(command[2])
         return self.data.run(command)
 
     def execute_for(self, client: Process, commands: Sequence[Command]) -> list[Reply]:
-        """The answers to what a process has sent."""
-        answers = self.execute_all(commands)
-        if self.unheard is not None and client is self.unheard[0]:
-            for index, command in enumerate(commands):
-                if command[1:2] != (_TAKE_OVER.sha.encode(),):
-                    continue
-                match answers[index]:
-                    case [list(), *_]:  # Carried out.
-                        answers[index] = ReplyError("LOADING the answer is lost")
-                        self.unheard[1]()
-        return answers
-
-    def execute_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """The answers to commands that came together, errors included."""
+        """The answers to what a process has sent, errors included."""
         replies: list[Reply] = []
-        transaction: list[Command] | None = None
+        queued: list[Reply] | None = None
         for command in commands:
-            try:
-                if command[0] == b"MULTI":
-                    transaction = []
-                    replies.append(Status(b"OK"))
-                elif command[0] == b"EXEC":
-                    replies.append(self.execute_all(transaction or ()))
-                    transaction = None
+            if command[0] == b"MULTI":
+                queued = []
+                replies.append(Status(b"OK"))
+            elif command[0] == b"EXEC":
+                replies.append(queued)
+                queued = None
+            else:
+                reply = self._answer(client, command)
+                if queued is None:
+                    replies.append(reply)
                 else:
-                    replies.append(self.execute(transaction, command))
-            except ReplyError as error:
-                replies.append(error)
+                    queued.append(reply)
+                    replies.append(Status(b"QUEUED"))
         return replies
+
+    def _answer(self, client: Process, command: Command) -> Reply:
+        try:
+            reply = self.execute(command)
+        except ReplyError as error:
+            return error
+        is_take_over = command[1:2] == (_TAKE_OVER.sha.encode(),)
+        if is_take_over and self.unheard is not None and client is self.unheard[0]:
+            match reply:
+                case [list(), *_]:  # Carried out.
+                    self.unheard[1]()
+                    return ReplyError("LOADING the answer is lost")
+        return reply
 
     def die(self) -> None:
         """For good; connections break."""
@@ -276,23 +273,20 @@ class History:
     def look(self, data: RedisData, keys: Iterable[bytes]) -> None:
         """After a script, at its keys."""
         for key in keys:
-            if key.startswith(_SESSION) and key.endswith(b"}"):
+            if _is_session(key):
                 fields = data.get(key)
                 if isinstance(fields, dict) and b"state" in fields:
                     ends = int(fields[b"tokens_start"]), int(fields[b"tokens_end"])
                     tokens = (data.get(key + b":tokens") or b"")[slice(*ends)]
-                    self._add(key, tokens)
-                    self._look_at_session(key, fields, len(tokens) // TOKEN_BYTES)
+                    self._look_at_session(key, fields, tokens)
 
-    def _add(self, key: bytes, tokens: bytes) -> None:
+    def _look_at_session(self, key: bytes, fields: dict[bytes, bytes], tokens: bytes) -> None:
+        """What is recorded as complete must be."""
         ever = self._ever.setdefault(key, [b""])
         if ever[-1] != tokens:
             if tokens.startswith(ever[-1]):
                 ever.pop()
             ever.append(tokens)
-
-    def _look_at_session(self, key: bytes, fields: dict[bytes, bytes], length: int) -> None:
-        """What is recorded as complete must be."""
         is_finished = fields[b"state"] == b"finished"
         if is_finished:
             self._finished[key] = self.num_losses
@@ -300,6 +294,7 @@ class History:
         if not (is_complete or (self.on_last_token and not is_finished)):
             return
         *_, parameters, prompt_length = json.loads(fields[b"opened"])
+        length = len(tokens) // TOKEN_BYTES
         wanted = prompt_length + json.loads(parameters)["max_tokens"]
         if is_complete and length != wanted and self.broken is None:
             self.broken = InvariantError(
@@ -320,8 +315,11 @@ class History:
         return self._finished.get(session_key(session_id)) == self.num_losses
 
 
+def _is_session(key: bytes) -> bool:
+    return key.startswith(_SESSION) and key.endswith(b"}")
+
+
 def session_key(session_id: str) -> bytes:
-    """See `RedisStore`."""
     return f"{DEFAULT_KEY_PREFIX}session:{{{session_id}}}".encode()
 
 
@@ -344,11 +342,6 @@ class Redis:
         return self.primary.process
 
     @property
-    def num_losses(self) -> int:
-        """How often sessions were lost, or their last tokens."""
-        return self.history.num_losses
-
-    @property
     def is_split(self) -> bool:
         """Whether there are two primaries."""
         return self._former is not None
@@ -356,8 +349,7 @@ class Redis:
     @property
     def processes(self) -> list[Process]:
         """Of all servers that are there."""
-        former = [] if self._former is None else [self._former.process]
-        return [self.primary.process, *former]
+        return [one.process for one in (self.primary, self._former) if one is not None]
 
     def server_of(self, process: Process | None) -> RedisServer:
         """Where a process is led to."""
@@ -396,7 +388,7 @@ class Redis:
         """Epoch and owner of all sessions, by id."""
         data, found = self.primary.data, {}
         for key in data.sorted_keys():
-            if key.startswith(_SESSION) and key.endswith(b"}"):
+            if _is_session(key):
                 fields = data.get(key)
                 if isinstance(fields, dict) and b"owner" in fields:
                     session_id = key[len(_SESSION) + 1 : -1].decode()
@@ -405,14 +397,15 @@ class Redis:
 
     def load(self, session_id: str) -> SessionRecord:
         """What is stored now. Raises `OutriderError`."""
-        key = session_key(session_id)
+        key, data = session_key(session_id), self.primary.data
         keys = (key, key + b":tokens", key + b":logprobs")
-        answer: Any = run_script(_LOAD.source.encode(), self.primary.data, keys, ())
+        sha = data.load_script(_LOAD.source.encode())
+        answer: Any = data.run_script(sha, keys, ())
         if answer[0] == b"missing":
             raise not_found(session_id)
         pairs, *extents = answer
         strings: list[Any] = [
-            (self.primary.data.get(one) or b"")[slice(*extent)]
+            (data.get(one) or b"")[slice(*extent)]
             for one, extent in zip(keys[1:], extents, strict=True)
         ]
         fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -435,13 +428,10 @@ class Redis:
         """Leads a client here. `may_fail`: single calls fail without a reason."""
         pool = client.connection_pool
         pool.connection_class = SimulatedConnection
-        kept = {
-            name: value
-            for name, value in pool.connection_kwargs.items()
-            if name not in ("host", "port", "path", "db")
-        }
-        options = {
+        kept = pool.connection_kwargs
+        for name in ("host", "port", "path", "db"):
+            kept.pop(name, None)
+        kept |= {
             "redis": self, "network": self._network, "may_fail": may_fail, "driver_info": None
         }  # fmt: skip
-        pool.connection_kwargs = kept | options
         return client

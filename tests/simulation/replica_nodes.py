@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.errors import InvariantError, OutriderError
+from outrider.errors import InvariantError
 from outrider.messages import ProposalReply
-from outrider.registry.redis_registry import Lease
-from outrider.registry.registry import Engagement, ReplicaRecord, Role
+from outrider.registry.registry import Engagement, Role
 from outrider.replica.scheduler import InlineExecutor
 from target_service.service import TargetService
-from tests.simulation.processes import Process
+from tests.simulation.machines import Node
 from tests.simulation.shown import (
     CheckedEagle,
     ShallowEngine,
@@ -30,29 +32,12 @@ NUM_SEQUENCES = 3
 that some are preempted."""
 
 
-def _target(engine: Any, self_drafter: Any = None) -> TargetService:
-    executor = InlineExecutor(engine.take_step_seconds)
+def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
+    engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter,
-        clock=lambda: 0.0,
+        engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=NUM_SEQUENCES,
+        self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
     )  # fmt: skip
-
-
-def target_service() -> TargetService:
-    return _target(QuickEngine(SPEC, "target", NUM_SEQUENCES))
-
-
-def showing_service() -> TargetService:
-    return _target(ShownEngine(SPEC, "target", NUM_SEQUENCES))
-
-
-def self_drafting_service() -> TargetService:
-    return _target(ShownEngine(SPEC, "target", NUM_SEQUENCES), ShownDrafter(SPEC))
-
-
-def early_exit_service() -> TargetService:
-    engine = ShallowEngine(SPEC, "target", NUM_SEQUENCES)
-    return _target(engine, exit_drafter(SPEC, engine))
 
 
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
@@ -73,52 +58,28 @@ Builders = dict[str, Callable[[], Any]]
 KINDS: tuple[Builders, ...] = (
     {"target": target_service, "draft": draft_service},
     {"target": target_service, "draft": draft_service},
-    {"target": self_drafting_service, "draft": draft_service},  # which nobody asks
-    {"target": early_exit_service, "draft": draft_service},
-    {"target": showing_service, "draft": eagle_service},
+    {"target": partial(target_service, ShownEngine, ShownDrafter), "draft": draft_service},
+    {"target": partial(target_service, ShallowEngine, exit_drafter), "draft": draft_service},
+    {"target": partial(target_service, ShownEngine), "draft": eagle_service},
 )
-
-
-HASTY: Builders = {"target": target_service, "draft": lambda: draft_service(UnevenEngine)}
+"""Drafts beside a target that drafts itself are asked by nobody."""
+HASTY: Builders = {"target": target_service, "draft": partial(draft_service, UnevenEngine)}
 """For coordinators that give a draft little time."""
 
 
-class ReplicaNode:
-    """What `ReplicaHost` is around a service, without gRPC."""
+class ReplicaNode(Node):
+    """A target or a draft."""
 
     def __init__(self, role: Role, name: str, build: Callable[[], Any]) -> None:
-        self.role: Role = role
-        self.name = name
-        self.process = Process(name)
-        self.address = ""
-        self.service: Any = None
+        super().__init__(role, name)
         self._build = build
-        self._announcer: Lease | None = None
-        self._is_leaving = False
-        self._plan: str | None = None
-        self._slot = 0
-        self._ended = asyncio.Event()
 
-    async def start(self, config: Any, world: Any) -> str:
-        """Serves, and says so."""
+    async def _serve(self, config: Any, world: Any) -> str:
         self.service = self._build()
         self._watch_steps(world)
         if self.role == "draft" and not world.looks_ahead:
             self._watch_draws(world)
-        self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
-        world.serve(self, self.service)
-        self._announcer = Lease(world.redis.registry(), self._record)
-        await self._announcer.start()
-        self._plan, self._slot = config.plan, config.slot
-        return self.address
-
-    async def engagement(self) -> Engagement:
-        """See `ReplicaHost`."""
-        if self._announcer is None or self._plan is None:
-            return Engagement(address="")
-        return Engagement(
-            address=self.address, slot=self._slot, plan=self._plan, leaving=self._is_leaving
-        )
+        return f"host:{config.port}" if config.port else f"{self.name}:1"
 
     def _watch_steps(self, world: Any) -> None:
         """A step that crashes is answered with a refusal; of a draft nobody would notice."""
@@ -166,50 +127,25 @@ class ReplicaNode:
 
         sampler._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
 
-    def _record(self) -> ReplicaRecord:
-        runs = self.service.describe()
-        return ReplicaRecord(
-            role=self.role, name=self.name, address=self.address, host="host", pid=1,
-            model=runs.model, weights=runs.weights, leaving=self._is_leaving,
-            load=self.service.num_items,
-        )  # fmt: skip
-
-    async def wait(self) -> None:
-        """Until it has stopped."""
-        await self._ended.wait()
-
     async def traffic(self) -> int:
-        """See `ReplicaHost`."""
         found: int = self.service.num_items
         return found
 
     async def leave(self) -> None:
-        """See `ReplicaHost`."""
-        self._is_leaving = True
-        if self._announcer is not None:
-            self._announcer.say_again()
+        self._engagement = replace(self._engagement, leaving=True)
+        if self._lease is not None:
+            self._lease.say_again()
 
     async def stop(self, grace_s: float, world: Any) -> None:
-        """See `ReplicaHost.stop`."""
-        announcer, self._announcer = self._announcer, None
-        if announcer is not None:
-            await announcer.close()
+        lease, self._lease = self._lease, None
+        self._engagement = Engagement(address="")
+        if lease is not None:
+            await lease.close()
         if self.service is not None:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.service.drain()
-            except TimeoutError:
-                pass
             world.hang_up(self, "the replica has stopped")
             await self.service.close()
             self.check_integrity()
         self._ended.set()
-
-    def check_integrity(self) -> None:
-        """Of its service. Raises `OutriderError`."""
-        try:
-            if self.service is not None:
-                self.service.check_integrity()
-        except OutriderError as error:
-            error.add_note(f"of {self.name}")
-            raise

@@ -32,42 +32,6 @@ Cell = tuple[str, int, int, int]
 
 
 @dataclass
-class RankCounts:
-    """How often each rank was committed."""
-
-    counts: Counter[Cell] = field(default_factory=Counter)
-
-    def add(self, request: GenerateRequest, shown: Sequence[int]) -> None:
-        """The tokens of one session. Raises `InvariantError` for one that is impossible."""
-        law = ranked_law(request.sampling)
-        ranks = ranks_of(request, shown)
-        check(all(rank < len(law) for rank in ranks), "an impossible token was shown")
-        rule, num = rule_of(request).value, len(law)
-        for before, rank in pairwise((-1, *ranks)):
-            self.counts[rule, num, before, rank] += 1
-
-    def merge(self, other: RankCounts) -> None:
-        self.counts += other.counts
-
-    def p_values(self) -> dict[str, float]:
-        """By rule: the probability that a right one looks as wrong as this, or more so."""
-        found = {}
-        for rule in sorted({cell[0] for cell in self.counts}):
-            statistic, freedom = 0.0, 0
-            groups = {cell[1:3] for cell in self.counts if cell[0] == rule}
-            for num, before in groups:
-                seen = [self.counts[rule, num, before, rank] for rank in range(num)]
-                law = ranked_law(SamplingParams(temperature=1.0, top_k=num))
-                expected = [sum(seen) * p for p in law]
-                if min(expected) < 5:
-                    continue
-                statistic += sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
-                freedom += num - 1
-            found[rule] = float(chi2.sf(statistic, freedom)) if freedom else 1.0
-        return found
-
-
-@dataclass
 class Result:
     """What seeds came to."""
 
@@ -81,31 +45,53 @@ class Result:
     """Of sessions to another replica."""
     num_lost: int = 0
     """Sessions that ended with what Redis lost, and were asked for again."""
-    ranks: RankCounts = field(default_factory=RankCounts)
+    ranks: Counter[Cell] = field(default_factory=Counter)
+    """How often each rank was committed."""
 
     def merge(self, other: Result) -> None:
         """Adds another's."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults += other.faults
-        self.ranks.merge(other.ranks)
+        self.ranks += other.ranks
+
+    def count(self, request: GenerateRequest, shown: Sequence[int]) -> None:
+        """The tokens of one session. Raises `InvariantError` for one that is impossible."""
+        law = ranked_law(request.sampling)
+        ranks = ranks_of(request, shown)
+        check(all(rank < len(law) for rank in ranks), "an impossible token was shown")
+        rule, num = rule_of(request).value, len(law)
+        for before, rank in pairwise((-1, *ranks)):
+            self.ranks[rule, num, before, rank] += 1
+
+    def p_values(self) -> dict[str, float]:
+        """By rule: the probability that a right one looks as wrong as this, or more so."""
+        found = {}
+        for rule in sorted({cell[0] for cell in self.ranks}):
+            statistic, freedom = 0.0, 0
+            groups = {cell[1:3] for cell in self.ranks if cell[0] == rule}
+            for num, before in groups:
+                seen = [self.ranks[rule, num, before, rank] for rank in range(num)]
+                law = ranked_law(SamplingParams(temperature=1.0, top_k=num))
+                expected = [sum(seen) * p for p in law]
+                if min(expected) < 5:
+                    continue
+                statistic += sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+                freedom += num - 1
+            found[rule] = float(chi2.sf(statistic, freedom)) if freedom else 1.0
+        return found
 
     @property
     def is_good(self) -> bool:
         """Whether no seed failed, and the drawn tokens are the target's."""
-        return not self.num_failed and min(self.p_values.values(), default=1.0) > P_VALUE_MIN
-
-    @property
-    def p_values(self) -> dict[str, float]:
-        """See `RankCounts.p_values`."""
-        return self.ranks.p_values()
+        return not self.num_failed and min(self.p_values().values(), default=1.0) > P_VALUE_MIN
 
     def lines(self) -> list[str]:
         """For people."""
         faults = " ".join(f"{kind}={count}" for kind, count in sorted(self.faults.items()))
-        chi_squares = " ".join(f"{rule}: p={p:.3g}" for rule, p in self.p_values.items())
+        chi_squares = " ".join(f"{rule}: p={p:.3g}" for rule, p in self.p_values().items())
         return [
-            f"chi-square of {self.ranks.counts.total()} drawn tokens {{{chi_squares}}}",
+            f"chi-square of {self.ranks.total()} drawn tokens {{{chi_squares}}}",
             f"seeds={self.num_seeds} failed={self.num_failed} faults{{{faults}}} "
             f"tokens={self.num_tokens} sessions={self.num_sessions} lost={self.num_lost} "
             f"sessions_moved={self.num_moves}",

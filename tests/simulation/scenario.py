@@ -11,12 +11,16 @@ again, and must come. The fleet is as it is wanted, and nothing is left over.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
+import traceback
 from collections.abc import AsyncIterator, Collection
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from unittest.mock import patch
+
+import torch
 
 from outrider.errors import (
     DataLoss,
@@ -130,7 +134,7 @@ class _Seed:
         finally:
             world.clear_away()
         for request, shown in self._ranks:
-            self._result.ranks.add(request, shown)
+            self._result.count(request, shown)
         self._result.faults = self._adversary.faults
         self._result.num_moves = world.moves.num_moves
         return self._result
@@ -149,7 +153,7 @@ class _Seed:
     async def _session(self, world: World, index: int, plan: Plan) -> None:
         await asyncio.sleep(plan.start_s)
         while True:
-            num_losses = world.redis.num_losses
+            num_losses = world.redis.history.num_losses
             shown: list[int] = []
             try:
                 await self._generate(world, index, plan, shown)
@@ -158,7 +162,7 @@ class _Seed:
                 continue
             except (DataLoss, NotFound, StaleEpoch) as error:
                 redis = world.redis
-                is_lost = redis.num_losses > num_losses or redis.is_split
+                is_lost = redis.history.num_losses > num_losses or redis.is_split
                 check(is_lost, f"lost, but nothing was: {error}")
                 _check_tokens(plan.request, shown)
                 self._result.num_lost += 1
@@ -173,7 +177,7 @@ class _Seed:
             self._ranks.append((plan.request, shown))
 
     async def _generate(self, world: World, index: int, plan: Plan, shown: list[int]) -> None:
-        request, num_losses = plan.request, world.redis.num_losses
+        request, num_losses = plan.request, world.redis.history.num_losses
         prompt = request.prompt
         session_id, finished, num_events = "", None, 0
         async with aclosing(world.client.generate(request)) as events:
@@ -196,7 +200,7 @@ class _Seed:
         check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
         check(len(shown) == request.max_tokens, f"{len(shown)} tokens of {request.max_tokens}")
         redis = world.redis
-        is_kept = redis.num_losses == num_losses or redis.history.is_kept(session_id)
+        is_kept = redis.history.num_losses == num_losses or redis.history.is_kept(session_id)
         if is_kept and not redis.is_split:
             record = redis.load(session_id)
             check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
@@ -226,3 +230,22 @@ def _check_tokens(request: GenerateRequest, shown: list[int]) -> None:
     if shown and rule_of(request).absolute_noise:
         expected = fault_free(request, shown)
         check(expected == shown, f"{shown} were shown, fault-free they are {expected}")
+
+
+def run_seeds(seeds: range) -> tuple[Result, list[str]]:
+    """What they came to, and what is to be told of those that failed. Arrays are too small for
+    threads; what is there before is no garbage, nor is most of what seeds hold whenever it is
+    looked for."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
+    total, told = Result(), []
+    for seed in seeds:
+        try:
+            total.merge(run_seed(seed))
+        except Exception:  # noqa: BLE001 - whatever a seed dies of is its result
+            total.merge(Result(num_seeds=1, num_failed=1))
+            replay = f"python -m tests.simulation --seed {seed}"
+            told.append(f"seed {seed} failed; replay with: {replay}\n{traceback.format_exc()}")
+    return total, told

@@ -47,7 +47,7 @@ class ShownDrafter:
 
     reads_features = True
 
-    def __init__(self, spec: EmulatedSpec) -> None:
+    def __init__(self, spec: EmulatedSpec, engine: ShownEngine) -> None:
         self._draft = QuickEngine(spec, "draft")
 
     def propose(

@@ -141,7 +141,7 @@ def change_arguments(
     """Has a script run with other arguments, which depend on what is stored of the session."""
     execute = RedisServer.execute
 
-    def changed(self: RedisServer, transaction: Any, command: Command) -> Any:
+    def changed(self: RedisServer, command: Command) -> Any:
         if command[0] == b"EVALSHA" and command[1] == script.sha.encode():
             first = 3 + int(command[2])
             stored = self.data.get(command[3])
@@ -149,7 +149,7 @@ def change_arguments(
                 given = list(command[first:])
                 change(stored, given)
                 command = (*command[:first], *given)
-        return execute(self, transaction, command)
+        return execute(self, command)
 
     planted.setattr(RedisServer, "execute", changed)
 

@@ -106,8 +106,8 @@ class World:
             shape["lookup"] = DraftConfig()
         self._settings = replace(HASTY if is_hasty else PATIENT, **shape)
         self._wires: list[Wire[Any, Any]] = []
-        self._serving: dict[str, tuple[Node, Any]] = {}
-        """Nodes and their services, by address."""
+        self._serving: dict[str, Node] = {}
+        """By address."""
         self.machines = Machines(self, self._built)
         self._server = Process("server")
         """What the fleet runs in ..."""
@@ -164,12 +164,12 @@ class World:
             else:
                 return
 
-    def serve(self, node: Node, service: Any) -> None:
-        """A node answers at its address now."""
-        self._serving[node.address] = (node, service)
+    def serve(self, node: Node, address: str) -> None:
+        """A node answers there now."""
+        self._serving[address] = node
         loop = asyncio.get_running_loop()
         for wire in self._wires:
-            if wire.address == node.address:
+            if wire.address == address:
                 loop.call_soon(self._lead, wire, context=wire.coordinator.context)
 
     def link(self, coordinator: Process, address: str) -> Wire[Any, Any]:
@@ -180,24 +180,24 @@ class World:
         return wire
 
     def _lead(self, wire: Wire[Any, Any]) -> None:
-        if wire.address in self._serving and not wire.coordinator.is_dead:
-            node, service = self._serving[wire.address]
-            wire.lead(node.process, service)
+        node = self._serving.get(wire.address)
+        if node is not None and not wire.coordinator.is_dead:
+            wire.lead(node.process, node.service)
 
     def coordinator_at(self, address: str) -> CoordinatorNode | None:
         """Who takes calls of clients there."""
-        node = self._serving.get(address, (None, None))[0]
+        node = self._serving.get(address)
         return node if isinstance(node, CoordinatorNode) else None
 
     def is_barred(self, node: Node) -> bool:
         """Whether clients are to ask another coordinator."""
-        others = (one for one, _ in self._serving.values() if one.role == "coordinator")
+        others = (one for one in self._serving.values() if one.role == "coordinator")
         return node.name in self.barred and any(one.name not in self.barred for one in others)
 
     def silence(self, node: Node) -> None:
         """Nobody answers at its address any more."""
-        if self._serving.get(node.address, (None, None))[0] is node:
-            del self._serving[node.address]
+        for address in [where for where, one in self._serving.items() if one is node]:
+            del self._serving[address]
 
     def hang_up(self, node: Node, reason: str) -> None:
         """Its streams end."""
