@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-T = TypeVar("T")
 TRAVEL_S = 0.0002
 """Of a message that nothing happens to."""
 
@@ -27,13 +24,7 @@ class Odds:
     def drawn(cls, rng: random.Random) -> Odds:
         """Calm or wild, as the seed has it."""
         wildness = rng.choice((0.3, 1.0, 2.0))
-        return cls(
-            drop=0.02 * wildness,
-            delay=0.10 * wildness,
-            duplicate=0.05 * wildness,
-            reorder=0.10 * wildness,
-            store_failure=0.05 * wildness,
-        )
+        return cls(*(share * wildness for share in (0.02, 0.10, 0.05, 0.10, 0.05)))
 
 
 CALM = Odds()
@@ -76,7 +67,3 @@ class Adversary:
         if failed:
             self.faults["store"] += 1
         return failed
-
-    def pick(self, options: Sequence[T]) -> T:
-        """Which one it is."""
-        return self.rng.choice(options)

@@ -53,7 +53,7 @@ class ShownDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
     ) -> list[Proposal]:
-        return [self._propose(*entry) for entry in zip(requests, hidden_states, strict=True)]
+        return [*map(self._propose, requests, hidden_states)]
 
     def _propose(self, wanted: DraftRequest, hidden_states: torch.Tensor) -> Proposal:
         context = [*hidden_states.tolist()[1:], wanted.token_ids[-1]]

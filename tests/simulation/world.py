@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,25 +17,18 @@ from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
 from outrider.client.failover import ResumingTransport
 from outrider.config import DraftConfig, load_config
-from outrider.errors import InvariantError, OutriderError, StoreUnavailable
+from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
 from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver
+from tests.simulation import coordinator_nodes, replica_nodes
 from tests.simulation.adversary import Adversary
-from tests.simulation.coordinator_nodes import (
-    HASTY,
-    HYBRID,
-    PATIENT,
-    Call,
-    CoordinatorNode,
-    PortTransport,
-)
+from tests.simulation.coordinator_nodes import HYBRID, Call, CoordinatorNode, PortTransport
 from tests.simulation.machines import Machines, Node, SimulatedActor
 from tests.simulation.network import Network, Wire
 from tests.simulation.processes import Process
 from tests.simulation.redis_host import Redis
-from tests.simulation.replica_nodes import HASTY as HASTY_KIND
-from tests.simulation.replica_nodes import KINDS, ReplicaNode
+from tests.simulation.replica_nodes import ReplicaNode
 
 REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""
@@ -94,7 +88,7 @@ class World:
         self.broken: OutriderError | None = None
         """What must not happen in any process, if it has."""
         is_hasty = rng.random() < HASTY_SHARE
-        self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
+        self._services = replica_nodes.HASTY if is_hasty else rng.choice(replica_nodes.KINDS)
         look_ahead = rng.choice((0, 0, 3))
         shape = {
             "length_control": rng.random() < 0.5,
@@ -104,7 +98,9 @@ class World:
         }
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
             shape["lookup"] = DraftConfig()
-        self._settings = replace(HASTY if is_hasty else PATIENT, **shape)
+        self._settings = replace(
+            coordinator_nodes.HASTY if is_hasty else coordinator_nodes.PATIENT, **shape
+        )
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, Node] = {}
         """By address."""
@@ -116,15 +112,12 @@ class World:
         self._operator = Process("operator")
         """Who says how many are wanted."""
         self._spec = spec(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
-        self.fleet = self._new_fleet()
+        self._cluster: Any = self.machines
+        self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
         self._fleet_task: asyncio.Task[None] | None = None
         ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
         transports: list[Any] = [PortTransport(self, port) for port in ports]
         self.client = Client(ResumingTransport(transports, RESUME_TIMEOUT_S, random=rng.random))
-
-    def _new_fleet(self) -> Fleet:
-        cluster: Any = self.machines
-        return Fleet(cluster, self._spec, self.redis.registry())
 
     def _built(self, role: str, name: str) -> Node:
         if role == "coordinator":
@@ -146,23 +139,21 @@ class World:
         await asyncio.sleep(away_s)
         self._server = Process("server")
         self._servers.append(self._server)
-        self.fleet = self._new_fleet()
-        self._fleet_task = self._server.start(self._return())
+        self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
+        fleet = self.fleet
 
-    async def _return(self) -> None:
-        await self.fleet.adopt()
-        await self.fleet.run()
+        async def run() -> None:
+            await fleet.adopt()
+            await fleet.run()
+
+        self._fleet_task = self._server.start(run())
 
     async def want(self, counts: dict[Role, int]) -> None:
         """As `outrider scale` does, until Redis has heard it."""
         while True:
-            try:
-                registry = self.redis.registry()
-                await self._operator.start(registry.want(counts))
-            except StoreUnavailable:
-                await asyncio.sleep(0.1)
-            else:
-                return
+            with suppress(StoreUnavailable):
+                return await self._operator.start(self.redis.registry().want(counts))
+            await asyncio.sleep(0.1)
 
     def serve(self, node: Node, address: str) -> None:
         """A node answers there now."""
@@ -195,7 +186,6 @@ class World:
         return node.name in self.barred and any(one.name not in self.barred for one in others)
 
     def silence(self, node: Node) -> None:
-        """Nobody answers at its address any more."""
         for address in [where for where, one in self._serving.items() if one is node]:
             del self._serving[address]
 
@@ -275,7 +265,7 @@ class World:
         """Whether somebody looks after the replicas now."""
         return not self._server.is_dead
 
-    def nodes(self, *roles: Role) -> Iterator[Node]:
+    def nodes(self, *roles: Role) -> Iterator[Any]:
         """Those that serve."""
         return (actor.node for actor in self.actors if actor.node.role in roles)
 
@@ -291,15 +281,12 @@ class World:
 
     def _lacking(self) -> str | None:
         there = {role: {node.name for node in self.nodes(role)} for role in ROLES}
-        for role in ROLES:
-            if len(there[role]) != self.fleet.wanted[role] or len(self.fleet.of(role)) != len(
-                there[role]
-            ):
-                return f"{self.fleet.wanted[role]} wanted, but of {role}s there are {there[role]}"
+        for role, names in there.items():
+            if not len(names) == self.fleet.wanted[role] == len(self.fleet.of(role)):
+                return f"{self.fleet.wanted[role]} wanted, but of {role}s there are {names}"
         for coordinator in self.nodes("coordinator"):
             for role in ("target", "draft"):
-                if coordinator.knows(role) != there[role]:
-                    known = coordinator.knows(role)
+                if (known := coordinator.knows(role)) != there[role]:
                     return f"{coordinator.name} knows {known} of the {role}s {there[role]}"
         return None
 
@@ -319,13 +306,10 @@ class World:
         # An announcement on a slow link may reach Redis after the withdrawal that followed it.
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(max(0.0, self.network.last_arrival_at - now) + LEASE_S)
-        left = await self._operator.start(self._announced())
-        if left:
-            raise InvariantError(f"still announced: {left}")
-
-    async def _announced(self) -> list[str]:
         registry = self.redis.registry()
-        return [record.name for role in ROLES for record in await registry.records(role)]
+        for role in ROLES:
+            left = await self._operator.start(registry.records(role))
+            check(not left, f"still announced: {left}")
 
     def clear_away(self) -> None:
         """Lets whatever still runs be cancelled, in whatever state it is."""
