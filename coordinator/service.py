@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.loop import Decoding, RoundMeter
+from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.recovery import Replayed, replay, told_again
-from coordinator.decoding.sessions import OwnedSessions, SessionRun
+from coordinator.decoding.sessions import OwnedSessions
 from coordinator.draft_length.controller import LengthControls
 from coordinator.draft_length.policy import FixedLength, LengthPolicy
 from coordinator.requests.validation import (
@@ -27,7 +27,7 @@ from coordinator.requests.validation import (
     check_fields,
     resolve,
 )
-from coordinator.routing.discovery import Discovery, FleetView, replicas_at_first
+from coordinator.routing.discovery import Discovery, FleetView
 from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.replica_pool import AnyLink, ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -36,7 +36,7 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, Figures, Role
+from outrider.registry.registry import LEASE_S, ROLES, Figures, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -129,21 +129,22 @@ class CoordinatorService:
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
         answers, or no draft and none may join later, `Incompatible` where none fits."""
-        config = self._config
-        registry, link, links = self._registry, self._link, self._links
-        begun_with: dict[Role, dict[str, str]] = {}
+        config, registry, link = self._config, self._registry, self._link
+        followed = dict[Role, Discovery]()
         if registry is not None and link is not None:
-            begun_with = await replicas_at_first(registry)
-            links = {
-                role: {name: link(role, address) for name, address in known.items()}
-                for role, known in begun_with.items()
+            followed = {
+                role: Discovery(role, self.fleet, registry, partial(link, role)) for role in ROLES
             }
-        await self.targets.join_all(links["target"])
+            # A target that lives says its name again within a lease, also to a registry that has
+            # lost everything.
+            await followed["target"].begin(LEASE_S)
+            await followed["draft"].begin()
+        await self.targets.join_all(self._links["target"])
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
         try:
-            await self.drafts.join_all(links["draft"])
+            await self.drafts.join_all(self._links["draft"])
         except Unavailable as error:
             if registry is None:
                 raise
@@ -163,15 +164,9 @@ class CoordinatorService:
         )
         self._commit_task = asyncio.create_task(self._committer.run())
         watching = [self.targets.watch(), self.drafts.watch()]
+        watching += [one.run() for one in followed.values()]
         if self._observation.listens:
             watching.append(self._health.run())
-        if registry is not None and link is not None:
-            watching += [
-                Discovery(
-                    role, self.fleet, registry, partial(link, role), begun_with.get(role)
-                ).run()
-                for role in ROLES
-            ]
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
@@ -255,7 +250,8 @@ class CoordinatorService:
                 f"deadline_ms: {deadline_ms} ms passed before the session was open"
             ) from None
         try:
-            return self._begin(SessionContext(session, parameters, deadline, observer), arrived)
+            context = SessionContext(session, parameters, deadline, observer)
+            return self._begin(context, arrived, Replayed(self._completion(parameters)))
         except BaseException:
             self._sessions.give_up(session.record)
             raise
@@ -405,9 +401,7 @@ class CoordinatorService:
         parameters = resolve(request, field, prompt_ids, self.model, self.defaults, seed)
         return replace(parameters, weights=target.weights)
 
-    def _begin(
-        self, context: SessionContext, arrived: float, replayed: Replayed | None = None
-    ) -> SessionRun:
+    def _begin(self, context: SessionContext, arrived: float, replayed: Replayed) -> SessionRun:
         session, parameters = context.session, context.parameters
         try:
             context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
@@ -417,19 +411,18 @@ class CoordinatorService:
                 self.drafts, context, self._fallback, self._config,
                 target_drafts=target is not None and target.drafts_itself,
             )  # fmt: skip
-            decoding = Decoding(
+            run = SessionRun(
                 context,
-                self._completion(parameters) if replayed is None else replayed.completion,
+                replayed,
                 TargetClient(self.targets, context, self._config),
                 draft,
                 committer=self._committer,
                 lengths=self._length_policy(context, drafts=draft is not None),
                 length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
                 meter=self._meter,
+                arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
-                ended=None if replayed is None else replayed.finish_reason,
             )
-            run = SessionRun(decoding, arrived, context.deadline, replayed)
             self._sessions.add(run)
         except BaseException:
             self._committer.remove(session)

@@ -4,44 +4,50 @@ once it is committed."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Final
 
-from pydantic import ConfigDict, TypeAdapter
-
 from coordinator.decoding.committer import Committer
-from coordinator.decoding.detokenizer import Completion
-from coordinator.draft_length.acceptance import fitting, sibling_chances
+from coordinator.decoding.recovery import Replayed, write_logprobs
+from coordinator.draft_length.acceptance import NO_SIBLINGS, fitting, sibling_chances
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.decayed_average import DecayedSums
-from outrider.errors import DataLoss, DeadlineExceeded
+from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
 from outrider.messages import PositionLogprobs, VerdictReply
 from outrider.registry.registry import WINDOW_S, Figures
-from outrider.request import RoundReport, Tokens
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason
+from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.random_streams import RoundNoise
-from outrider.telemetry.logs import identify
+from outrider.telemetry.logs import about, identify
 from outrider.telemetry.observer import SILENT, RequestObserver
+
+_log = logging.getLogger(__name__)
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
-class Decoding:
-    """Runs the rounds of one open session. The commit of a round and the next round overlap."""
+COMMIT_GRACE_S: Final = 2.0
+"""How long tokens that were decided before the deadline may take to be committed after it."""
+
+
+class SessionRun:
+    """One session from its opening to its last event: decoding on one side, its client on the
+    other. The commit of a round and the next round overlap."""
 
     def __init__(
         self,
         context: SessionContext,
-        completion: Completion,
+        replayed: Replayed,
         target: TargetClient,
         draft: Drafts | None,
         *,
@@ -49,47 +55,170 @@ class Decoding:
         lengths: LengthPolicy,
         length_max: int,
         meter: RoundMeter,
+        arrived: float,
         reads_beside: bool = True,
-        ended: FinishReason | None = None,
     ) -> None:
-        """`length_max` is the target's: of committed tokens and a proposal's together. The draft
-        reads the prompt while the target does, if it `reads_beside`; else with the first round
-        that has a draft. `ended` is why there is nothing to decode, for a completion that was
-        whole when it was resumed."""
+        """Starts decoding a session that the committer knows, behind what is `replayed` of it.
+        `length_max` is the target's: of committed tokens and a proposal's together. It `arrived`
+        at a time of the event loop's clock. The draft reads the prompt while the target does, if it
+        `reads_beside`; else with the first round that has a draft."""
         self.session = context.session
+        self.session_id = self.session.session_id
         self.parameters = context.parameters
-        self.observer = context.observer
-        self.completion = completion
-        self.committer = committer
-        self.output = OutputQueue(self.session, committer, self.observer)
+        self._deadline = context.deadline
+        self._observer = context.observer
+        self._completion = replayed.completion
+        self._ended = replayed.finish_reason
+        """Why there is nothing to decode, for a completion that was whole when it was resumed."""
+        self._num_known = replayed.completion.num_tokens
+        """Tokens that another stream may have told."""
+        self._committer = committer
+        self._output = OutputQueue(self.session, committer, self._observer)
+        for tokens in replayed.events:
+            self._write(tokens)
         self._target = target
         self._draft = draft
         self._lengths = lengths
         self._length_max = length_max
         self._meter = meter
+        self._arrived = arrived
         self._reads_beside = reads_beside
-        self._ended = ended
         self._probe: LookupProbe | None = None
-        if self._draft is not None and self._draft.is_lookup and self._lengths.listens:
-            num_draft_tokens = self.parameters.num_draft_tokens
-            self._probe = LookupProbe(self._draft.lookup, self._lengths, num_draft_tokens)
-        self._deadline: asyncio.Timeout | None = None
+        if draft is not None and draft.is_lookup and lengths.listens:
+            self._probe = LookupProbe(draft.lookup, lengths, self.parameters.num_draft_tokens)
+        self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
+        self._first_token_at: float | None = None
+        self._is_recorded = False
+        """Whether the store has been told of the end."""
+        self._is_told = False
+        self._handed_over = False
+        self._held_back: Tokens | None = None
+        """Text without a token: if the session could still go on, it might come again."""
+        self._task = asyncio.create_task(self._decode())
 
-    def close(self) -> None:
-        """Frees what the session holds at its replicas."""
+    @property
+    def is_unrecorded(self) -> bool:
+        """Whether the store may still have the session as running here: it has not been told of
+        the end, and the session is not another owner's."""
+        return not self._is_recorded and self.session.error is None
+
+    @property
+    def record(self) -> SessionRecord:
+        """What is needed to give the session up: without its tokens."""
+        return replace(self.session.record, counters=self.session.counters)
+
+    def cancel(self) -> None:
+        """Ends the session as cancelled; what is decided is still committed and shown."""
+        self._cancelled = True
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def started(self, model: str) -> Started:
+        """The first event."""
+        record = self.session.record
+        return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
+
+    async def next_events(self) -> Sequence[Event]:
+        """Waits for the next events after `Started`; none behind the last one. Raises
+        `DeadlineExceeded` where the deadline passes before the first token, what the target refuses
+        with, and what made the session lose its store."""
+        while not self._is_told:
+            try:
+                async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
+                    found = await self._output.read()
+            except TimeoutError:
+                if self._first_token_at is None:
+                    raise self._late() from None
+                raise StoreUnavailable(
+                    "the session store did not commit in time; tokens are held back"
+                ) from None
+            except OutriderError:
+                self._check_here()
+                raise
+            if found is None:
+                return await self._last_events()
+            tokens, report = found
+            if not tokens.token_ids:
+                self._held_back = tokens
+                continue
+            if self._first_token_at is None:
+                self._first_token_at = asyncio.get_running_loop().time()
+            return (tokens,) if report is None else (report, tokens)
+        return ()
+
+    async def _last_events(self) -> Sequence[Event]:
+        self._check_here()
+        reason = await self._task
+        session, now = self.session, asyncio.get_running_loop().time
+        await self._finish(reason, max(self._deadline, now()) + COMMIT_GRACE_S)
+        num_tokens, seconds = session.length - session.prompt_length, now() - self._arrived
+        first = now() if self._first_token_at is None else self._first_token_at
+        finished = Finished(
+            finish_reason=reason,
+            usage=Usage(session.prompt_length, num_tokens),
+            metrics=Metrics.of(
+                session.counters,
+                time_to_first_token_ms=(first - self._arrived) * 1e3,
+                tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
+            ),
+        )
+        self._observer.finished(finished)
+        self._is_told = True
+        return (finished,) if self._held_back is None else (self._held_back, finished)
+
+    def _check_here(self) -> None:
+        """Raises `StaleEpoch` where the session was handed over."""
+        if self._handed_over:
+            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
+
+    async def hand_over(self) -> bool:
+        """As `close`, but leaves the record to the next owner, unless the end is decided."""
+        self._handed_over = self.session.finish_reason is None
+        return await self.close()
+
+    async def close(self) -> bool:
+        """Stops decoding and frees what the session holds everywhere. A session that has not
+        ended is recorded as cancelled. Returns whether it had ended."""
+        had_ended = self._is_recorded
+        identify(self.session_id, self._observer.trace_id)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self._lengths.close()
         self._target.close()
         if self._draft is not None:
             self._draft.close()
-
-    async def run(self, deadline: float) -> FinishReason:
-        """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
-        Raises `DeadlineExceeded` when it passes before the first token, what the target refuses
-        with, and what made the session lose its store."""
-        identify(self.session.session_id, self.observer.trace_id)
+        session = self.session
         try:
-            async with asyncio.timeout_at(deadline) as self._deadline:
+            if not (self._is_recorded or self._handed_over):
+                now = asyncio.get_running_loop().time()
+                await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
+        except OutriderError as error:
+            _log.info("session %s was not closed: %r", self.session_id, error)
+        finally:
+            self._committer.remove(session)
+            fields = about(
+                finish_reason=session.finish_reason,
+                prompt_tokens=session.prompt_length,
+                completion_tokens=session.length - session.prompt_length,
+                **asdict(session.counters),
+            )
+            _log.debug("the session ended", extra=fields)
+        return had_ended
+
+    async def _finish(self, reason: FinishReason, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await self._committer.finish(self.session, reason)
+        except TimeoutError:
+            raise StoreUnavailable("the session store did not take the session's end") from None
+        self._is_recorded = True
+
+    async def _decode(self) -> FinishReason:
+        """Until the completion ends, is cancelled, or the deadline passes."""
+        identify(self.session_id, self._observer.trace_id)
+        try:
+            async with asyncio.timeout_at(self._deadline) as self._timeout:
                 if self._ended is not None:
                     return self._ended
                 if self._cancelled:
@@ -98,46 +227,39 @@ class Decoding:
         except TimeoutError:
             if self._cancelled:
                 return self._interrupted(FinishReason.CANCELLED)
-            if self.completion.num_tokens == 0:
-                raise self.late() from None
+            if self._completion.num_tokens == 0:
+                raise self._late() from None
             return self._interrupted(FinishReason.DEADLINE)
         finally:
-            self._deadline = None
-            self.output.close()
+            self._timeout = None
+            self._output.close()
 
-    def late(self) -> DeadlineExceeded:
-        """Why a request ends whose deadline passes before the first token."""
+    def _late(self) -> DeadlineExceeded:
         deadline_ms = self.parameters.deadline_ms
         return DeadlineExceeded(f"deadline_ms: {deadline_ms} ms passed before the first token")
-
-    def cancel(self) -> None:
-        """Ends the session as cancelled; what is decided is still committed and shown."""
-        self._cancelled = True
-        if self._deadline is not None and not self._deadline.expired():
-            self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
         if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
             self._draft.prefill(0, self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
-            await self.committer.room(self.session, self.parameters.num_draft_tokens + 1)
-            await self.output.room()
+            await self._committer.room(self.session, self.parameters.num_draft_tokens + 1)
+            await self._output.room()
             reason = await self._round(index)
             index += 1
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
         """One round; returns why the completion ends with it, if it does."""
-        self.observer.round_began(index)
+        self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         noise = RoundNoise(record.seed, record.rule, start_length)
-        length = self._lengths.choose(index, self.completion.remaining)
+        length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         asked_at = asyncio.get_running_loop().time()
         reply = await self._verify(index, length, drafted)
         verify_s = asyncio.get_running_loop().time() - asked_at
-        self.observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
+        self._observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
         if self.session.error is not None:
             raise self.session.error  # It was lost meanwhile.
         proposal = self._target.verified
@@ -154,31 +276,28 @@ class Decoding:
         if self._lengths.listens:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
-            if length.num_draft_tokens == 0:
-                self._probe.committed(noise, outcome.token_ids[0])
-            else:
-                self._probe.interrupted()
+            self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
         return self._commit(index, drafted, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
-            self.observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
+            self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
         if self._draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
-        self.observer.asked("draft")
+        self._observer.asked("draft")
         if length.siblings:
             room = self._length_max - self.session.length - length.num_draft_tokens
             length = replace(length, siblings=fitting(length.siblings, room))
         drafted = await self._draft.propose(index, length, noise)
         if drafted.ahead:
-            self.observer.count("look_ahead_hits")
+            self._observer.count("look_ahead_hits")
         if drafted.source == "fallback":
-            self.observer.count("fallback_rounds")
-        self.observer.answered("draft", drafted.seconds, drafted.queue_ms, drafted.compute_ms)
+            self._observer.count("fallback_rounds")
+        self._observer.answered("draft", drafted.seconds, drafted.queue_ms, drafted.compute_ms)
         return drafted
 
     async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> VerdictReply:
-        self.observer.asked("target")
+        self._observer.asked("target")
         proposal = drafted.proposal
         wanted = NOTHING_WANTED
         if self._draft is not None:
@@ -204,7 +323,9 @@ class Decoding:
             ended_at=asyncio.get_running_loop().time(),
             queue_s=reply.queue_ms / 1e3,
             num_siblings=len(accept) - len(tree.spine),
-            siblings=sibling_chances(tree, accept, drafted.siblings),
+            siblings=(
+                sibling_chances(tree, accept, drafted.siblings) if drafted.siblings else NO_SIBLINGS
+            ),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
@@ -214,8 +335,8 @@ class Decoding:
     def _commit(
         self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome
     ) -> FinishReason | None:
-        first_index = self.completion.num_tokens
-        piece = self.completion.push(outcome.token_ids)
+        first_index = self._completion.num_tokens
+        piece = self._completion.push(outcome.token_ids)
         num_tokens, num_drafted = piece.num_tokens, len(drafted.proposal)
         num_accepted = min(outcome.num_accepted, num_tokens)
         logprobs: tuple[PositionLogprobs, ...] = ()
@@ -241,9 +362,9 @@ class Decoding:
             target=self._target.cache_state,
             logprobs=[write_logprobs(one) for one in logprobs],
         )
-        self.observer.decided(num_drafted, num_accepted, num_tokens)
+        self._observer.decided(num_drafted, num_accepted, num_tokens)
         self._meter.decided(drafted, num_accepted, num_tokens)
-        self.committer.notify(self.session)
+        self._committer.notify(self.session)
         report = None
         if self.parameters.include_rounds:
             report = RoundReport(
@@ -263,16 +384,16 @@ class Decoding:
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
         """Shows the text that was held back when nothing more will come."""
-        text = self.completion.finish()
+        text = self._completion.finish()
         if text:
-            self._write(Tokens(self.completion.num_tokens, (), text, (), ()))
+            self._write(Tokens(self._completion.num_tokens, (), text, (), ()))
         return reason
 
     def _write(
         self, tokens: Tokens, report: RoundReport | None = None, round_index: int | None = None
     ) -> None:
         now = asyncio.get_running_loop().time()
-        self.output.write(Entry(self.session.length, tokens, report, now, round_index))
+        self._output.write(Entry(self.session.length, tokens, report, now, round_index))
 
 
 ENTRIES_UNREAD_MAX: Final = 256
@@ -360,24 +481,6 @@ def _joined(parts: list[Tokens]) -> Tokens:
         tuple(chain.from_iterable(part.origins for part in parts)),
         tuple(chain.from_iterable(part.logprobs for part in parts)),
     )
-
-
-_LOGPROBS: Final = TypeAdapter(
-    tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
-)
-
-
-def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """A line of JSON for the store; of an impossible token with `-Infinity`."""
-    return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
-
-
-def read_logprobs(line: str) -> PositionLogprobs:
-    """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
-    try:
-        return PositionLogprobs(*_LOGPROBS.validate_json(line))
-    except ValueError as error:
-        raise DataLoss(f"stored log-probabilities cannot be read: {error}") from error
 
 
 WAITED: Final = 1.0

@@ -8,17 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from pydantic import ConfigDict, TypeAdapter
+
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.limits import REPLAY_TOKENS_INLINE
+from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
 from outrider.tokens import TokenSequence
 
 from .detokenizer import Completion
-from .loop import read_logprobs
 
 TOKENS_PER_EVENT: Final = 512
 """In one event of a replay: a long answer with log-probabilities would fill no message ..."""
@@ -32,15 +34,33 @@ REPLAY_THREADS: Final = 1
 T = TypeVar("T")
 
 
+_LOGPROBS: Final = TypeAdapter(
+    tuple[float, tuple[tuple[int, float], ...]], config=ConfigDict(ser_json_inf_nan="constants")
+)
+
+
+def write_logprobs(logprobs: PositionLogprobs) -> str:
+    """A line of JSON for the store; of an impossible token with `-Infinity`."""
+    return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
+
+
+def read_logprobs(line: str) -> PositionLogprobs:
+    """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
+    try:
+        return PositionLogprobs(*_LOGPROBS.validate_json(line))
+    except ValueError as error:
+        raise DataLoss(f"stored log-probabilities cannot be read: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """A completion as far as it is stored."""
 
     completion: Completion
     """With all stored tokens."""
-    events: tuple[Tokens, ...]
+    events: tuple[Tokens, ...] = ()
     """What the client lacks of it."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     """Why the completion ends with them, if it does: its end may not be stored."""
 
 

@@ -1,22 +1,17 @@
 """Sessions from their opening to their end: created in a store that may not answer, run, given up,
-and taken over from other coordinators.
-
-    SessionRun     one running session: decoding on one side, its client on the other
-    OwnedSessions  the sessions of this coordinator: opened, run until what they held is free, given
-                   up, and taken over, as their stream broke, here or elsewhere
-"""
+and taken over from other coordinators."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any, Final, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from coordinator.decoding.loop import Decoding, Entry
-from coordinator.decoding.recovery import Replayed, Replays, check_known, check_weights
+from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
+from coordinator.decoding.recovery import Replays, check_known, check_weights
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.backoff import backoff
@@ -37,7 +32,7 @@ from outrider.limits import (
     TAKE_OVERS_MAX,
     UNTOLD_SESSIONS_MAX,
 )
-from outrider.request import Event, Finished, Metrics, ResumeRequest, Started, Tokens, Usage
+from outrider.request import ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
     Finish,
@@ -47,159 +42,13 @@ from outrider.sessions.store import (
     contended,
     released,
 )
-from outrider.telemetry.logs import about, identify
 
 _log = logging.getLogger(__name__)
-
-COMMIT_GRACE_S: Final = 2.0
-"""How long tokens that were decided before the deadline may take to be committed after it."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
 """Ends once the store has answered: with its refusal, or why it was given up; with None where the
 call has succeeded."""
-
-
-class SessionRun:
-    """One session from its opening to its last event."""
-
-    def __init__(
-        self, decoding: Decoding, arrived: float, deadline: float, replayed: Replayed | None = None
-    ) -> None:
-        """Starts decoding a session that the committer knows. `arrived` and `deadline` are times of
-        the event loop's clock; `replayed` is what a resumed session has."""
-        self._decoding = decoding
-        self.session = decoding.session
-        self.session_id = self.session.session_id
-        self.parameters = decoding.parameters
-        self._arrived = arrived
-        self._deadline = deadline
-        self._first_token_at: float | None = None
-        self._is_recorded = False
-        """Whether the store has been told of the end."""
-        self._is_told = False
-        self._handed_over = False
-        self._held_back: Tokens | None = None
-        """Text without a token: if the session could still go on, it might come again."""
-        self._num_known = decoding.completion.num_tokens
-        """Tokens that another stream may have told."""
-        for tokens in () if replayed is None else replayed.events:
-            decoding.output.write(Entry(self.session.length, tokens, None, arrived))
-        self._task = asyncio.create_task(decoding.run(deadline))
-
-    @property
-    def is_unrecorded(self) -> bool:
-        """Whether the store may still have the session as running here: it has not been told of
-        the end, and the session is not another owner's."""
-        return not self._is_recorded and self.session.error is None
-
-    @property
-    def record(self) -> SessionRecord:
-        """What is needed to give the session up: without its tokens."""
-        return replace(self.session.record, counters=self.session.counters)
-
-    def cancel(self) -> None:
-        """Ends the session as cancelled; what is decided is still committed and shown."""
-        self._decoding.cancel()
-
-    def started(self, model: str) -> Started:
-        """The first event."""
-        record = self.session.record
-        return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
-
-    async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events after `Started`; none behind the last one."""
-        while not self._is_told:
-            try:
-                async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
-                    found = await self._decoding.output.read()
-            except TimeoutError:
-                if self._first_token_at is None:
-                    raise self._decoding.late() from None
-                raise StoreUnavailable(
-                    "the session store did not commit in time; tokens are held back"
-                ) from None
-            except OutriderError:
-                self._check_here()
-                raise
-            if found is None:
-                return await self._last_events()
-            tokens, report = found
-            if not tokens.token_ids:
-                self._held_back = tokens
-                continue
-            if self._first_token_at is None:
-                self._first_token_at = asyncio.get_running_loop().time()
-            return (tokens,) if report is None else (report, tokens)
-        return ()
-
-    async def _last_events(self) -> Sequence[Event]:
-        self._check_here()
-        reason = await self._task
-        now = asyncio.get_running_loop().time
-        await self._finish(reason, max(self._deadline, now()) + COMMIT_GRACE_S)
-        finished = self._finished(reason, now())
-        self._decoding.observer.finished(finished)
-        self._is_told = True
-        return (finished,) if self._held_back is None else (self._held_back, finished)
-
-    def _check_here(self) -> None:
-        """Raises `StaleEpoch` where the session was handed over."""
-        if self._handed_over:
-            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
-
-    async def hand_over(self) -> bool:
-        """As `close`, but leaves the record to the next owner, unless the end is decided."""
-        self._handed_over = self.session.finish_reason is None
-        return await self.close()
-
-    async def close(self) -> bool:
-        """Stops decoding and frees what the session holds everywhere. A session that has not
-        ended is recorded as cancelled. Returns whether it had ended."""
-        had_ended = self._is_recorded
-        identify(self.session_id, self._decoding.observer.trace_id)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._decoding.close()
-        session = self.session
-        try:
-            if not (self._is_recorded or self._handed_over):
-                now = asyncio.get_running_loop().time()
-                await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
-        except OutriderError as error:
-            _log.info("session %s was not closed: %r", self.session_id, error)
-        finally:
-            self._decoding.committer.remove(session)
-            fields = about(
-                finish_reason=session.finish_reason,
-                prompt_tokens=session.prompt_length,
-                completion_tokens=session.length - session.prompt_length,
-                **asdict(session.counters),
-            )
-            _log.debug("the session ended", extra=fields)
-        return had_ended
-
-    async def _finish(self, reason: FinishReason, until: float) -> None:
-        try:
-            async with asyncio.timeout_at(until):
-                await self._decoding.committer.finish(self.session, reason)
-        except TimeoutError:
-            raise StoreUnavailable("the session store did not take the session's end") from None
-        self._is_recorded = True
-
-    def _finished(self, reason: FinishReason, now: float) -> Finished:
-        first = now if self._first_token_at is None else self._first_token_at
-        num_tokens = self.session.length - self.session.prompt_length
-        seconds = now - self._arrived
-        return Finished(
-            finish_reason=reason,
-            usage=Usage(self.session.prompt_length, num_tokens),
-            metrics=Metrics.of(
-                self.session.counters,
-                time_to_first_token_ms=(first - self._arrived) * 1e3,
-                tokens_per_second=(num_tokens - self._num_known) / seconds if seconds > 0 else 0.0,
-            ),
-        )
 
 
 class OwnedSessions:

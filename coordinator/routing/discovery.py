@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -33,23 +33,6 @@ REFUSED_S: Final = 10.0
 State = Literal["serving", "away", "leaving", "joining"]
 """`away`: it could not be reached; `leaving`: it ends soon; `joining`: it is announced, and has not
 said yet what it runs, or does not fit."""
-
-
-async def replicas_at_first(registry: RedisRegistry) -> dict[Role, dict[str, str]]:
-    """Addresses of the targets and of the drafts that a coordinator begins with, by name. For a
-    target it waits up to a lease, in which one that lives says its name again even to a registry
-    that has lost everything. Raises `StoreUnavailable`."""
-    loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + LEASE_S
-    roles: tuple[Role, ...] = ("target", "draft")
-    while True:
-        found = {
-            role: {one.name: one.address for one in await registry.records(role) if not one.leaving}
-            for role in roles
-        }
-        if found["target"] or loop.time() >= give_up_at:
-            return found
-        await asyncio.sleep(READ_PERIOD_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +131,8 @@ class Discovery:
         fleet: FleetView,
         registry: RedisRegistry,
         link: Callable[[str], Link[Any, Any]] | None = None,
-        begun_with: Mapping[str, str] | None = None,
     ) -> None:
-        """`link(address)` leads to a replica; nothing is sent before it is asked something.
-        `begun_with` are the addresses of those that are in the pool already, by name."""
+        """`link(address)` leads to a replica; nothing is sent before it is asked something."""
         self._role = role
         self._fleet = fleet
         self._registry = registry
@@ -159,11 +140,22 @@ class Discovery:
         self._heard: dict[str, tuple[float, str]] = {}
         """Of each that is in the pool, when the registry had it, s of the loop's clock, and where
         it was then."""
-        self._begun_with = begun_with or {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being asked whether they join, or whether they are there."""
         self._not_before: dict[str, float] = {}
         self._away = False
+
+    async def begin(self, wait_s: float = 0.0) -> None:
+        """Returns once replicas that are announced have been asked whether they join. Where none
+        has, looks again for up to `wait_s`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        while True:
+            await self.look()
+            await asyncio.gather(*self._tasks.values())
+            if self._fleet.pools[self._role].names or loop.time() >= until:
+                return
+            await asyncio.sleep(READ_PERIOD_S)
 
     async def run(self) -> None:
         """Follows the registry until it is cancelled."""
@@ -197,7 +189,7 @@ class Discovery:
             self._hear(pool, record, now)
         taken, names = {record.address for record in records}, pool.names
         for name in names:
-            at, address = self._heard.setdefault(name, (now, self._begun_with.get(name, "")))
+            at, address = self._heard.setdefault(name, (now, ""))
             if now - at > LEASE_S and name not in self._tasks:
                 self._begin(name, self._doubt(pool, name, address in taken))
         known = {record.name for record in records}.union(names)

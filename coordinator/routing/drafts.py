@@ -166,9 +166,13 @@ class LookupProbe:
         self._interval = WATCH_ROUNDS_MIN
         """... which comes so many rounds after the last one."""
 
-    def committed(self, noise: RoundNoise, token_id: int) -> None:
-        """A round without a draft brought one token, which the session does not have yet; `noise`
-        is the round's."""
+    def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
+        """A round brought tokens of which this is the first, and which the session does not have
+        yet; `noise` is the round's. What was looked up before a round with a draft says nothing
+        more."""
+        if num_asked > 0:
+            self._guess = None
+            return
         self._rounds_left -= 1
         if self._guess is None:
             if self._rounds_left > 0:
@@ -186,7 +190,3 @@ class LookupProbe:
         if self._num_followed > 0:
             self._interval = WATCH_ROUNDS_MIN
         self._lengths.note_watched(self._num_draft_tokens, survival)
-
-    def interrupted(self) -> None:
-        """A round with a draft follows: what was looked up before it says nothing more."""
-        self._guess = None

@@ -17,7 +17,7 @@ import pytest
 import redis
 from stack import Stack, running_stack
 
-from coordinator.decoding.sessions import SessionRun
+from coordinator.decoding.loop import SessionRun
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import SessionContext, SessionRoute
 from coordinator.routing.target_client import TargetClient

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from coordinator.decoding.sessions import COMMIT_GRACE_S
+from coordinator.decoding.loop import COMMIT_GRACE_S
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from session_model import new_session
 
-from coordinator.decoding.sessions import COMMIT_GRACE_S
+from coordinator.decoding.loop import COMMIT_GRACE_S
 from outrider.config import WAIT_MS_MAX
 from outrider.errors import DataLoss, InvariantError, StaleEpoch
 from outrider.limits import APPEND_TOKENS_MAX, DEADLINE_MS_MAX, SESSION_TTL_S, TOKEN_ID_MAX

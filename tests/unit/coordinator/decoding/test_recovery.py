@@ -16,13 +16,14 @@ from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
 from virtual_time import virtually
 
 from coordinator.decoding.detokenizer import Completion
-from coordinator.decoding.loop import read_logprobs, write_logprobs
 from coordinator.decoding.recovery import (
     TOKENS_PER_EVENT,
     Replays,
     check_known,
+    read_logprobs,
     replay,
     told_again,
+    write_logprobs,
 )
 from coordinator.requests.validation import GenerationParameters
 from outrider.errors import (

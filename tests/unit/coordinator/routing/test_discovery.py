@@ -18,7 +18,6 @@ from coordinator.routing.discovery import (
     REFUSED_S,
     Discovery,
     FleetView,
-    replicas_at_first,
 )
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.clock import run_virtually
@@ -41,7 +40,8 @@ class World:
         self.pool = ReplicaPool("target")
         self.pool.first = TOY
         self.fleet = FleetView("a", self.pool, ReplicaPool("draft"))
-        self.follow({})
+        self.roster = Discovery("target", self.fleet, self.registry, self._link)
+        self.following = asyncio.create_task(self.roster.run())
         self.prepared: dict[str, ScriptedLink] = {}
         """By address: links other than such as answer at once."""
         self.links: list[tuple[str, ScriptedLink]] = []
@@ -49,13 +49,6 @@ class World:
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self.says: dict[str, ReplicaRecord] = {}
         """What those say that say something else than `record`."""
-
-    def follow(self, begun_with: dict[str, str]) -> None:
-        """Anew, with these in the pool."""
-        if hasattr(self, "following"):
-            self.following.cancel()
-        self.roster = Discovery("target", self.fleet, self.registry, self._link, begun_with)
-        self.following = asyncio.create_task(self.roster.run())
 
     def _link(self, address: str) -> ScriptedLink:
         link = self.prepared.get(address) or ScriptedLink()
@@ -211,8 +204,7 @@ async def test_one_whose_address_another_one_has_is_gone_though_that_one_answers
 ) -> None:
     """As where replicas of one machine take the ports of those that died: the old name does not
     stay beside the new one."""
-    await world.pool.join("a", ScriptedLink())
-    world.follow({"a": "a:1"})
+    await world.registry.announce(record("a"))
     await asyncio.sleep(SOON_S)
     world.live("b")
     world.says["b"] = replace(record("b"), address="a:1")
@@ -282,29 +274,16 @@ async def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once(world: 
 
 
 @played
-async def test_a_coordinator_begins_with_whoever_is_there(world: World) -> None:
-    for role, name, leaving in (
-        ("target", "a", False), ("target", "b", True), ("draft", "c", False)
-    ):  # fmt: skip
-        await world.registry.announce(record(name, role, leaving=leaving))
-    began = asyncio.get_running_loop().time()
-    assert await replicas_at_first(world.registry) == {
-        "target": {"a": "a:1"},
-        "draft": {"c": "c:1"},
-    }
-    assert asyncio.get_running_loop().time() == began
-
-
-@played
-async def test_a_coordinator_waits_until_a_target_can_have_said_its_name(world: World) -> None:
+async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: World) -> None:
     """As after a registry has lost everything."""
-    asyncio.get_running_loop().call_later(RENEWAL_S, world.live, "a")
-    assert await replicas_at_first(world.registry) == {"target": {"a": "a:1"}, "draft": {}}
-    world.die("a")
-    world.registry.forget()
-    began = asyncio.get_running_loop().time()
-    assert await replicas_at_first(world.registry) == {"target": {}, "draft": {}}
-    assert asyncio.get_running_loop().time() == pytest.approx(began + LEASE_S)
+    loop = asyncio.get_running_loop()
+    world.following.cancel()
+    await world.roster.begin(LEASE_S)
+    assert (loop.time(), world.pool.names) == (pytest.approx(LEASE_S), [])
+    loop.call_later(RENEWAL_S, world.live, "a")
+    await world.roster.begin(LEASE_S)
+    assert LEASE_S + RENEWAL_S <= loop.time() <= LEASE_S + RENEWAL_S + READ_PERIOD_S
+    assert world.pool.names == ["a"]
 
 
 @played

@@ -89,7 +89,7 @@ def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...], num_draft_token
 
 
 def commit(watch: LookupProbe, session: Session, token_id: int) -> None:
-    watch.committed(RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
+    watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
     session.decide((token_id,), Counters(1, 0, 0))
 
 
