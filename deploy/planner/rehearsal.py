@@ -40,7 +40,7 @@ REACHED_MIN: Final = 50
 WARM_UP_TOKENS: Final = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PlayedSession:
     """One whole answer."""
 
@@ -142,10 +142,8 @@ async def _rehearsed(
     for k in (0, REHEARSED_K[-1]):
         await play(client, warm_up, sample.temperature, rule, k)
     played = await play_all(client, replace(sample, texts=texts), rule, REHEARSED_K, progress)
-    if is_first:
-        for session in played[: -len(REHEARSED_K) : len(REHEARSED_K)]:
-            session.is_cached = False
-    return played
+    fresh = range(0, len(played) - len(REHEARSED_K), len(REHEARSED_K)) if is_first else ()
+    return [replace(one, is_cached=index not in fresh) for index, one in enumerate(played)]
 
 
 def rehearsed_rule(temperature: float) -> Rule:

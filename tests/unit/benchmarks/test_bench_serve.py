@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import time
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from toy_engine import ToyEngine
 
 from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
-from benchmarks.serve import Load, Record, ServeOptions, arrival_times, is_good, measure, report
+from benchmarks.serve import Load, Record, ServeOptions, arrival_times, measure, report
 from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.errors import Unavailable
@@ -83,18 +82,10 @@ def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Pa
     assert {prompt.text: most for _, prompt, most in server.asked} == {"a": 7, "b": 9}
 
 
-def test_a_rate_sends_at_its_own_times_whoever_is_answered() -> None:
-    server = ScriptedServer()
-    load = play(ServeOptions(num_prompts=30, request_rate=2.0, burstiness=0.5, seed=4), server)
-    due = list(islice(arrival_times(2.0, 0.5, 4), 30))
-    assert [at for at, _, _ in server.asked] == pytest.approx(due)
-    assert [record.due_s for record in load.records] == pytest.approx(due)
-    assert server.most_running > 4
-
-
 def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
     server = ScriptedServer()
     load = play(ServeOptions(num_prompts=10, max_concurrency=3), server)
+    assert max(load.lags_s) == 0.0
     assert server.most_running == 3
     assert load.duration_s == pytest.approx(16.0)
     assert all(record.due_s == record.started_s for record in load.records)
@@ -122,21 +113,6 @@ def test_a_duration_ends_the_sending_and_not_what_runs(options: ServeOptions, nu
     assert len(play(options, ScriptedServer()).completed) == number
 
 
-def test_a_late_event_loop_is_noticed() -> None:
-    """Which makes all times too long."""
-
-    class Busy(ScriptedServer):
-        async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-            await asyncio.sleep(0.06)
-            time.sleep(0.15)  # noqa: ASYNC251 (a client that computes)
-            await asyncio.sleep(0.05)
-            return Completion((1,), 0.0, 0.26, chunk_s=(0.2,))
-
-    options = ServeOptions(num_prompts=1)
-    load = asyncio.run(measure(options, Busy(), lambda line: None))
-    assert "ms late itself" in report(options, options.settings("b", "s", "m"), load).warnings[0]
-
-
 ANSWER = Completion(
     (), 0.0, 2.5, num_rounds=4, num_draft_tokens=8, num_accepted_draft_tokens=6,
     chunk_s=(0.5, 1.0, 2.5), prompt_tokens=10, counted_tokens=7,
@@ -147,37 +123,26 @@ ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
 
 def test_the_figures_of_a_load() -> None:
     """TTFT to the first chunk; TPOT by the six tokens behind the first one; ITL by chunk; tokens
-    are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s."""
-    options = ServeOptions(goodput=(("tpot", 334.0),))
+    are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s. Of two goals a good request
+    meets both. A late event loop makes all times too long."""
+    options = ServeOptions(goodput=(("tpot", 334.0), ("e2el", 2499.0)))
     records = [Record(1.0, 1.0, ANSWER), Record(1.0, 4.0, ONE), Record(0.0, 0.0, "no room")]
-    load = Load(5.0, 2, records, [0.001])
+    load = Load(5.0, 2, records, [0.02])
     found = report(options, options.settings("openai", "h:1", "m"), load)
     expected = {
         "completed": 2, "failed": 1, "total_input_tokens": 10, "total_output_tokens": 8,
-        "request_throughput": 0.4, "request_goodput": 0.4, "output_throughput": 1.6,
+        "request_throughput": 0.4, "request_goodput": 0.2, "output_throughput": 1.6,
         "total_token_throughput": 3.6, "max_output_tokens_per_s": 7 / 3, "mean_ttft_ms": 500.0,
         "mean_tpot_ms": 2000 / 6, "mean_itl_ms": 1000.0, "std_itl_ms": 500.0,
         "median_e2el_ms": 1550.0, "p99_e2el_ms": 2481.0, "spec_decode_acceptance_rate": 75.0,
-        "spec_decode_acceptance_length": 2.5, "client_lag_p99_ms": 1.0,
+        "spec_decode_acceptance_length": 2.5, "client_lag_p99_ms": 20.0,
     }  # fmt: skip
     assert {name: found.values[name] for name in expected} == pytest.approx(expected)
     assert found.values["mean_client_queue_time_ms"] is None
     assert (found.values["backend"], found.values["request_rate"]) == ("openai", "inf")
-    assert found.warnings == ["warning: 1 of 3 requests failed: 1x no room"]
-
-
-@pytest.mark.parametrize(
-    ("goals", "good"),
-    [
-        ({"ttft": 500.0, "tpot": 334.0}, True),
-        ({"ttft": 499.9}, False),
-        ({"ttft": 500.0, "tpot": 333.0}, False),
-        ({"e2el": 2499.0, "ttft": 9999.0}, False),
-    ],
-)
-def test_a_good_request_meets_every_goal(goals: dict[str, float], good: bool) -> None:
-    assert is_good(ANSWER, goals) is good
-    assert is_good(ONE, {"tpot": 0.0})
+    late, failed = found.warnings
+    assert "this client was up to 20 ms late itself" in late
+    assert failed == "warning: 1 of 3 requests failed: 1x no room"
 
 
 def measured(

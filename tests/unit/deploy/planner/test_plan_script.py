@@ -36,7 +36,7 @@ from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import verdict_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 VOCAB_SIZE = 12
 MAX_TOKENS = 40
@@ -97,7 +97,8 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
             rows = (*ids, *drafted)
             [logits] = target.forward([SequenceStep("t", rows, num_logits=1 + len(drafted))])
             target.release("t")
-            verdict = verdict_from_logits(logits, params, NO_HISTORY, proposal, noise)
+            question = Question(logits, params, NO_HISTORY, proposal, noise)
+            [verdict] = verdicts_from_logits([question])
             outcome = decide(verdict, drafted, rule, noise.accept_uniforms(len(drafted)))
             rounds.append((len(drafted), outcome.num_accepted))
             common = len(ids) + outcome.num_accepted
