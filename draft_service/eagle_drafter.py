@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import BadRequest, check
+from outrider.errors import BadRequest
 from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
 from outrider.models.eagle import LoadedEagle
@@ -60,7 +60,6 @@ class EagleDrafter:
     ) -> None:
         """The look-up goes first where it expects `min_score` of its tokens to be accepted; None =
         never. `entries_max` bounds the support of each draft distribution."""
-        check(sessions_max > 0, "sessions_max must be positive")
         self._head = eagle.module
         self._sampler = DraftSampler(DraftVocabulary.of(eagle.token_ids), entries_max)
         self._lookup = lookup

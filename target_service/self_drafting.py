@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -59,11 +59,7 @@ class HeadDrafter:
                 features[index] = row
             return self._heads.logits(found)
 
-        try:
-            self._sampler.run(drafts, next_logits)
-        except Exception:
-            logger.exception("drafts of %d sessions end early", len(drafts))
-        return [draft.proposal for draft in drafts]
+        return _proposals(self._sampler, drafts, next_logits)
 
 
 class ExitDrafter:
@@ -89,18 +85,14 @@ class ExitDrafter:
         drafts = [AutoregressiveDraft(request) for request in requests]
         engine = self._engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        try:
-            for draft in drafts:  # Elsewhere it would go on from what is not committed.
-                held = lengths[draft.sequence_id]
-                if held != draft.request.noise.committed_length - 1:
-                    draft.stop()
-            self._sampler.run(drafts, lambda active: self._next_logits(drafts, active))
-        except Exception:
-            logger.exception("drafts of %d sessions end early", len(drafts))
+        for draft in drafts:  # Elsewhere it would go on from what is not committed.
+            if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
+                draft.stop()
+        found = _proposals(self._sampler, drafts, lambda active: self._next_logits(drafts, active))
         for name, length in lengths.items():
             if engine.length(name) > length:
                 engine.keep(name, length)
-        return [draft.proposal for draft in drafts]
+        return found
 
     def _next_logits(self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]) -> Tensor:
         steps = {
@@ -118,6 +110,18 @@ class ExitDrafter:
         if not steps:
             return torch.empty(0, 1)
         return self._head.logits(torch.cat(self._engine.forward_shallow([*steps.values()])))
+
+
+def _proposals(
+    sampler: DraftSampler,
+    drafts: Sequence[AutoregressiveDraft],
+    next_logits: Callable[[Sequence[int]], Tensor],
+) -> list[Proposal]:
+    try:
+        sampler.run(drafts, next_logits)
+    except Exception:
+        logger.exception("drafts of %d sessions end early", len(drafts))
+    return [draft.proposal for draft in drafts]
 
 
 SelfDrafter = HeadDrafter | ExitDrafter

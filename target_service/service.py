@@ -68,17 +68,14 @@ class TargetService(SteppedService):
             if ahead.running is None:
                 self._run_next(session_id, ahead)
             return
-        self._stop_running_ahead(session_id)
+        self._forget(session_id)
         if item.run_ahead > 0 and not item.proposal:
             ahead = self._ahead[session_id] = RunAhead(item, sender)
             if len(self._ahead) > SEQUENCES_PER_REPLICA_MAX:
-                self._stop_running_ahead(next(iter(self._ahead)))
+                self._forget(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
             super()._accept(work)
-
-    def _on_release(self, session_id: str) -> None:
-        self._stop_running_ahead(session_id)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
         """Queues the next round of a session that runs ahead, if it may have one. It joins the
@@ -111,7 +108,7 @@ class TargetService(SteppedService):
         else:
             del self._ahead[session_id]
 
-    def _stop_running_ahead(self, session_id: str) -> None:
+    def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and ahead.running is not None:
             ahead.running.cancelled = True
@@ -127,7 +124,6 @@ class RunAhead:
     """
 
     def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
-        check(not item.proposal, "a round with a proposal is never run ahead of")
         self.sender = sender
         self.running: StepRequest | None = None
         """The round that is queued or being computed."""

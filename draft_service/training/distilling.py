@@ -115,9 +115,7 @@ class _Run:
             self._learner.load(options.start_from, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        texts = read_corpus(
-            files, self._vocab_size, target.encode, self._tokens_max, target.template.num_bare
-        )
+        texts = read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
         self._given = self._long_enough([piece for text in texts for piece in text])
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60

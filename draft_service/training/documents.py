@@ -56,11 +56,6 @@ class Template:
     after: tuple[int, ...]
     """Up to where the answer begins; empty = there are no turns."""
 
-    @property
-    def num_bare(self) -> int:
-        """Prompts of so many tokens begin any text."""
-        return max(1, 0 if self.after else len(self.before))
-
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -109,16 +104,16 @@ def conversation(
     first: int,
     temperature: float,
     tokens_max: int,
-    num_bare: int = 1,
 ) -> list[Document]:
     """One that the target wrote, learned from `first` of the prompt on; none where nothing of the
     answer fits into `tokens_max`. It is held out by its prompt, as answers to one prompt are alike;
-    by its beginning where the prompt has `num_bare` tokens or fewer, which begin any text."""
+    by its beginning where the prompt has no tokens from there on, and may begin any text."""
+    first = max(1, first)
     if len(prompt) >= tokens_max or not answer:
         return []
     token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
-    held = is_kept_back(prompt if len(prompt) > num_bare else [*prompt, *answer[:BEGINNING]])
-    return [Document(token_ids, max(1, first), len(prompt), temperature, held)]
+    held = is_kept_back(prompt if len(prompt) > first else [*prompt, *answer[:BEGINNING]])
+    return [Document(token_ids, first, len(prompt), temperature, held)]
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
@@ -149,11 +144,9 @@ def read_corpus(
     vocab_size: int,
     encode: Encode | None,
     tokens_max: int,
-    num_bare: int = 1,
 ) -> list[list[Document]]:
     """The texts of these files, in order, in pieces of at most so many tokens. `encode` is None for
-    a target without a tokenizer; `num_bare` as for `conversation`. Raises `SettingError` naming
-    file and line."""
+    a target without a tokenizer. Raises `SettingError` naming file and line."""
     found: list[list[Document]] = []
     for path in paths:
         records = [*_records(path, vocab_size)]
@@ -167,8 +160,7 @@ def read_corpus(
             else:
                 found.append(
                     conversation(
-                        record.prompt, record.answer, first, record.temperature, tokens_max,
-                        num_bare,
+                        record.prompt, record.answer, first, record.temperature, tokens_max
                     )
                 )  # fmt: skip
     return [[replace(piece, is_given=True) for piece in pieces] for pieces in found if pieces]

@@ -103,6 +103,7 @@ class Learner:
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
         self._width: int = self._embeddings.shape[1]
+        self._num_layers: int = target.config.get_text_config().num_hidden_layers
         self.is_trained = False
 
     @property
@@ -256,8 +257,7 @@ class EarlyExit(Learner):
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
-        num_layers = target.config.get_text_config().num_hidden_layers
-        self.layer: int = options.layers or max(1, round(num_layers / _LAYERS_FOR_EACH))
+        self.layer: int = options.layers or max(1, round(self._num_layers / _LAYERS_FOR_EACH))
         with blaming("kind" if options.layers is None else "layers"):
             check_exit(target, self.layer)
         self.began = f"the target's own norm and head behind its layer {self.layer}"
@@ -296,8 +296,8 @@ class Student(Learner):
         super().__init__(options, target)
         self._layers: list[int] = []
         if options.start_from is None:
-            num_layers = target.config.get_text_config().num_hidden_layers
-            self._layers = kept_layers(options.layers or LAYERS, num_layers, copying_layers(target))
+            num_wanted = options.layers or LAYERS
+            self._layers = kept_layers(num_wanted, self._num_layers, copying_layers(target))
             self.began = f"the target's layers {', '.join(map(str, self._layers))}"
 
     @property

@@ -36,7 +36,7 @@ from .storage import Stopwatch, folder_name, replacing
 
 ENTRIES: Final = 64
 _TOKENS_OF_A_PASS: Final = {"cpu": 4096, "cuda": 65_536}
-_ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
+ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are made at once."""
 _DOCUMENTS_OF_A_FILE: Final = 64
 
@@ -185,7 +185,7 @@ def ask(module: Any, documents: Sequence[Document], layer: int | None) -> dict[s
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         shown: Any = hidden if watched is None else watched.output
         hidden, shown = (part.flatten(0, 1)[rows] for part in (hidden, shown))
-        blocks = (torch.split(part, _ROWS_OF_A_BLOCK[device.type]) for part in (hidden, following))
+        blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (hidden, following))
         found = [_likeliest(module, *block) for block in zip(*blocks, strict=True)]
     tokens, logprobs, written = (
         torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)

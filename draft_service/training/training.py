@@ -23,7 +23,7 @@ from torch import Tensor
 from .learners import Learner
 from .measuring import measure
 from .storage import Stopwatch, replacing
-from .teacher import Batch, Dataset, TeacherRows
+from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
@@ -245,8 +245,6 @@ class Trainer:
         self._put_weights()
 
 
-ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
-"""Rows of logits that are made at once."""
 _LEAST_OVERLAP: Final = 1e-3
 """A below it counts as this in the gradient of -log A."""
 

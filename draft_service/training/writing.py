@@ -81,7 +81,7 @@ class WrittenCorpus:
             is_given = record["index"] < len(self._prompts)
             found += conversation(
                 prompt, record["answer"], len(prompt if is_given else template.before),
-                record["temperature"], self.tokens_max, template.num_bare,
+                record["temperature"], self.tokens_max,
             )  # fmt: skip
         return found
 

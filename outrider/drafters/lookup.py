@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.errors import check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
@@ -56,7 +55,6 @@ class LookupDrafter:
     def __init__(
         self, begin: Callable[[DraftRequest], Any], sequences_max: int = SEQUENCES_PER_REPLICA_MAX
     ) -> None:
-        check(sequences_max > 0, "sequences_max must be positive")
         self._begin = begin
         self._sequences_max = sequences_max
         self._texts: OrderedDict[str, Any] = OrderedDict()

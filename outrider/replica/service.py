@@ -41,7 +41,7 @@ class SteppedService(StepScheduler):
     """Serves any number of streams with one worker. Every method is for the event loop's thread;
     the worker is touched on the executor alone.
 
-    A role that does more than queue its items overrides `_accept` and `_on_release`.
+    A role that does more than queue its items overrides `_accept` and `_forget`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SteppedService(StepScheduler):
 
     def release(self, session_id: str, epoch: int) -> None:
         if self._filter.release(session_id, epoch):
-            self._on_release(session_id)
+            self._forget(session_id)
             self._tracker.forget(session_id)
             super().release(session_id, epoch)
 
@@ -168,7 +168,7 @@ class SteppedService(StepScheduler):
         except OutriderError as error:
             self._refuse(work, error)
 
-    def _on_release(self, session_id: str) -> None:
+    def _forget(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing
         is kept."""
 

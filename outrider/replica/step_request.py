@@ -11,7 +11,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, check
+from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
 from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey
 
@@ -178,7 +178,6 @@ class RequestQueue:
     """Work in order of arrival. It keeps its place when a step did not finish it."""
 
     def __init__(self, max_batch: int, queue_max: int) -> None:
-        check(max_batch > 0 and queue_max > 0, "max_batch and queue_max must be positive")
         self._max_batch = max_batch
         self._queue_max = queue_max
         self._waiting: list[StepRequest] = []

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.engine.step_costs import StepCosts
-from outrider.errors import check
-from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
 ROUND_TOKENS_MAX: Final = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal. Less than the
@@ -75,8 +74,6 @@ class TokenBudget:
     """
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
-        check(max_tokens >= BATCHED_TOKENS_MIN, f"a step has at least {BATCHED_TOKENS_MIN} tokens")
-        check(max_steps > 0, "a step has at least one session")
         self._max_tokens = max_tokens
         self.max_steps = max_steps
         self._costs = costs
