@@ -58,7 +58,7 @@ class TargetService(SteppedService):
         super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    def _accept(self, work: StepRequest) -> None:
+    def submit(self, work: StepRequest) -> None:
         """Extends the rounds that run ahead of an item, begins such rounds, or queues it."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
@@ -75,7 +75,7 @@ class TargetService(SteppedService):
                 self._forget(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
-            super()._accept(work)
+            super().submit(work)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
         """Queues the next round of a session that runs ahead, if it may have one. It joins the
@@ -88,7 +88,7 @@ class TargetService(SteppedService):
         work.may_wait = bool(ahead.replies)
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
-        super()._accept(work)
+        super().submit(work)
 
     def _on_round_done(
         self,

@@ -49,14 +49,11 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
 
 class LookupDrafter:
     """A `Drafter` without a model; its proposals are one-hot. It keeps the indexed text of at most
-    `sequences_max` sessions; without one for a session it `begin`s one, so what is read in it does
-    not depend on what was kept."""
+    `SEQUENCES_PER_REPLICA_MAX` sessions, and begins one where it has none, so that what is read in
+    it does not depend on what was kept."""
 
-    def __init__(
-        self, begin: Callable[[DraftRequest], Any], sequences_max: int = SEQUENCES_PER_REPLICA_MAX
-    ) -> None:
+    def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         self._begin = begin
-        self._sequences_max = sequences_max
         self._texts: OrderedDict[str, Any] = OrderedDict()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -73,7 +70,7 @@ class LookupDrafter:
             text = self._begin(request)
         text.extend(request.token_ids[len(text) :])
         self._texts[request.session_id] = text
-        if len(self._texts) > self._sequences_max:
+        if len(self._texts) > SEQUENCES_PER_REPLICA_MAX:
             self._texts.popitem(last=False)
         return self._guess(request, text)
 
@@ -204,13 +201,9 @@ class NgramDrafter(LookupDrafter):
     A look-up costs O(occurrences_max * ngram_max) at worst, whatever the length of the text.
     """
 
-    def __init__(
-        self,
-        config: NgramConfig | None = None,
-        sequences_max: int = SEQUENCES_PER_REPLICA_MAX,
-    ) -> None:
+    def __init__(self, config: NgramConfig | None = None) -> None:
         self._config = chosen = config or NgramConfig()
-        super().__init__(lambda request: TextIndex(chosen.ngram_min), sequences_max)
+        super().__init__(lambda request: TextIndex(chosen.ngram_min))
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest earlier occurrence of the text's end, the most

@@ -24,7 +24,7 @@ from outrider.drafters.lookup import (
     share_of,
 )
 from outrider.errors import check
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX, SUFFIX_SEEDS_MAX
+from outrider.limits import SUFFIX_SEEDS_MAX
 
 MATCH_IN_SESSION_MIN: Final = 1
 MATCH_IN_HISTORY_MIN: Final = 2
@@ -100,11 +100,10 @@ class SuffixDrafter(LookupDrafter):
     def __init__(
         self,
         config: SuffixConfig | None = None,
-        sequences_max: int = SEQUENCES_PER_REPLICA_MAX,
         seeds_max: int = SUFFIX_SEEDS_MAX,
     ) -> None:
         """`seeds_max`: seeds of which it remembers who had them first."""
-        super().__init__(_SessionText, sequences_max)
+        super().__init__(_SessionText)
         self._config = config or SuffixConfig()
         self._history = History(
             MATCH_IN_HISTORY_MIN, self._config.tokens_per_tenant, self._config.tokens_total

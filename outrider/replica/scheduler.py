@@ -18,7 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from outrider.decayed_average import DecayedSums
-from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, Unavailable, check
+from outrider.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    check,
+)
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.registry.registry import NO_FIGURES, WINDOW_S, Figures
@@ -57,7 +64,6 @@ class StepScheduler:
         worker: StepWorker,
         *,
         max_batch: int,
-        queue_max: int,
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
@@ -68,7 +74,7 @@ class StepScheduler:
         self._observer: ObservedSteps | None = None
         self._note_seconds = note_seconds
         self._batching_delay = batching_delay
-        self._queue = RequestQueue(max_batch, queue_max)
+        self._queue = RequestQueue(max_batch)
         self._max_batch = max_batch
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
@@ -111,13 +117,17 @@ class StepScheduler:
         `waiting`."""
 
     def submit(self, work: StepRequest) -> None:
-        """Queues work; see `RequestQueue.add`. Raises `Overloaded` when the queue is full,
-        `Unavailable` once closed, `EngineLost` where no step can follow."""
-        if self.lost is not None:
-            raise EngineLost(self.lost.message)
-        if self._closing:
-            raise Unavailable("this replica is stopping")
-        if not self._queue.add(work) and work.timer is not None:
+        """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, once closed, and
+        where no step can follow."""
+        if self._over:
+            self._refuse(work, self.lost or Unavailable("this replica is stopping"))
+            return
+        try:
+            is_new = self._queue.add(work)
+        except Overloaded as error:
+            self._refuse(work, error)
+            return
+        if not is_new and work.timer is not None:
             work.timer.cancel()
         if self._batching_delay is not None:
             now = asyncio.get_running_loop().time()

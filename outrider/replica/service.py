@@ -18,7 +18,6 @@ from outrider.limits import (
     RELEASES_REMEMBERED_MAX,
     SEQUENCES_PER_REPLICA_MAX,
     SILENT_SESSION_MS,
-    STREAM_QUEUE_ITEMS_MAX,
 )
 from outrider.messages import Refused, ReplicaDescription, RoundHead, RoundItem
 from outrider.replica.batching_delay import BatchingDelay
@@ -41,7 +40,7 @@ class SteppedService(StepScheduler):
     """Serves any number of streams with one worker. Every method is for the event loop's thread;
     the worker is touched on the executor alone.
 
-    A role that does more than queue its items overrides `_accept` and `_forget`.
+    A role that does more than queue its items overrides `submit` and `_forget`.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class SteppedService(StepScheduler):
         waits until it is among the worker's grammars; it then has the grammar with it, so that no
         step compiles one."""
         super().__init__(
-            executor, worker, max_batch=description.max_num_seqs, queue_max=STREAM_QUEUE_ITEMS_MAX,
+            executor, worker, max_batch=description.max_num_seqs,
             note_seconds=note_seconds, batching_delay=batching_delay,
         )  # fmt: skip
         self._description = description
@@ -113,11 +112,11 @@ class SteppedService(StepScheduler):
             work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
         constraint = item.head.constraint
         if constraint is None or self._grammars is None:
-            self._accept(work)
+            self.submit(work)
             return
         compiled = self._grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
-            self._accept(work.compiled(compiled))
+            self.submit(work.compiled(compiled))
             return
         task = asyncio.create_task(self._compile(self._grammars, constraint, work))
         self._compiling.add(task)
@@ -150,7 +149,7 @@ class SteppedService(StepScheduler):
             self._refuse(work, OutriderError("its constraint broke down here"))
             return
         if not self._is_stale(work) and work.wanted:
-            self._accept(work.compiled(compiled))
+            self.submit(work.compiled(compiled))
 
     def leave(self, sender: AnswerSender) -> None:
         self.park(self._tracker.leave(sender))
@@ -160,13 +159,6 @@ class SteppedService(StepScheduler):
         have gone, and its release been lost."""
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
         self.park(self._tracker.fall_silent(since, waiting))
-
-    def _accept(self, work: StepRequest) -> None:
-        """Queues work, or refuses it."""
-        try:
-            self.submit(work)
-        except OutriderError as error:
-            self._refuse(work, error)
 
     def _forget(self, session_id: str) -> None:
         """A session ends: drops what a role keeps of it on this side of the worker; here nothing

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
-from outrider.limits import ANSWERS_HELD_MS
+from outrider.limits import ANSWERS_HELD_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplyKey
 
 if TYPE_CHECKING:
@@ -177,9 +177,8 @@ def undrawn(key: ReplyKey) -> Refused:
 class RequestQueue:
     """Work in order of arrival. It keeps its place when a step did not finish it."""
 
-    def __init__(self, max_batch: int, queue_max: int) -> None:
+    def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._queue_max = queue_max
         self._waiting: list[StepRequest] = []
         self._newest: dict[ReplyKey, StepRequest] = {}
         self._places = itertools.count()
@@ -210,9 +209,9 @@ class RequestQueue:
             waiting.senders.extend(o for o in work.senders if o not in waiting.senders)
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return False
-        is_full = len(self._waiting) >= self._queue_max
-        if is_full and sum(not work.answered for work in self._waiting) >= self._queue_max:
-            raise Overloaded(f"{self._queue_max} items wait for a step of this replica", 100)
+        most = STREAM_QUEUE_ITEMS_MAX
+        if len(self._waiting) >= most and sum(not one.answered for one in self._waiting) >= most:
+            raise Overloaded(f"{most} items wait for a step of this replica", 100)
         work.place = next(self._places)
         self._waiting.append(work)
         self._newest[key] = work

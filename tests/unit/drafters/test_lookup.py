@@ -62,17 +62,19 @@ def test_a_proposal_depends_on_the_committed_tokens_alone(
 ) -> None:
     """A drafter that has followed the session, was taken back, or met other sessions says the same
     as one that meets it for the first time."""
-    drafter = NgramDrafter(config, sequences_max=2)
+    drafter = NgramDrafter(config)
     committed: list[int] = []
-    for number, part in enumerate(parts):
-        committed = committed + part
-        if number == 4:
-            committed = committed[:cut]
-        drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3))])
-        fresh = NgramDrafter(config).propose([request(committed)])
-        known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
-        asked = replace(request(committed), digests=known)
-        assert drafter.propose([asked]) == fresh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.drafters.lookup.SEQUENCES_PER_REPLICA_MAX", 2)
+        for number, part in enumerate(parts):
+            committed = committed + part
+            if number == 4:
+                committed = committed[:cut]
+            drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3))])
+            fresh = NgramDrafter(config).propose([request(committed)])
+            known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
+            asked = replace(request(committed), digests=known)
+            assert drafter.propose([asked]) == fresh
 
 
 class Watched(list[int]):

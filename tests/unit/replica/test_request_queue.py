@@ -20,7 +20,7 @@ def names(works: list[StepRequest]) -> list[tuple[int, int]]:
 
 
 def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
-    queue = Queue(max_batch, 100)
+    queue = Queue(max_batch)
     for each in works:
         queue.add(each)
     return queue
