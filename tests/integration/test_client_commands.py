@@ -13,12 +13,11 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
 import recorded
 from stack import VOCAB, Stack, running_stack
 from toy_engine import ToyEngine
 
-from deploy.fleet.local_state import DeploymentRecord, exclusive
+from deploy.fleet.local_state import exclusive
 from outrider.client import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -47,8 +46,8 @@ async def generate(stack: Stack, *words: str, given: bytes = b"") -> tuple[int |
 
 
 async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
-    """To its end but for the last line feed, so that the answer is that to the same argument; what
-    is no text, and a bad number, are refused by name."""
+    """To its end but for the last line feed; what is no text, and a bad number, are refused by
+    name."""
     request = GenerateRequest("a\nb", sampling=GREEDY, max_tokens=5)
     expected = (await stack.client.complete(request)).text
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
@@ -56,10 +55,8 @@ async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
     assert "tokens/s" in err
     assert "tokens per round" in err
     assert await generate(stack, "--max-tokens", "5", "a\nb", "--quiet") == (0, out, "")
-    for deadline, expected_code in (("500", 0), ("0", 2)):
-        words = ("a", "--max-tokens", "5", "--draft-deadline-ms", deadline)
-        code, out, err = await generate(stack, *words)
-        assert code == expected_code
+    code, out, err = await generate(stack, "a", "--draft-deadline-ms", "0")
+    assert code == 2
     assert err.startswith("outrider: error: --draft-deadline-ms: got 0; allowed: 1..")
     code, out, err = await generate(stack, "-", given=b"\xff")
     assert (code, out) == (2, "")
@@ -67,7 +64,7 @@ async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
 
 
 async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
-    """And answers with token ids, on which one may go on; a text is refused."""
+    """And answers with token ids, beside log-probabilities; a text is refused."""
     engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
     async with running_stack(engine, None, tmp_path) as stack:
         request = GenerateRequest((5, 6, 7), sampling=GREEDY, max_tokens=4)
@@ -75,32 +72,23 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         words = ("--token-ids", "5, 6,7", "--max-tokens", "4")
         code, out, err = await generate(stack, *words)
         assert (code, out) == (0, ",".join(map(str, expected)) + "\n"), err
-        code, out, err = await generate(stack, *words, "--json")
-        assert json.loads(out)["token_ids"] == list(expected)
+        code, out, err = await generate(stack, *words, "--json", "--logprobs", "2")
+        found = json.loads(out)
+        assert found["token_ids"] == list(expected)
+        code, out, err = await generate(stack, *words, "--logprobs", "2")
+        lines = out.splitlines()[2:]
+        for line, token_id, at in zip(lines, expected, found["logprobs"], strict=True):
+            top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in at["top"])
+            assert line.rstrip().split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
         code, out, err = await generate(stack, "--token-ids", f"5,{VOCAB}")
         assert code == 2
         assert err.startswith(f"outrider: error: --token-ids (number 2): {VOCAB} is not a token")
-        code, out, err = await generate(stack, "text")
-        assert (code, out) == (2, "")
-        assert err == (
+        assert await generate(stack, "text") == (
+            2,
+            "",
             "outrider: error: PROMPT: the model has no tokenizer; give token ids by "
-            "`outrider generate --token-ids`\n"
+            "`outrider generate --token-ids`\n",
         )
-
-
-async def test_log_probabilities_stand_behind_the_text(stack: Stack) -> None:
-    """The same numbers as in JSON, a line per token."""
-    words = ("hello", "--max-tokens", "3", "--logprobs", "2")
-    code, out, err = await generate(stack, *words, "--json")
-    found = json.loads(out)
-    code, out, err = await generate(stack, *words)
-    assert code == 0, err
-    assert out.startswith(found["text"] + "\n")
-    lines = out.removeprefix(found["text"] + "\n").splitlines()[1:]
-    assert len(lines) == 3
-    for line, token_id, at in zip(lines, found["token_ids"], found["logprobs"], strict=True):
-        top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in at["top"])
-        assert line.rstrip().split(maxsplit=2) == [str(token_id), f"{at['logprob']:.4f}", top]
 
 
 async def test_an_interrupted_text_ends_its_line(slow: Stack) -> None:
@@ -151,15 +139,11 @@ async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
     assert ">" not in err
 
 
-async def test_a_pipe_ends_without_a_last_newline(stack: Stack) -> None:
-    """The end of input ends the chat; a system message and raw text go into the prompt."""
+async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
+    """A system message and raw text go into the prompt; a refusal is one line and exit code 2."""
     code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
     request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
     assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
-
-
-async def test_a_refusal_ends_a_pipe(stack: Stack) -> None:
-    """Exit code 2, one line, and what was answered before it."""
     code, out, err = await pipe(stack, "hello\n" + "x" * 300 + "\nhello\n", "--max-tokens", "5")
     assert code == 2
     assert out == await answer(stack, "hello", max_tokens=5) + "\n"
@@ -259,16 +243,16 @@ async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack)
     assert await terminal.close() == 130
 
 
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    path = tmp_path / "state"
-    path.mkdir(mode=0o700)
-    return path
+async def facts(code: int, *words: str) -> Any:
+    found, out, err = await run("status", "--json", "--timeout", "5", *words)
+    assert (found, out.count("\n")) == (code, 1), err
+    return json.loads(out)
 
 
-def record(slow: Stack) -> DeploymentRecord:
-    """As if this process had started the services."""
-    return recorded.record(
+async def test_a_deployment_is_described(slow: Stack) -> None:
+    """Where everything answers, what it runs, by which fingerprints, and how many sessions. A draft
+    that is gone is told and the rest serves; a target that is gone is an error."""
+    known = recorded.record(
         grpc_address=slow.client.address,
         target_addresses=[slow.target_server.address],
         draft_addresses=[slow.draft_server.address],
@@ -276,72 +260,44 @@ def record(slow: Stack) -> DeploymentRecord:
         ray_address="",
         settings={"max_num_seqs": 64, "redis_password": "swordfish"},
     )
-
-
-async def status(state: Path, *words: str) -> tuple[int | None, str, str]:
-    return await run("status", *words, OUTRIDER_STATE_DIR=str(state))
-
-
-async def facts(state: Path, code: int, *words: str) -> Any:
-    found, out, err = await status(state, "--json", *words)
-    assert (found, out.count("\n")) == (code, 1), err
-    return json.loads(out)
-
-
-async def test_a_deployment_is_described(slow: Stack, state: Path) -> None:
-    """Where everything answers, what it runs, by which fingerprints, and how many sessions."""
-    recorded.run_here(state, record(slow))
+    recorded.run_here(state_directory(), known)
     events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))
     await anext(events)
-    found = await facts(state, 0)
+    found = await facts(0)
     await events.aclose()
     assert (found["running"], found["serving"]) == (True, True)
     assert found["deployment"]["pid"] == os.getpid()
-    assert found["deployment"]["uptime_s"] > 0
     assert found["deployment"]["settings"] == {"max_num_seqs": 64}
-    assert found["coordinators"][0]["address"] == slow.client.address
-    assert found["coordinators"][0]["num_running"] == 1
-    assert found["coordinators"][0]["model"] == "model"
+    [coordinator] = found["coordinators"]
+    assert (coordinator["address"], coordinator["model"]) == (slow.client.address, "model")
+    assert coordinator["num_running"] == 1
     assert found["targets"][0]["vocab_size"] == VOCAB
     assert found["targets"][0]["weights_fingerprint"]
     assert found["drafts"][0]["model"] == "emulated"
-    code, out, _ = await status(state)
+    code, out, _ = await run("status")
     assert code == 0
-    for word in (
-        "drafted by ngram",
-        slow.target_server.address,
-        "serving",
-        "0 sessions",
-    ):
-        assert word in out
-
-
-async def test_what_does_not_answer_is_told(slow: Stack, state: Path) -> None:
-    """A draft that is gone is told and the rest serves; a target that is gone is an error."""
-    recorded.run_here(state, record(slow))
+    for words in ("drafted by ngram", slow.target_server.address, "serving", "0 sessions"):
+        assert words in out
     await slow.draft_server.stop()
-    found = await facts(state, 0, "--timeout", "1")
+    found = await facts(0)
     assert (found["drafts"][0]["serving"], found["targets"][0]["serving"]) == (False, True)
     assert found["drafts"][0]["error"]
     await slow.target_server.stop()
-    found = await facts(state, 1, "--timeout", "1")
+    found = await facts(1)
     assert (found["running"], found["serving"]) == (True, False)
-    assert "not serving" in (await status(state, "--timeout", "1"))[1]
 
 
-async def test_a_named_server_is_asked(slow: Stack, state: Path) -> None:
-    found = await facts(state, 0, "--server", slow.client.address)
+async def test_a_named_server_is_asked(slow: Stack) -> None:
+    """Without one, whether a deployment runs or is starting: its lock says so."""
+    found = await facts(0, "--server", slow.client.address)
     assert found["coordinators"][0]["max_model_len"] == 8192
     assert found["deployment"] is None
-    assert (await facts(state, 1, "--server", "127.0.0.1:1"))["running"] is False
+    assert (await facts(1, "--server", "127.0.0.1:1"))["running"] is False
+    assert (await run("status"))[:2] == (1, "nothing runs\n")
+    with exclusive(state_directory()):
+        assert (await run("status"))[1] == f"starting (pid {os.getpid()})\n"
+    assert (await facts(1))["lease"]["holder"] is None
 
 
-async def test_nothing_runs_or_is_starting(state: Path) -> None:
-    """The lock says which, without being taken."""
-    assert (await status(state))[:2] == (1, "nothing runs\n")
-    with exclusive(state):
-        found = await facts(state, 1)
-        assert found["running"] is False
-        assert found["lease"]["holder"] == os.getpid()
-        assert (await status(state))[1] == f"starting (pid {os.getpid()})\n"
-    assert (await facts(state, 1))["lease"]["holder"] is None
+def state_directory() -> Path:
+    return Path(os.environ["OUTRIDER_STATE_DIR"])
