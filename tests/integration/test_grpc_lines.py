@@ -62,45 +62,36 @@ async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
     return events
 
 
-def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
-    """A whole one: begun, with text for its tokens, and ended where it was said to end."""
+@pytest.mark.parametrize("document", ["README.md", "docs/security.md"])
+async def test_the_line_of_a_document(stack: Stack, tmp_path: Path, document: str) -> None:
+    """By reflection, with nothing changed but the port; and with a key and TLS, where a coordinator
+    serves no reflection: the messages are read from `protos`."""
+    line, max_tokens, options = line_of(document), 16, ServerOptions()
+    access = AccessControl()
+    changes = {"127.0.0.1:50051": ""}
+    key = add_key(tmp_path / "keys", Caller("a", "a"))
+    if document != "README.md":
+        authority = Made(tmp_path, "authority")
+        mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
+        access = AccessControl(watch_keys(tmp_path / "keys", (), lambda: 0.0))
+        options = ServerOptions(
+            credentials=server_credentials(mine.file, mine.key_file),
+            guard=access.check_call,
+            reflection=False,
+        )
+        changes = {"HOST:50051": "", "ca.pem": str(authority.file)}
+        line, max_tokens = line.replace('France is"}', 'France is", "max_tokens": 8}'), 8
+    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    servicer = CoordinatorServicer(stack.coordinator, access)
+    server = RpcServer([Service(descriptor, servicer)], options)
+    await server.start()
+    for old, new in changes.items():
+        assert line.count(old) == 1
+        line = line.replace(old, new or server.address)
+    events = await answered(line, OUTRIDER_API_KEY=key)
+    await server.stop()
     assert list(events[0]) == ["started"]
-    assert list(events[-1]) == ["finished"]
     tokens = [event["tokens"] for event in events if "tokens" in event]
     assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens
     assert "".join(part.get("textDelta", "") for part in tokens)
     assert events[-1]["finished"]["usage"]["completionTokens"] == max_tokens
-
-
-async def test_the_readmes_line(stack: Stack) -> None:
-    """By reflection; nothing of it is changed but the port, which tests have no say in."""
-    line = line_of("README.md")
-    assert line.count("127.0.0.1:50051") == 1
-    events = await answered(line.replace("127.0.0.1:50051", stack.server.address))
-    check_answer(events, 16)
-    assert events[0]["started"]["rule"] == "RULE_GREEDY"
-
-
-async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
-    """A coordinator with keys serves no reflection: the messages are read from `protos`."""
-    authority = Made(tmp_path, "authority")
-    mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
-    key = add_key(tmp_path / "keys", Caller("a", "a"))
-    gate = AccessControl(watch_keys(tmp_path / "keys", (), lambda: 0.0))
-    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-    options = ServerOptions(
-        credentials=server_credentials(mine.file, mine.key_file),
-        guard=gate.check_call,
-        reflection=False,
-    )
-    server = RpcServer([Service(descriptor, CoordinatorServicer(stack.coordinator, gate))], options)
-    await server.start()
-    try:
-        line = line_of("docs/security.md")
-        for name, value in (("HOST:50051", server.address), ("ca.pem", str(authority.file))):
-            assert line.count(name) == 1
-            line = line.replace(name, value)
-        line = line.replace('France is"}', 'France is", "max_tokens": 8}')
-        check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)
-    finally:
-        await server.stop()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,21 +22,17 @@ from outrider.transport.tls import pinned_trust, server_credentials
 from outrider.v1 import coordinator_pb2 as pb
 
 
-class Coordinator:
-    """Describes itself, and knows nothing else."""
-
-    async def describe(self, request: Any, context: Any) -> pb.CoordinatorDescription:
-        return pb.CoordinatorDescription(model="model")
-
-    def __getattr__(self, name: str) -> Any:
-        return self.describe
+async def describe(request: Any, context: Any) -> pb.CoordinatorDescription:
+    return pb.CoordinatorDescription(model="model")
 
 
 @asynccontextmanager
 async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
     descriptor: Any = pb.DESCRIPTOR.services_by_name["Coordinator"]
+    methods = ("generate", "resume", "cancel", "get_session", "describe")
+    servicer = SimpleNamespace(**dict.fromkeys(methods, describe))
     options = ServerOptions(credentials=credentials, guard=gate.check_call)
-    server = RpcServer([Service(descriptor, Coordinator())], options)
+    server = RpcServer([Service(descriptor, servicer)], options)
     await server.start()
     await server.set_serving(True)
     try:
