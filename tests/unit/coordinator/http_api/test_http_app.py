@@ -17,7 +17,6 @@ from virtual_time import virtually
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
 from coordinator.auth.rate_limits import Limiter, rate_exceeded
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
-from coordinator.http_api.serving import Generated
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
@@ -189,40 +188,6 @@ def test_the_document_tells_what_may_come() -> None:
     assert not any(path == "/" or path.startswith("/page") for path in paths)
 
 
-@pytest.mark.parametrize("num_turns", range(1, 8))
-@pytest.mark.parametrize("told", [[], [{}]])
-async def test_an_answer_that_is_not_waited_for_is_closed(
-    num_turns: int, told: list[dict[str, Any]]
-) -> None:
-    """At once, whenever its request is cancelled before its first chunk was there or as it came;
-    and so is one whose head cannot be sent."""
-    closed, has_begun = asyncio.Event(), asyncio.Event()
-
-    async def events() -> AsyncGenerator[Any]:
-        has_begun.set()
-        try:
-            while True:
-                yield 0, None
-                await asyncio.sleep(0)
-        finally:
-            closed.set()
-
-    async def nothing() -> Any:
-        await asyncio.Event().wait()
-
-    async def broken(_: Any) -> None:
-        raise OSError("broken")
-
-    answer = Generated(events(), asyncio.Event(), lambda *_: told)
-    running = asyncio.create_task(answer({}, nothing, broken))
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises((asyncio.CancelledError, OSError)):
-        await running
-    assert closed.is_set() == has_begun.is_set()
-
-
 class SlowBody:
     """A request whose body comes in two parts."""
 
@@ -280,7 +245,10 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert (await slow[1].answer).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["HTTP_BODY_S_MAX", "HTTP_BODY_PART_S_MAX"])
+async def test_a_body_that_does_not_come_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     """And so is its connection. Once it is there its answer may take its time."""
 
     class Slow(Service):
@@ -289,7 +257,7 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
             for event in WHOLE:
                 yield event
 
-    monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODY_S_MAX", 0.1)
+    monkeypatch.setattr(f"coordinator.http_api.reading.{limit}", 0.1)
     front = Front(Slow())
     found = await SlowBody(front).answer
     assert (found.status_code, found.headers["connection"]) == (408, "close")

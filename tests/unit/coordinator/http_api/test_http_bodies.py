@@ -6,9 +6,10 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -333,25 +334,8 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
     """Status and error that a call is answered with, and the most CPU between two turns of the
     loop, in seconds."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
-    app = build_app(service, asyncio.Event(), None)
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-        "root_path": "", "client": ("127.0.0.1", 1), "server": ("here", 80),
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-    pieces = [body[start : start + 65_536] for start in range(0, len(body) or 1, 65_536)]
-    sent: list[Any] = []
+    transport = httpx.ASGITransport(build_app(service, asyncio.Event(), None))
     gaps: list[float] = []
-
-    async def receive() -> Any:
-        await asyncio.sleep(0)
-        if pieces:
-            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
-        return await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
 
     async def tick() -> None:
         last = time.thread_time()
@@ -361,18 +345,24 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
             gaps.append(now - last)
             last = now
 
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 65_536):
+            await asyncio.sleep(0)
+            yield body[start : start + 65_536]
+
     gc.collect()
     gc.freeze()  # What other tests have left is not looked through again meanwhile.
     try:
-        ticking = asyncio.create_task(tick())
-        await asyncio.sleep(0)
-        await app(scope, receive, send)
-        await asyncio.sleep(0)
-        ticking.cancel()
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            ticking = asyncio.create_task(tick())
+            await asyncio.sleep(0)
+            headers = {"content-type": "application/json"}
+            found = await http.post(path, content=parts(), headers=headers)
+            await asyncio.sleep(0)
+            ticking.cancel()
     finally:
         gc.unfreeze()
-    told = json.loads(b"".join(message.get("body", b"") for message in sent))
-    return sent[0]["status"], told["error"], max(gaps)
+    return found.status_code, found.json()["error"], max(gaps)
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -16,7 +16,7 @@ import pytest
 from models import byte_level_tokenizer
 
 from coordinator.requests import grammar_check
-from coordinator.requests.grammar_check import ConstraintChecks, FairQueue, _Compiler
+from coordinator.requests.grammar_check import FairQueue, _Compiler
 from coordinator.requests.validation import PromptEncoder
 from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -204,29 +204,6 @@ async def test_a_compiler_ends_with_its_coordinator() -> None:
     for process_id in ids:
         while is_there(process_id):
             await asyncio.sleep(0.01)
-
-
-async def test_a_verdict_is_kept_where_its_request_was_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_compiled, go_on = 0, asyncio.Event()
-
-    async def compile_one(*_: object) -> dict[str, Any]:
-        nonlocal num_compiled
-        num_compiled += 1
-        await go_on.wait()
-        return {"outcome": "done"}
-
-    monkeypatch.setattr(_Compiler, "compile", compile_one)
-    checks = ConstraintChecks(lambda: ("", EOS))
-    checking = asyncio.create_task(checks.check(Constraint.of_regex("a"), "a"))
-    await settle()
-    checking.cancel()
-    await settle()
-    go_on.set()
-    await settle()
-    await checks.check(Constraint.of_regex("a"), "a")
-    assert num_compiled == 1
 
 
 @pytest.mark.parametrize(
