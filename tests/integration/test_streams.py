@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
+from rounds import PATIENCE_S, Listener, ask, make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
@@ -21,12 +20,11 @@ from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.replica.scheduler import InlineExecutor, ThreadExecutor
+from outrider.replica.scheduler import ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import DRAFT, VERIFY
-from outrider.transport.grpc_link import draft_link, target_link
-from outrider.transport.link import MemoryLink
+from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2
@@ -76,58 +74,6 @@ async def pair() -> AsyncIterator[Pair]:
     await made.draft.close()
     made.target.check_integrity()
     made.draft.check_integrity()
-
-
-class SessionListener(Listener):
-    """What one session hears of a link that many share."""
-
-    def __init__(self, shared: Listener, session: int) -> None:
-        self._shared = shared
-        self._session_id = session_name(session)
-        self.lost = shared.lost
-
-    @property
-    def answers(self) -> list[Any]:  # type: ignore[override]
-        return [a for a in self._shared.answers if a.key.session_id == self._session_id]
-
-    async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[Any]:
-        while len(self.answers) < num_answers:
-            await self._shared.wait(len(self._shared.answers) + 1)
-        return self.answers
-
-
-async def play(session: int, target: Any, draft: Any) -> list[int]:
-    """The tokens of four rounds over two links, each with who listens to it."""
-    rule = [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED, Rule.GREEDY][session % 4]
-    sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0, top_k=6)
-    links = [(link, SessionListener(heard, session)) for link, heard in (target, draft)]
-    player = Player(PROMPT, rule, sampling, *links, session=session, seed=100 + session)
-    for _ in range(4):
-        await player.play(3)
-    return player.tokens
-
-
-async def test_many_sessions_share_two_streams_and_agree_with_the_twin(pair: Pair) -> None:
-    """16 sessions at once over gRPC: the tokens are those that the same services give in process;
-    steps are shared."""
-    target, draft = target_link(pair.target_server.address), draft_link(pair.draft_server.address)
-    links = (target, Listener(target)), (draft, Listener(draft))
-    async with asyncio.timeout(PATIENCE_S):
-        over_grpc = await asyncio.gather(*(play(n, *links) for n in range(1, 17)))
-    assert max(len(batch) for batch in pair.engine.batches) > 1
-    await target.close()
-    await draft.close()
-
-    engine, draft_engine = ToyEngine(), ToyEngine(salt=2)
-    twin = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=256)
-    draft_twin = DraftService.with_model(
-        draft_engine, InlineExecutor(draft_engine.take_step_seconds), max_num_seqs=256
-    )
-    to_twin, to_draft_twin = MemoryLink[Any, Any](twin), MemoryLink[Any, Any](draft_twin)
-    twins = (to_twin, Listener(to_twin)), (to_draft_twin, Listener(to_draft_twin))
-    assert over_grpc == [await play(n, *twins) for n in range(1, 17)]
-    await twin.close()
-    await draft_twin.close()
 
 
 async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
@@ -303,21 +249,3 @@ async def test_health_overall_and_per_service(pair: Pair) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_reflection_where_it_is_on(pair: Pair) -> None:
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async with open_channel(pair.target_server.address) as channel:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        reply = await anext(aiter(stub.ServerReflectionInfo(iter([request]))))
-        names = [service.name for service in reply.list_services_response.service]
-        assert {"outrider.v1.Target", "grpc.health.v1.Health"} <= set(names)
-    silent = RpcServer([], ServerOptions(reflection=False))
-    await silent.start()
-    # As a unary call: a stream that is refused while it is written reports either.
-    async with open_channel(silent.address) as channel:
-        call = channel.unary_unary("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    await silent.stop()

@@ -97,19 +97,6 @@ def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
     assert (len(first.asked), len(second.asked)) == (2, 0)
 
 
-@virtually
-async def test_of_several_that_break_at_once_all_go_on() -> None:
-    """Every other one begins at a coordinator that is gone soon; none is sent back there."""
-    gone = Scripted(*[(STARTED, FIRST, BROKEN)] * 2, event_s=0.1)
-    there = Scripted(WHOLE, WHOLE, *[(STARTED, SECOND, FINISHED)] * 2, event_s=0.1)
-    transport = resuming([gone, there])
-
-    async def one() -> list[Event]:
-        return [event async for event in transport.events(REQUEST, 60.0)]
-
-    assert await asyncio.gather(*(one() for _ in range(4))) == [[*WHOLE]] * 4
-
-
 @pytest.mark.parametrize(
     "script", [[(STARTED, FIRST, BROKEN)], [(STARTED, BROKEN)] * 99], ids=["gone", "breaks again"]
 )

@@ -312,20 +312,10 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
         ),
         "response_format",
     ),
-    "parts": (
-        CHAT,
-        lambda: filled(
-            '{"messages":[{"role":"user","content":[',
-            '{"type":"text","text":"' + "a" * 60 + '"}',
-            "]}]}",
-        ),
-        "messages",
-    ),
     "half characters": (
         COMPLETIONS, lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'), None
     ),
     "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', "1234567", "]}"), "model"),
-    "fewer brackets": (COMPLETIONS, lambda: b"[" * HTTP_VALUES_MAX, None),
     "text with marks": (COMPLETIONS, lambda: filled('{"prompt":"', '[{\\"a\\":1}]', '"}'), "model"),
 }  # fmt: skip
 
