@@ -8,14 +8,14 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from deploy.fleet.replica_set import Fleet
 from deploy.fleet.spec import FleetSpec, plan_fleet
 from outrider.client import Client
-from outrider.client.failover import ResumingTransport
+from outrider.client.failover import EndpointPool, ResumingTransport
 from outrider.config import DraftConfig, load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
 from outrider.registry.registry import LEASE_S, ROLES, Role
@@ -116,8 +116,10 @@ class World:
         self.fleet = Fleet(self._cluster, self._spec, self.redis.registry())
         self._fleet_task: asyncio.Task[None] | None = None
         ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
-        transports: list[Any] = [PortTransport(self, port) for port in ports]
-        self.client = Client(ResumingTransport(transports, RESUME_TIMEOUT_S, random=rng.random))
+        connect: Any = partial(PortTransport, self)
+        clock = asyncio.get_running_loop().time
+        pool = EndpointPool(",".join(ports), connect, clock, first=0)
+        self.client = Client(ResumingTransport(pool, RESUME_TIMEOUT_S, random=rng.random))
 
     def _built(self, role: str, name: str) -> Node:
         if role == "coordinator":

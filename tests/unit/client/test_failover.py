@@ -66,7 +66,10 @@ class Scripted:
 
 
 def resuming(each: Sequence[Any], resume_timeout_s: float = 15.0) -> ResumingTransport:
-    return ResumingTransport(each, resume_timeout_s, random=lambda: 0.5)
+    names = ",".join(map(str, range(len(each))))
+    clock = asyncio.get_running_loop().time
+    pool = EndpointPool(names, lambda name: each[int(name)], clock, first=0)
+    return ResumingTransport(pool, resume_timeout_s, random=lambda: 0.5)
 
 
 def heard(*each: Scripted, resume_timeout_s: float = 15.0) -> tuple[list[Event], float]:
@@ -256,8 +259,10 @@ class Names:
         return found
 
 
-def pool(names: Any, now: list[float], first: int | None = 0) -> EndpointPool[str]:
-    return EndpointPool(names, str.upper, lambda: now[0], first)
+def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
+    """Of addresses in capitals in place of connections."""
+    connect: Any = str.upper
+    return EndpointPool(names, connect, lambda: now[0], first)
 
 
 def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +270,7 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
     now, names = [0.0], Names("a,b", "b,c", OSError("no such file"), "", "c")
     found = pool(names, now)
     assert found.each == ["A", "B"]
-    assert found.renew() is None  # It was called just now.
+    assert found.renew() == []  # It was called just now.
     for each in (["B", "C"], ["B", "C"], ["B", "C"], ["C"]):
         now[0] += LOOK_S
         found.renew()
@@ -276,7 +281,7 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
     found = pool(lambda: f"n{now[0]:.0f}", now)
     for _ in range(GONE_MAX + 3):
         now[0] += 1
-        closed += found.renew() or []
+        closed += found.renew()
     assert (len(closed), len(found.all)) == (3, 1 + GONE_MAX)
 
 
@@ -315,9 +320,9 @@ def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: An
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
 
     async def main() -> list[Event]:
-        loop, connect = asyncio.get_running_loop(), found.__getitem__
-        named_pool: Any = EndpointPool(Names(*named), connect, loop.time)
-        transport = ResumingTransport(named_pool)
+        connect: Any = found.__getitem__
+        clock = asyncio.get_running_loop().time
+        transport = ResumingTransport(EndpointPool(Names(*named), connect, clock))
         await asyncio.sleep(1.0)
         events = [event async for event in transport.events(REQUEST, 60.0)]
         await transport.close()
