@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import aclosing
-from typing import Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
 from outrider.client.grpc_transport import BlockingGrpcTransport, GrpcTransport, key_metadata
@@ -16,11 +16,11 @@ from outrider.client.transport import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
+    Method,
     SessionView,
     Transport,
-    is_healthy,
 )
-from outrider.errors import BadRequest, InvariantError
+from outrider.errors import BadRequest, DeadlineExceeded, InvariantError, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.transport.channel import PLAIN, Trust
@@ -81,17 +81,15 @@ class Client:
         """Cancels what runs and closes the transport; calls then raise `Unavailable`."""
         await self._transport.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """The events of one generation as they come. Leaving the iterator early (`aclose`) cancels
         the session. Raises what the coordinator refuses the request with, and `DeadlineExceeded`
         if its last event does not come. A stream that breaks is resumed, or ends with
         `StreamBroken`; then `resume` may be tried later."""
-        timeout_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
-        async with aclosing(self._transport.events(request, timeout_s)) as events:
-            async for event in events:
-                yield event
+        deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
+        return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
-    async def resume(
+    def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
         """The events of a generation that another client, or this one, has begun and whose stream
@@ -100,10 +98,7 @@ class Client:
         now; a stream of it that still runs ends with `StaleEpoch`.
         Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
         as long as another coordinator may still have the session (some two seconds)."""
-        request = ResumeRequest(session_id, num_tokens)
-        async with aclosing(self._transport.events(request, timeout_s)) as events:
-            async for event in events:
-                yield event
+        return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
         """The whole answer. Raises as `generate` does, and `Unavailable` if the stream broke."""
@@ -116,21 +111,27 @@ class Client:
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Ends a session with finish reason `cancelled`; its stream gets its last event. A
         finished one is unchanged. Raises `NotFound`."""
-        await self._transport.call("cancel", check_timeout(timeout_s), session_id)
+        await self._call("cancel", timeout_s, session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
         """Reads a session from the store. Raises `NotFound`."""
-        call = self._transport.call("get_session", check_timeout(timeout_s), session_id)
-        return cast(SessionView, await call)
+        return cast(SessionView, await self._call("get_session", timeout_s, session_id))
 
     async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
         """What the coordinator serves, and how many sessions run."""
-        call = self._transport.call("describe", check_timeout(timeout_s))
-        return cast(CoordinatorDescription, await call)
+        return cast(CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Whether the server answers in time and says that it can serve."""
-        return await is_healthy(self._transport, check_timeout(timeout_s))
+        try:
+            return bool(await self._call("healthy", timeout_s))
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    async def _call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
+        return await self._transport.call(method, timeout_s, session_id)
 
 
 class SyncClient:
@@ -234,10 +235,3 @@ def _iterate(events: AsyncGenerator[T]) -> Generator[T]:
             yield event
     finally:
         _run(events.aclose())
-
-
-def check_timeout(timeout_s: float) -> float:
-    """The timeout itself. Raises `BadRequest` unless it is a positive number of seconds."""
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
-    return timeout_s

@@ -9,15 +9,15 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import reduce
 from random import random as any_random
 from typing import Any, Final, TypeAlias, TypeVar
 
 from outrider.backoff import backoff, spread
-from outrider.client.transport import GENERATE_SLACK_S, Method, Transport, is_healthy
-from outrider.errors import BadRequest, StreamBroken, Unavailable
+from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
+from outrider.errors import BadRequest, DeadlineExceeded, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.tokens import EMPTY_DIGEST, extend_digest
@@ -167,7 +167,7 @@ class ResumingTransport(Transport):
     def address(self) -> str:
         return ",".join(transport.address for transport in self._pool.each)
 
-    async def events(
+    def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
         """Raises `StreamBroken` where a stream could not be resumed."""
@@ -181,9 +181,7 @@ class ResumingTransport(Transport):
                     if tries.note(event):
                         yield event
 
-        async with aclosing(self._tried(ask, tries, timeout_s)) as events:
-            async for event in events:
-                yield event
+        return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
         """The answer of the first coordinator that gives one; that it cannot now is none, but the
@@ -191,8 +189,9 @@ class ResumingTransport(Transport):
         are called again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
-                if await is_healthy(transport, timeout_s):
-                    return True
+                with suppress(Unavailable, DeadlineExceeded):
+                    if await transport.call(method, timeout_s):
+                        return True
             return False
         tries_s = min(timeout_s, self._resume_timeout_s)
         tries = Tries(self._pool, tries_s, self._random, is_stream=False)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from outrider.errors import DataLoss, DeadlineExceeded, Unavailable
+from outrider.errors import DataLoss, Unavailable
 from outrider.messages import PositionLogprobs
 from outrider.request import (
     Event,
@@ -159,11 +159,3 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Ends what runs on this transport. Idempotent."""
         ...
-
-
-async def is_healthy(transport: Transport, timeout_s: float) -> bool:
-    """Whether the coordinator answers in time and says that it can serve."""
-    try:
-        return bool(await transport.call("healthy", timeout_s))
-    except (Unavailable, DeadlineExceeded):
-        return False
