@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.auth.access_control import AccessControl, access_control_of
-from coordinator.auth.rate_limits import Limiter, RedisSlots
+from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
+from coordinator.auth.rate_limits import RedisSlots
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramConfig, NgramDrafter
@@ -257,10 +257,10 @@ def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
 
 def _access_control(config: CoordinatorConfig) -> AccessControl:
     if not config.asks_for_keys:
-        return access_control_of("", "")
-    limiter = Limiter(RedisSlots(config.redis))
+        return OPEN
+    slots = RedisSlots(config.redis)
     with blaming("api_key_file"):
-        return access_control_of(config.api_key, config.api_key_file, limiter)
+        return access_control_of(config.api_key, config.api_key_file, slots)
 
 
 def _load_text(config: CoordinatorConfig) -> TokenizerText | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
 
-from coordinator.auth.rate_limits import Grant, Limiter
+from coordinator.auth.rate_limits import Limiter, RedisSlots
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
 from outrider.errors import Unauthenticated
 from outrider.files import FileWatch
@@ -55,14 +54,14 @@ def watch_keys(
     return watch
 
 
-class AccessControl:
+class AccessControl(Limiter):
     """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
 
     def __init__(
-        self, keys: FileWatch[Keyring] | None = None, limiter: Limiter | None = None
+        self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
     ) -> None:
+        super().__init__(slots)
         self._keys = keys
-        self._limiter = limiter
 
     @property
     def asks_for_keys(self) -> bool:
@@ -93,40 +92,14 @@ class AccessControl:
             metadata = context.invocation_metadata() or ()
             _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
 
-    def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
-        all requests that it may for now; then its next one need not be read."""
-        if self._limiter is not None:
-            self._limiter.check_rate(caller)
-
-    @asynccontextmanager
-    async def admit(
-        self, caller: Caller, resumes: str = "", num_generations: int = 1
-    ) -> AsyncIterator[Grant]:
-        """Counts one request of the caller, which runs so many generations while the context lasts,
-        all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
-        `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
-        if self._limiter is None or not caller.is_limited:
-            yield Grant()
-            return
-        async with self._limiter.admit(caller, resumes, num_generations) as grant:
-            yield grant
-
-    async def close(self) -> None:
-        """Counts nothing any more."""
-        if self._limiter is not None:
-            await self._limiter.close()
-
 
 OPEN = AccessControl()
 """Asks for nothing."""
 
 
 def access_control_of(
-    api_keys: str, api_key_file: str, limiter: Limiter | None = None
+    api_keys: str, api_key_file: str, slots: RedisSlots | None = None
 ) -> AccessControl:
     """The access that these settings ask for. Raises `ConfigError`."""
-    if not api_keys and not api_key_file:
-        return OPEN
     path = Path(api_key_file) if api_key_file else None
-    return AccessControl(watch_keys(path, given_keys(api_keys)), limiter)
+    return AccessControl(watch_keys(path, given_keys(api_keys)), slots)

@@ -20,11 +20,11 @@ import logging
 import math
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from outrider.api_keys import ANYBODY, Caller
+from outrider.api_keys import Caller
 from outrider.errors import InvariantError, OutriderError, Overloaded
 from outrider.limits import SLOT_LEASE_MS, SLOT_RENEWAL_MS, SLOT_RETRY_MS, SLOTS_PER_SCRIPT_MAX
 from outrider.request import Event, Finished, Started
@@ -52,11 +52,9 @@ def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
 
 
 class Grant:
-    """One request that runs, and the slots of its generations; without a limiter it has none."""
+    """One request that runs, and the slots of its generations; without limits it has none."""
 
-    def __init__(
-        self, limiter: Limiter | None = None, caller: Caller = ANYBODY, names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, limiter: Limiter, caller: Caller, names: Sequence[str]) -> None:
         self._limiter, self._caller, self._held = limiter, caller, list(names)
 
     async def note(self, event: Event) -> None:
@@ -64,11 +62,10 @@ class Grant:
         is told, so that a client that has it may ask again."""
         if isinstance(event, Finished):
             await self.release()
-        elif isinstance(event, Started) and self._limiter is not None:
-            old, new = self._held[:1], [event.session_id]
-            if old and old != new:
-                self._limiter.exchange(self._caller, old, new)
-                self._held[:1] = new
+        elif isinstance(event, Started) and self._held:
+            old, self._held = self._held, [event.session_id]
+            if old != self._held:
+                self._limiter.exchange(self._caller, old, self._held)
 
     async def release(self) -> None:
         """It does not run any more. A second time it does nothing."""
@@ -78,20 +75,16 @@ class Grant:
     def drop(self) -> asyncio.Task[None] | None:
         """The same, in the background."""
         names, self._held = self._held, []
-        if self._limiter is None or not names:
-            return None
-        return self._limiter.exchange(self._caller, names)
+        return self._limiter.exchange(self._caller, names) if names else None
 
 
 class Limiter:
     """The slots of one coordinator's callers, on its event loop. Where the store does not answer
     their leases run out."""
 
-    def __init__(
-        self, store: RedisSlots, new_name: Callable[[], str] = lambda: secrets.token_hex(16)
-    ) -> None:
-        self._store = store
-        self._new_name = new_name
+    def __init__(self, slots: RedisSlots | None = None) -> None:
+        """Without `slots` nothing is limited."""
+        self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
         """Slots by caller's name; one twice where a session is resumed beside its old stream."""
         self._free: dict[str, set[str]] = defaultdict(set)
@@ -102,7 +95,8 @@ class Limiter:
         self._renewing: asyncio.Task[None] | None = None
 
     def check_rate(self, caller: Caller) -> None:
-        """See `AccessControl.check_rate`."""
+        """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
+        all requests that it may for now; then its next one need not be read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise rate_exceeded(caller, math.ceil(left_s * 1e3))
@@ -112,13 +106,30 @@ class Limiter:
     async def admit(
         self, caller: Caller, resumes: str = "", num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """See `AccessControl.admit`."""
+        """Counts one request of the caller, which runs so many generations while the context lasts,
+        all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
+        `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
         names: list[str] = []
-        if caller.concurrency:
-            names = [resumes] if resumes else [self._new_name() for _ in range(num_generations)]
+        if self._store is not None and caller.is_limited:
+            if caller.concurrency:
+                names = (
+                    [resumes]
+                    if resumes
+                    else [secrets.token_hex(16) for _ in range(num_generations)]
+                )
+            await self._take(self._store, caller, names, resumes)
+        grant = Grant(self, caller, names)
+        try:
+            yield grant
+        finally:
+            grant.drop()
+
+    async def _take(
+        self, store: RedisSlots, caller: Caller, names: Sequence[str], resumes: str
+    ) -> None:
         asked = asyncio.get_running_loop().time()
         try:
-            await self._store.take(caller, names, RESUME_DEPTH if resumes else 1)
+            await store.take(caller, names, RESUME_DEPTH if resumes else 1)
         except Overloaded as error:
             if isinstance(error, RateExceeded) and not resumes:
                 self._empty_until[caller] = asked + error.retry_after_ms / 1e3
@@ -130,11 +141,6 @@ class Limiter:
                 self._in_background(caller)
             raise
         self._hold(caller, names)
-        slots = Grant(self, caller, names)
-        try:
-            yield slots
-        finally:
-            slots.drop()
 
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
@@ -161,7 +167,8 @@ class Limiter:
         self._held.clear()
         await asyncio.gather(*self._work, return_exceptions=True)
         await self._tell(list(self._free))
-        await self._store.close()
+        if self._store is not None:
+            await self._store.close()
 
     def _in_background(self, caller: Caller) -> asyncio.Task[None]:
         task = asyncio.create_task(self._tell([caller.name]))
@@ -185,7 +192,7 @@ class Limiter:
     async def _tell(self, names: Collection[str]) -> None:
         slots = {name: ([*self._held.get(name, ())], [*self._free.pop(name, ())]) for name in names}
         told = {name: both for name, both in slots.items() if any(both)}
-        if not told:
+        if not told or self._store is None:
             return
         try:
             await self._store.keep(told)
@@ -234,9 +241,8 @@ class RedisSlots:
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
             gone, kept = list(free), list(held)
-            while gone or kept:
-                some, gone = gone[:SLOTS_PER_SCRIPT_MAX], gone[SLOTS_PER_SCRIPT_MAX:]
-                rest, kept = kept[:SLOTS_PER_SCRIPT_MAX], kept[SLOTS_PER_SCRIPT_MAX:]
+            for start in range(0, max(len(gone), len(kept)), SLOTS_PER_SCRIPT_MAX):
+                some, rest = (one[start : start + SLOTS_PER_SCRIPT_MAX] for one in (gone, kept))
                 calls.append((keys, [SLOT_LEASE_MS, len(some), *some, *rest]))
         for answer in await self._scripts.run_all(_KEEP, calls):
             if isinstance(answer, Exception):

@@ -41,11 +41,14 @@ class _Choice:
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = 0
+        self.started: Started | None = None
+        self.finished: Finished | None = None
         self.is_opened = False
-        self.told = ""
+        self.num_tokens = 0
+        # What has come, and of a stream has not been told:
+        self.text = ""
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
-        self.finish_reason: FinishReason | None = None
 
     def score(self, event: Tokens) -> list[Scored]:
         check(len(event.logprobs) == len(event.token_ids), "tokens without log-probabilities")
@@ -84,10 +87,7 @@ class Answer:
         self._options = asked.body.stream_options or StreamOptions()
         self._num_draft_tokens = num_draft_tokens
         self._choices = [_Choice(text) for _ in asked.requests]
-        self._num_left = len(asked.requests)
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
-        self._num_prompt_tokens = self._num_tokens = 0
-        self._num_rounds = self._num_proposed = self._num_accepted = 0
         self._rounds: Counter[tuple[int, int]] = Counter()
         """By tokens proposed and accepted."""
 
@@ -105,22 +105,29 @@ class Answer:
 
     def add(self, index: int, event: Event) -> Sequence[Json]:
         """An event of a choice, of an answer that is told at once."""
-        self._count(index, event)
         choice = self._choices[index]
-        if isinstance(event, Tokens):
-            choice.told += event.text_delta
-            choice.token_ids += event.token_ids
-            if self._asked.has_logprobs:
-                choice.scored += choice.score(event)
-        elif isinstance(event, Finished):
-            choice.finish_reason = event.finish_reason
+        match event:
+            case Started():
+                choice.started = event
+                self._envelope["id"] = self._envelope["id"] or self.id_prefix + event.session_id
+                self._envelope["model"] = event.model
+            case Tokens():
+                choice.num_tokens += len(event.token_ids)
+                choice.text += event.text_delta
+                choice.token_ids += event.token_ids
+                if self._asked.has_logprobs:
+                    choice.scored += choice.score(event)
+            case RoundReport():
+                self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
+            case Finished():
+                choice.finished = event
         return ()
 
     def whole(self) -> Json:
         """All that has come. Every choice must have ended."""
-        check(not self._num_left, "a choice has not ended")
+        check(self._has_ended, "a choice has not ended")
         told = [
-            self._choice(index, self.message(one.told), one.finish_reason, one)
+            self._choice(index, self.message(one.text), one.finished, one)
             for index, one in enumerate(self._choices)
         ]
         return self._told(self.kind, told, usage=self._usage(), metrics=self._metrics())
@@ -136,81 +143,76 @@ class Answer:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
         if isinstance(event, Tokens):
-            part = self._choice(index, self.delta(choice.told), None, choice)
-            choice.told, choice.token_ids, choice.scored = "", [], []
+            part = self._choice(index, self.delta(choice.text), None, choice)
+            choice.text, choice.token_ids, choice.scored = "", [], []
             return [*chunks, self._chunk(part)]
-        chunks.append(self._chunk(self._choice(index, self.closing, event.finish_reason)))
-        if self._num_left == 0 and self._options.include_usage:
-            chunks.append(self._told(self.chunk_kind, [], usage=self._usage()))
-        if self._num_left == 0:
+        chunks.append(self._chunk(self._choice(index, self.closing, event)))
+        if self._has_ended:
+            if self._options.include_usage:
+                chunks.append(self._told(self.chunk_kind, [], usage=self._usage()))
             chunks[-1]["metrics"] = self._metrics()
         return chunks
 
-    def _count(self, index: int, event: Event) -> None:
-        if isinstance(event, Started):
-            self._envelope["id"] = self._envelope["id"] or self.id_prefix + event.session_id
-            self._envelope["model"] = event.model
-            if index % self._asked.body.n == 0:  # The choices of a prompt share it.
-                self._num_prompt_tokens += event.num_prompt_tokens
-        elif isinstance(event, Tokens):
-            self._num_tokens += len(event.token_ids)
-        elif isinstance(event, RoundReport):
-            self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
-        else:
-            self._num_left -= 1
-            self._num_rounds += event.metrics.num_rounds
-            self._num_proposed += event.metrics.num_draft_tokens
-            self._num_accepted += event.metrics.num_accepted_draft_tokens
+    @property
+    def _has_ended(self) -> bool:
+        return all(one.finished for one in self._choices)
 
     def _told(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._envelope, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Json) -> Json:
+        more: Json = {}
         if self._options.continuous_usage_stats:
-            return self._told(self.chunk_kind, [choice], usage=self._usage())
-        if self._options.include_usage:
-            return self._told(self.chunk_kind, [choice], usage=None)
-        return self._told(self.chunk_kind, [choice])
+            more = {"usage": self._usage()}
+        elif self._options.include_usage:
+            more = {"usage": None}
+        return self._told(self.chunk_kind, [choice], **more)
 
     def _choice(
         self,
         index: int,
         content: Json,
-        reason: FinishReason | None = None,
+        finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
         """With the `tokens` that it tells of, if it does."""
-        scored = None
-        if tokens is not None and self._asked.has_logprobs:
-            scored = self.logprobs(tokens.scored)
+        reason = finished and finished.finish_reason
+        was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
         told: Json = {
             "index": index,
             **content,
-            "logprobs": scored,
-            "finish_reason": reason,
-            "stop_reason": None,
+            "logprobs": None,
+            "finish_reason": "length" if was_cut else reason,  # Clients know `length`.
+            "stop_reason": reason if was_cut else None,
         }
-        if reason in (FinishReason.DEADLINE, FinishReason.CANCELLED):  # Clients know `length`.
-            told |= {"finish_reason": "length", "stop_reason": reason}
+        if tokens is not None and self._asked.has_logprobs:
+            told["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._asked.body.return_token_ids:
             told["token_ids"] = tokens.token_ids
         return told
 
     def _usage(self) -> Json:
+        # The choices of a prompt share it.
+        begun = [one.started for one in self._choices[:: self._asked.body.n] if one.started]
+        num_prompt_tokens = sum(one.num_prompt_tokens for one in begun)
+        num_tokens = sum(one.num_tokens for one in self._choices)
         return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
         }
 
     def _metrics(self) -> Json:
         """A step is a round; one without a proposal accepts nothing. So `mean_acceptance_length` is
         the tokens that a round brought, on average, before an answer's end cut it short."""
-        accepted, proposed = self._num_accepted, self._num_proposed
+        each = [one.finished.metrics for one in self._choices if one.finished]
+        num_rounds = sum(one.num_rounds for one in each)
+        accepted = sum(one.num_accepted_draft_tokens for one in each)
+        proposed = sum(one.num_draft_tokens for one in each)
         told: Json = {
-            "mean_acceptance_length": 1 + accepted / max(1, self._num_rounds),
+            "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
             "draft_acceptance_rate": accepted / max(1, proposed),
-            "num_spec_steps": self._num_rounds,
+            "num_spec_steps": num_rounds,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": proposed,
             "num_spec_tokens": self._num_draft_tokens,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from coordinator.auth.rate_limits import Limiter, RedisSlots
+from coordinator.auth.rate_limits import RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
@@ -89,7 +89,7 @@ async def main() -> None:
 
 def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl:
     slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-    gate = AccessControl(watch_keys(directory / "keys", (), time.monotonic), Limiter(slots))
+    gate = AccessControl(watch_keys(directory / "keys", (), time.monotonic), slots)
     exits.push_async_callback(gate.close)
     return gate
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stack import Stack, http_front, running_stack
 
 from coordinator.auth.access_control import AccessControl, watch_keys
-from coordinator.auth.rate_limits import Limiter, RedisSlots
+from coordinator.auth.rate_limits import RedisSlots
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
@@ -73,7 +73,7 @@ class Locked:
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(watch_keys(self.file, (), self.clock), Limiter(slots))
+        access = AccessControl(watch_keys(self.file, (), self.clock), slots)
         exits.push_async_callback(access.close)
         return access
 
@@ -292,7 +292,7 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("three", "t", concurrency=2)
     async with AsyncExitStack() as exits:
-        living, dead = (Limiter(RedisSlots(address)) for _ in range(2))
+        living, dead = (AccessControl(None, RedisSlots(address)) for _ in range(2))
         exits.push_async_callback(living.close)
         exits.push_async_callback(dead.close)
         grant = await exits.enter_async_context(living.admit(caller))

@@ -10,7 +10,6 @@ import pytest
 from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
-from coordinator.auth.rate_limits import Limiter
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
 from outrider.request import Event, Finished, Started, Tokens
@@ -48,7 +47,6 @@ def test_a_caller_is_known_by_its_key() -> None:
     """However the scheme is written. Without keys everybody is anybody."""
     for shown in (f"Bearer {KEY}", f"bearer  {KEY} ", f"BEARER {KEY}"):
         assert access_control_of(KEY, "").identify([shown]).tenant.startswith("key-")
-    assert access_control_of("", "") is OPEN
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
     with pytest.raises(Unauthenticated, match="there are several"):
         OPEN.identify(["Bearer a", "Bearer b"])
@@ -57,10 +55,10 @@ def test_a_caller_is_known_by_its_key() -> None:
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
     """Named after its session; free when the last event is there, or its stream is left."""
     slots = MemorySlots()
-    access = AccessControl(None, Limiter(slots, lambda: "new"))
+    access = AccessControl(None, slots)
     async with aclosing(generation(access)) as running:
         await anext(running)
-        assert slots.taken == {"new"}
+        assert len(slots.taken) == 1
         with pytest.raises(Overloaded):
             await anext(generation(access, resumes="6" * 32, session_id="6" * 32))
         await anext(running)
@@ -76,7 +74,7 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
 async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     """Beside the stream that has broken and is not closed yet; the slot is free when both are."""
     slots = MemorySlots()
-    access = AccessControl(None, Limiter(slots))
+    access = AccessControl(None, slots)
     old, new = (generation(access, resumes=SESSION) for _ in range(2))
     await anext(old)
     await anext(new)
@@ -84,7 +82,7 @@ async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
     assert slots.depths == [2, 2]
     await old.aclose()
     slots.taken.clear()
-    await access._limiter._tell(["alice"])  # type: ignore[union-attr]
+    await access._tell(["alice"])
     assert slots.taken == {SESSION}  # Said again: it is held.
     await new.aclose()
     await access.close()
@@ -93,7 +91,7 @@ async def test_a_resumption_goes_on_in_the_slot_of_its_session() -> None:
 
 async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
     slots = MemorySlots()
-    access = AccessControl(None, Limiter(slots))
+    access = AccessControl(None, slots)
     seen = []
     async for event in generation(access):
         slots.away = True
@@ -105,7 +103,7 @@ async def test_a_store_that_is_away_at_the_end_takes_no_answer_away() -> None:
 async def test_a_request_has_a_slot_for_each_generation() -> None:
     """All or none; they are free together."""
     slots = MemorySlots()
-    access = AccessControl(None, Limiter(slots))
+    access = AccessControl(None, slots)
     caller = Caller("carol", "carol", concurrency=4)
     async with access.admit(caller, num_generations=3) as grant:
         assert len(slots.taken) == 3
@@ -114,7 +112,7 @@ async def test_a_request_has_a_slot_for_each_generation() -> None:
                 pass
         async with access.admit(caller):
             assert len(slots.taken) == 4
-        await access._limiter._tell(["carol"])  # type: ignore[union-attr]
+        await access._tell(["carol"])
         assert len(slots.taken) == 3
         await grant.release()
         assert slots.taken == set()
@@ -139,7 +137,7 @@ class LateSlots(MemorySlots):
 async def test_a_slot_whose_grant_was_lost_is_given_back(error: Exception | None) -> None:
     """But not that of a session that is resumed, which may be another stream's."""
     slots = LateSlots(error)
-    access = AccessControl(None, Limiter(slots))
+    access = AccessControl(None, slots)
     for resumes in ("", SESSION):
         admitting = asyncio.create_task(access.admit(LIMITED, resumes).__aenter__())
         await asyncio.sleep(0)

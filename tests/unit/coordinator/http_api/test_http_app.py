@@ -15,7 +15,7 @@ from told_coordinator import ToldCoordinator as Service
 from virtual_time import virtually
 
 from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from coordinator.auth.rate_limits import Limiter, rate_exceeded
+from coordinator.auth.rate_limits import rate_exceeded
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
@@ -269,7 +269,7 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
     """An application that asks for keys, with that of its only caller."""
     key = add_key(directory / "keys", Caller("alice", "team", concurrency=concurrency))
     slots = MemorySlots(1500, 0.02)
-    access = AccessControl(watch_keys(directory / "keys"), Limiter(slots))
+    access = AccessControl(watch_keys(directory / "keys"), slots)
     return Front(Service(*WHOLE), access, key), slots
 
 
