@@ -1,4 +1,4 @@
-"""Whether constraints can be compiled, asked of a process that can be killed.
+"""Whether constraints can be compiled, asked of processes that can be killed.
 
 A coordinator needs no compiled constraint; replicas compile their own. It refuses what cannot be
 compiled, or not in time, before a session is opened and a replica sees it. Tenants take turns.
@@ -7,16 +7,14 @@ compiled, or not in time, before a session is opened and a replica sees it. Tena
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
-import os
 import signal
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
 from outrider.grammar.constraint import Constraint
@@ -24,6 +22,8 @@ from outrider.limits import (
     CHECKED_CONSTRAINTS_MAX,
     COMPILATIONS_MAX,
     COMPILATIONS_PER_TENANT_MAX,
+    COMPILE_BYTES_MAX,
+    COMPILE_S_MAX,
     COMPILE_THREADS,
     COMPILE_WAIT_S_MAX,
     TOO_SLOW_S,
@@ -33,13 +33,14 @@ from outrider.shared_calls import SharedCalls
 _log = logging.getLogger(__name__)
 
 _RETRY_MS: Final = 1_000
+_TOO_SLOW: Final = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
+_TOO_LARGE: Final = f"takes more than {COMPILE_BYTES_MAX} bytes to compile; simplify it"
 _PROGRAM: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from coordinator.requests.grammar_process import main; main()"
 )
 _Key = tuple[str, bytes]
 """A tenant, and the digest of a constraint."""
-_Answer = dict[str, Any]
 
 
 class FairQueue:
@@ -107,7 +108,8 @@ class ConstraintChecks:
         """`load`, which may block, gives the tokenizer, as the JSON of Hugging Face's tokenizers,
         and the tokens that end a text; it is called with the first constraint. Where it raises
         `ConfigError` every constraint is refused."""
-        self._compiler = _Compiler(load)
+        self._compilers = [_Compiler(load) for _ in range(COMPILE_THREADS)]
+        self._idle = list(self._compilers)
         self._errors: OrderedDict[_Key, OutriderError | None] = OrderedDict()
         """Of constraints that were compiled; None = it can be."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
@@ -132,138 +134,92 @@ class ConstraintChecks:
             raise error
 
     async def close(self) -> None:
-        """Ends the process, and what it compiles. Raises nothing."""
-        await self._compiler.close()
+        """Ends the processes, and what they compile. Raises nothing."""
+        for compiler in self._compilers:
+            await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         tenant = key[0]
         await self._turns.take(tenant)
-
-        def end(judging: asyncio.Task[None]) -> None:
-            self._turns.give_back(tenant)
-            if not judging.cancelled():
-                judging.exception()  # Or asyncio would log it where nobody waits any more.
-
         # It goes on where nobody waits for it any more: its place and its verdict are kept.
         judging = asyncio.create_task(self._judge(key, constraint))
-        judging.add_done_callback(end)
-        await asyncio.wait([judging])
-        judging.result()
+        judging.add_done_callback(lambda _: self._turns.give_back(tenant))
+        await asyncio.shield(judging)
 
     async def _judge(self, key: _Key, constraint: Constraint) -> None:
-        field = constraint.kind
-        error: OutriderError | None = None
-        answer = await self._compiler.compile(constraint)
-        match answer:
-            case {"outcome": "crashed"}:
-                error = InvariantError(f"{field}: could not be compiled, by a fault of ours")
-            case {"outcome": "refused" | "too_slow", "reason": reason}:
-                error = BadRequest(field, reason)
+        compiler = self._idle.pop()
+        try:
+            reason = await compiler.compile(constraint)
+        finally:
+            self._idle.append(compiler)
+        error = BadRequest(constraint.kind, reason) if reason else None
         self._errors[key] = error
         if len(self._errors) > CHECKED_CONSTRAINTS_MAX:
             self._errors.popitem(last=False)
-        if answer["outcome"] in ("too_slow", "crashed"):  # Perhaps by chance.
+        if reason in (_TOO_SLOW, _TOO_LARGE):  # Perhaps by chance.
             asyncio.get_running_loop().call_later(TOO_SLOW_S, self._errors.pop, key, None)
 
 
 class _Compiler:
     """`coordinator.requests.grammar_process`, started with the first constraint, and again where it
-    has ended."""
-
-    _stdin: Any
+    has ended. It compiles one at a time."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
         self._load = load
-        self.process: asyncio.subprocess.Process | None = None
-        self._refused: _Answer | None = None
-        self._started: asyncio.Future[_Answer] | None = None
-        """What the tokenizer was answered."""
-        self._running: asyncio.Task[None] | None = None
-        self._answers: dict[int, asyncio.Future[_Answer]] = {}
-        self._numbers = itertools.count(1)
+        self.process: Any = None
         self._is_closed = False
 
-    async def compile(self, constraint: Constraint) -> _Answer:
-        """The process' answer. Raises `Overloaded` where the process ends meanwhile, which it is
-        made to do where it does not answer."""
+    async def compile(self, constraint: Constraint) -> str:
+        """Why the constraint is refused, if it is. Raises `Overloaded` where the process has been
+        killed, or does not answer, and `InvariantError` for a fault of ours."""
+        try:
+            process = self.process or await self._start()
+        except ConfigError as error:
+            return error.message
+        self._send({"kind": constraint.kind, "text": constraint.text})
+        line = b""
         try:
             async with asyncio.timeout(2 * COMPILE_WAIT_S_MAX):  # It gives up before that itself.
-                return await self._ask(constraint)
+                line = await process.stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")
-            if self._running is not None:
-                self._running.cancel()
-            raise _ended() from None
+            process.kill()
+        if line:
+            return str(json.loads(line))
+        self.process = None
+        match -await process.wait():
+            case signal.SIGPROF | signal.SIGALRM:
+                return _TOO_SLOW
+            case signal.SIGABRT | signal.SIGSEGV:  # The compiler cannot go on without memory.
+                return _TOO_LARGE
+            case signal.SIGKILL:
+                raise _unavailable()
+        raise InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
 
-    async def _ask(self, constraint: Constraint) -> _Answer:
-        if self._refused is not None:
-            return self._refused
+    async def _start(self) -> Any:
+        if not self._is_closed:
+            tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
         if self._is_closed:
-            raise _ended()
-        loop = asyncio.get_running_loop()
-        if self._started is None:
-            self._started = loop.create_future()
-            self._running = asyncio.create_task(self._run(self._started))
-        started = self._started
-        first: _Answer = await asyncio.shield(started)
-        if first["outcome"] != "done":
-            return first
-        if self._started is not started:  # It has ended again.
-            raise _ended()
-        number = next(self._numbers)
-        answer: asyncio.Future[_Answer] = loop.create_future()
-        self._answers[number] = answer
-        self._send({"id": number, "kind": constraint.kind, "text": constraint.text})
-        return await answer
+            raise _unavailable()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self._send({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
+        return self.process
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def close(self) -> None:
         """Ends the process, and what it compiles, and starts no other. Raises nothing."""
         self._is_closed = True
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-
-    async def _run(self, started: asyncio.Future[_Answer]) -> None:
-        """Hands out the answers of a process until it ends, or writes what is no answer; then the
-        next constraint starts another one."""
-        process = None
-        try:
-            tokenizer, eos_token_ids = await asyncio.to_thread(self._load)
-            process = self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _PROGRAM, json.dumps(sys.path), start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            self._stdin, stdout = process.stdin, cast(asyncio.StreamReader, process.stdout)
-            self._answers[0] = started
-            self._send({"id": 0, "tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
-            while line := await stdout.readline():
-                answer = json.loads(line)
-                asking = self._answers.pop(answer["id"], None)
-                if asking is not None and not asking.done():  # A fork may tell two outcomes.
-                    asking.set_result(answer)
-            _log.warning("the process that compiles constraints has ended")
-        except ConfigError as error:
-            self._refused = {"outcome": "refused", "reason": error.message}
-            started.set_result(self._refused)
-        except Exception:  # noqa: BLE001 (whatever it is, another one is started)
-            _log.exception("the process that compiles constraints wrote no message")
-        finally:
-            self._started = None
-            for waiting in {started, *self._answers.values()}:
-                if not waiting.done():
-                    waiting.set_exception(_ended())
-                    waiting.exception()  # Or asyncio would log it where nobody waits any more.
-            self._answers.clear()
-            if process is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await cast(Any, process.stdout).read()  # Or `wait` may not see that it is closed.
-                await process.wait()
+        if (process := self.process) is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
 
-def _ended() -> Overloaded:
+def _unavailable() -> Overloaded:
     message = "constraints cannot be compiled now; try later"
     return Overloaded(message, retry_after_ms=_RETRY_MS)
