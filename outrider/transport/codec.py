@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property, partial
@@ -80,6 +81,8 @@ _LIMITS: Final[Mapping[str, int]] = {
     "Refused.message": ERROR_MESSAGE_CHARS_MAX,
 }
 """The largest number, or the most characters or entries, of a field."""
+_AMOUNTS: Final = ("Verdict", "ProposalAnswer", "AuditSums")
+"""Messages whose floating-point numbers are finite, and 0 or more."""
 _RANGES: Final = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
@@ -156,55 +159,63 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
         encode = {member: number for number, member in _members(field).items()}.__getitem__
     elif field.message_type is None:
         return None
-    elif field.message_type.name in OWN_CODECS:
-        encode = OWN_CODECS[field.message_type.name][0]
     else:
-        encode = partial(to_proto, kind=GetMessageClass(field.message_type))
+        own, _ = OWN_CODECS.get(field.message_type.name, (None, None))
+        encode = own or partial(to_proto, kind=GetMessageClass(field.message_type))
     return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
 
 
 def _decoder(field: Any, ours: Any) -> Callable[[Any, str, dict[str, Any]], None] | None:
     """Puts the field of a message, if it is set, in its place of a dictionary; None = it may have
     any value, and a dataclass, whose field is `ours`, takes what the message has."""
-    name, is_optional = field.name, field.has_presence
+    name, is_optional, of = field.name, field.has_presence, field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     is_needed = ours.default is MISSING and ours.default_factory is MISSING
-    limit = _LIMITS.get(f"{field.containing_type.name}.{name}")
+    limit: float | None = _LIMITS.get(f"{of}.{name}")
+    if of in _AMOUNTS and ours.type == "float":
+        limit = sys.float_info.max
     if not is_optional and decode is None and limit is None:
         return None
+    has_length = field.is_repeated or field.cpp_type == field.CPPTYPE_STRING
 
     def read(message: Any, path: str, values: dict[str, Any]) -> None:
-        place = f"{path}.{name}" if path else name
         if is_optional and not message.HasField(name):
             if is_needed:
-                raise BadRequest(place, "is missing")
+                raise BadRequest(_within(path, name), "is missing")
             return
         found = values[name] = getattr(message, name)
-        if limit is not None and (size := found if isinstance(found, int) else len(found)) > limit:
-            raise BadRequest(place, f"{size} is over {limit}")
+        if limit is not None:
+            size = len(found) if has_length else found
+            if not 0 <= size <= limit:
+                raise BadRequest(_within(path, name), f"{size} is not in 0..{limit}")
         if decode is not None:
-            values[name] = decode(found, path=place)
+            values[name] = decode(found, path=_within(path, name))
 
     return read
 
 
+def _within(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
     """None = a dataclass takes what the message has."""
-    one = _enum_reader(field, may_be_none) if field.enum_type is not None else _one_reader(field)
-    if one is None or not field.is_repeated or one is token_ids_from_wire:
-        return one
-    return lambda values, path: tuple(one(value, path=path) for value in values)
-
-
-def _one_reader(field: Any) -> Callable[..., Any] | None:
-    if field.message_type is not None:
+    one: Callable[..., Any]
+    if field.enum_type is not None:
+        one = _enum_reader(field, may_be_none)
+    elif field.message_type is not None:
         name = field.message_type.name
-        if name in OWN_CODECS:
-            return OWN_CODECS[name][1]
-        return lambda message, path: from_proto(message, VALUES[name], path)
-    if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT32:
+        own = OWN_CODECS.get(name)
+        one = own[1] if own else lambda message, path: from_proto(message, VALUES[name], path)
+    elif not field.is_repeated:
+        return None
+    elif field.cpp_type == field.CPPTYPE_UINT32:
         return token_ids_from_wire
-    return (lambda value, path: value) if field.is_repeated else None
+    else:
+        return lambda values, path: tuple(values)
+    if not field.is_repeated:
+        return one
+    return lambda values, path: tuple(one(value, path) for value in values)
 
 
 def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
@@ -316,23 +327,22 @@ def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> Posi
     return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
 
 
-OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any], Callable[[Any, str], Any]]]] = {
+OWN_CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], Any]]]] = {
     "SamplingParams": (sampling_to_proto, sampling_from_proto),
     "Proposal": (_proposal_to_proto, _proposal_from_proto),
     "HeldProposal": (
         lambda token_ids: draft_pb2.HeldProposal(token_ids=token_ids),
         lambda held, path: token_ids_from_wire(held.token_ids, path, NUM_DRAFT_TOKENS_MAX),
     ),
-    "Features": (
-        lambda features: to_proto(features, types_pb2.Features), _features_from_proto
-    ),
+    "Features": (None, _features_from_proto),
     "PositionLogprobs": (_logprobs_to_proto, _logprobs_from_proto),
     "Constraint": (
-        lambda constraint: to_proto(constraint, types_pb2.Constraint),
+        None,
         lambda message, path: Constraint.read(message.kind, message.text, path),
     ),
 }  # fmt: skip
-"""By a message's name how it is made of our value, and our value of it and its place."""
+"""By a message's name how it is made of our value, None = as by `to_proto`, and our value of it and
+its place."""
 VALUES: Final[dict[str, Any]] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
 """Our value by the name of its message or enumeration."""
 
@@ -403,10 +413,6 @@ def _check_tree(item: RoundItem) -> None:
 _ANSWERS: Final[Mapping[str, Any]] = {
     "verdict": VerdictReply, "proposal": ProposalReply, "resync": Resync, "refused": Refused
 }  # fmt: skip
-_AMOUNTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "verdict": ("queue_ms", "compute_ms", "next_draft_ms", "next_work_ms"),
-    "proposal": ("queue_ms", "compute_ms", "work_ms"),
-}
 _ANSWER_FIELDS: Final = {kind: name for name, kind in _ANSWERS.items()}
 
 
@@ -430,19 +436,10 @@ def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     return Verdict(accept, token_ids_from_wire(correction, "verdict.correction"))
 
 
-def _check_amounts(value: Any, path: str, names: Iterable[str]) -> None:
-    """Of numbers that are finite, and 0 or more."""
-    for name in names:
-        amount = getattr(value, name)
-        if not 0.0 <= amount < math.inf:
-            raise BadRequest(f"{path}.{name}", f"{amount!r} is not finite, or less than 0")
-
-
 def _check_audit(sums: AuditSums, num_tokens: int) -> None:
     parts = (sums.num_impossible, sums.num_unlikely, sums.num_near_ties)
     if sums.num_tokens != num_tokens or sum(parts) > num_tokens:
         raise BadRequest("verdict.audit", f"{sums} does not count the tokens of its verdict")
-    _check_amounts(sums, "verdict.audit", ("surprise", "entropy", "variance"))
 
 
 # Streams
@@ -507,7 +504,6 @@ class Codec(Generic[Item, Answer]):
         elif name == "proposal":
             more["proposal"] = _proposal_from_proto(part.proposal)
         answer = from_proto(part, _ANSWERS[name], name, **more)
-        _check_amounts(answer, name, _AMOUNTS.get(name, ()))
         if name == "verdict" and answer.audit is not None:
             _check_audit(answer.audit, len(part.accept_probability))
         return cast(Answer, answer)

@@ -44,7 +44,7 @@ from outrider.transport.codec import (
     Item,
     from_proto,
 )
-from outrider.transport.link import Listening
+from outrider.transport.link import Link
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_server import SendQueue
 from outrider.v1 import types_pb2
@@ -68,7 +68,7 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftA
     return GrpcLink(open_channel(address, trust), DRAFT, address)
 
 
-class GrpcLink(Listening[Answer], Generic[Item, Answer]):
+class GrpcLink(Link[Item, Answer]):
     """`outrider.transport.link.Link` over a channel, which it owns and closes.
 
     After a break `send` raises `LinkLost` for a while that doubles with every failed attempt, from

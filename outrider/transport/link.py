@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -18,48 +19,53 @@ Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
 class LinkBytes:
     """Bytes of a link's frames so far; may be read on any thread."""
 
-    __slots__ = ("received", "sent")
-
-    def __init__(self, sent: int = 0, received: int = 0) -> None:
-        self.sent = sent
-        self.received = received
+    sent: int = 0
+    received: int = 0
 
 
-class Link(Protocol, Generic[Item_contra, Answer_co]):
+class Link(Generic[Item, Answer]):
     """The coordinator's end. Every method is for the event loop's thread."""
 
-    @property
-    def num_bytes(self) -> LinkBytes:
+    def __init__(self) -> None:
+        self.num_bytes = LinkBytes()
         """Of what it has sent and heard; 0 where nothing is made bytes of."""
-        ...
+        self._on_answer: Callable[[Answer], None] | None = None
+        self._on_lost: Callable[[Exception], None] | None = None
+        self._closed = False
 
     def listen(
-        self, on_answer: Callable[[Answer_co], None], on_lost: Callable[[Exception], None]
+        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
     ) -> None:
         """Registers callbacks for answers, and for a broken stream: every item without an
         answer is then unanswered for good. Call it once, before the first `send`."""
-        ...
+        check(self._on_answer is None, "a link has one listener")
+        self._on_answer, self._on_lost = on_answer, on_lost
 
-    def send(self, item: Item_contra) -> None:
+    def send(self, item: Item) -> None:
         """Queues an item; never waits. A broken stream is opened anew by the next `send`.
         Raises `Overloaded` when `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica
         cannot be reached at present."""
-        ...
+        raise NotImplementedError
 
     def release(self, session_id: str, epoch: int) -> None:
         """Tells the replica, without waiting, that it may forget the session; best effort."""
-        ...
+        raise NotImplementedError
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         """Asks what the replica runs. Raises `Unavailable`."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Closes the stream; nothing is heard afterwards."""
-        ...
+        raise NotImplementedError
 
 
 class Connection(Protocol, Generic[Item_contra]):
@@ -91,33 +97,12 @@ class ReplicaService(Protocol, Generic[Item_contra, Answer_co]):
         ...
 
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-
-
 def deliver_soon(message: Callable[[], None]) -> None:
     """Delivers in order, with the event loop's next turn."""
     asyncio.get_running_loop().call_soon(message)
 
 
-class Listening(Generic[Answer]):
-    """The listener of a link, and how much it has carried."""
-
-    def __init__(self) -> None:
-        self.num_bytes = LinkBytes()
-        self._on_answer: Callable[[Answer], None] | None = None
-        self._on_lost: Callable[[Exception], None] | None = None
-        self._closed = False
-
-    def listen(
-        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
-    ) -> None:
-        """See `Link.listen`."""
-        check(self._on_answer is None, "a link has one listener")
-        self._on_answer, self._on_lost = on_answer, on_lost
-
-
-class MemoryLink(Listening[Answer], Generic[Item, Answer]):
+class MemoryLink(Link[Item, Answer]):
     """The coordinator's end of a stream to a service in the same event loop."""
 
     def __init__(
