@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from outrider.errors import ConfigError
-from outrider.files import locked, write_whole
+from outrider.files import locked, read_file, write_whole
 from outrider.limits import (
     API_KEY_CHARS_MAX,
     API_KEY_CHARS_MIN,
     API_KEYS_MAX,
     KEY_CONCURRENCY_MAX,
-    KEY_FILE_BYTES_MAX,
     REQUESTS_PER_MINUTE_MAX,
 )
 
@@ -255,20 +254,13 @@ def entry_line(hash_: KeyHash, caller: Caller) -> str:
 
 def read_key_file(path: Path) -> list[KeyEntry]:
     """Its keys. Raises `ConfigError` that names the file, and the line that is wrong."""
+    data = read_file(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(KEY_FILE_BYTES_MAX + 1)
-        if len(data) > KEY_FILE_BYTES_MAX:
-            raise ConfigError(f"{path}: is larger than {KEY_FILE_BYTES_MAX} bytes")
         entries = read_entries(data.decode())
         Keyring(entries)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text in UTF-8") from None
     except ConfigError as error:
-        if error.message.startswith(str(path)):
-            raise
         raise ConfigError(f"{path}: {error.message}") from None
     return entries
 

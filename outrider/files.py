@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from outrider.errors import ConfigError
-from outrider.limits import KEY_FILE_LOOK_MS
+from outrider.limits import FILE_BYTES_MAX, KEY_FILE_LOOK_MS
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,18 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a small file. Raises `ConfigError`, also for one that is far too large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: is larger than {FILE_BYTES_MAX} bytes")
+    return data
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:

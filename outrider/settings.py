@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.errors import ConfigError, SettingError, did_you_mean
+from outrider.files import read_file
 
 Value = str | int | float | bool | None
 Config = TypeVar("Config")
@@ -46,7 +47,6 @@ NOT_SETTINGS: Final = (
 )  # fmt: skip
 """Variables of the same prefix that are no settings of a deployment: where things lie, and what
 those who call one have."""
-CONFIG_FILE_BYTES_MAX: Final = 2**20
 
 _KIND_NAMES: Final = {
     str: "a string", int: "a whole number", float: "a number", bool: "true or false",
@@ -234,14 +234,9 @@ def _read_yaml(path: Path) -> dict[str, object]:
     """A flat YAML mapping; `-` in a key is read as `_`."""
     import yaml
 
+    data = read_file(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(CONFIG_FILE_BYTES_MAX + 1)
-        if len(data) > CONFIG_FILE_BYTES_MAX:
-            raise ConfigError(f"{path}: is larger than {CONFIG_FILE_BYTES_MAX} bytes")
         loaded, node = yaml.safe_load(data), cast(Any, yaml.compose(data, yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not YAML: {line}") from error

@@ -24,8 +24,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from outrider.errors import SettingError
+from outrider.files import read_file
 from outrider.limits import PASSWORD_BYTES_MAX
-from outrider.settings import Internal, named_with
+from outrider.settings import Internal, blaming, named_with
 
 DEFAULT_KEY_PREFIX: Final = "outrider:"
 
@@ -129,11 +130,10 @@ def _read_variable(key: str, variable: str, environment: Mapping[str, str], by_r
 def read_password(path: Path, key: str) -> str:
     """What stands in the file, without the line's end. Raises `SettingError` for `key`."""
     try:
-        with path.open("rb") as file:
-            text = file.read(PASSWORD_BYTES_MAX + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise SettingError(key, f"cannot read {path}: {reason}") from None
+        with blaming(key):
+            text = read_file(path).decode()
+    except UnicodeDecodeError:
+        text = ""
     password = text.removesuffix("\n").removesuffix("\r")
     if not password or len(text) > PASSWORD_BYTES_MAX:
         raise SettingError(key, f"{path} is not one line of 1 to {PASSWORD_BYTES_MAX} bytes")

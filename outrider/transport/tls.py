@@ -32,8 +32,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError, PermissionDenied
-from outrider.files import FileWatch, write_whole
-from outrider.limits import PEM_BYTES_MAX
+from outrider.files import FileWatch, read_file, write_whole
 from outrider.transport.channel import Trust
 
 if TYPE_CHECKING:
@@ -84,11 +83,7 @@ def name_of(role: InternalRole) -> str:
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
     """A new authority, whose key is for its owner only."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Outrider internal authority")])
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = _builder(name, name, key, now, AUTHORITY_DAYS).add_extension(identifier, False)
-    _write(directory, AUTHORITY, builder.sign(key, hashes.SHA256()), key)
+    _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
 
 
 def make_role(
@@ -104,17 +99,7 @@ def make_role(
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
         raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make another one with --force")
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {role}")])
-    builder = _builder(subject, authority.subject, key, now, min(days, (end - now).days))
-    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    for extension in (
-        x509.ExtendedKeyUsage(both),
-        x509.SubjectAlternativeName([x509.DNSName(name_of(role))]),
-        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
-    ):
-        builder = builder.add_extension(extension, False)
-    _write(directory, role, builder.sign(signer, hashes.SHA256()), key)
+    _make(directory, role, role, now, min(days, (end - now).days), authority.subject, signer)
 
 
 def days_left(path: Path, now: datetime.datetime) -> int:
@@ -125,7 +110,7 @@ def days_left(path: Path, now: datetime.datetime) -> int:
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
     """Those in a file, of which there is one at least. Raises `ConfigError`."""
     try:
-        found = x509.load_pem_x509_certificates(read_pem(path))
+        found = x509.load_pem_x509_certificates(read_file(path))
     except ValueError:
         found = []
     if not found:
@@ -165,22 +150,10 @@ def check_authority(authority: Path, certificate: Path) -> None:
     raise ConfigError(f"{certificate}: is not by an authority of {authority}")
 
 
-def read_pem(path: Path) -> bytes:
-    """The bytes of a file. Raises `ConfigError`, also for one that is far too large."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(PEM_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > PEM_BYTES_MAX:
-        raise ConfigError(f"{path}: is larger than {PEM_BYTES_MAX} bytes")
-    return data
-
-
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
     """Raises `ConfigError`; nothing of the file is in it."""
     try:
-        found = serialization.load_pem_private_key(read_pem(path), password=None)
+        found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{path}: holds no private key in PEM that needs no password") from None
     if not isinstance(found, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
@@ -188,36 +161,49 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
     return found
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+def _make(
+    directory: Path,
+    file: str,
+    title: str,
     now: datetime.datetime,
     days: int,
-) -> x509.CertificateBuilder:
-    """Of an authority that issues itself, or of what it issues."""
-    is_ca, builder = subject == issuer, x509.CertificateBuilder()
-    usage = x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False)
-    return (
-        builder.subject_name(subject)
-        .issuer_name(issuer)
+    issuer: x509.Name | None = None,
+    signer: Any = None,
+) -> None:
+    """A new key and certificate: of an authority that issues itself, or of a role by its issuer."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
+    is_ca = issuer is None
+    extensions: list[x509.ExtensionType] = [
+        x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False),
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+    ]
+    if not is_ca:
+        extensions += [
+            x509.ExtendedKeyUsage(
+                [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            ),
+            x509.SubjectAlternativeName([x509.DNSName(f"{title}.{DOMAIN}")]),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+        ]
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
-        .add_extension(usage, critical=True)
     )
-
-
-def _write(
-    directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
-) -> None:
-    """The key first, so that a new certificate always has its key."""
+    for extension in extensions:
+        builder = builder.add_extension(extension, isinstance(extension, x509.KeyUsage))
+    certificate = builder.sign(signer or key, hashes.SHA256())
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(pem, form, serialization.NoEncryption())
-    write_whole(directory / f"{name}-key.pem", private.decode(), 0o600)
-    write_whole(directory / f"{name}.pem", certificate.public_bytes(pem).decode(), 0o644)
+    # The key first, so that a new certificate always has its key.
+    write_whole(directory / f"{file}-key.pem", private.decode(), 0o600)
+    write_whole(directory / f"{file}.pem", certificate.public_bytes(pem).decode(), 0o644)
 
 
 def server_credentials(
@@ -233,7 +219,7 @@ def server_credentials(
         check_pair(certificate, key)
         root = None if authority is None else _authorities(authority)
         return grpc.ssl_server_certificate_configuration(
-            [(read_pem(key), read_pem(certificate))], root_certificates=root
+            [(read_file(key), read_file(certificate))], root_certificates=root
         )
 
     watch = FileWatch([certificate, key, authority], read, clock)
@@ -256,7 +242,7 @@ def caller_trust(
     chain = private = None
     if certificate is not None and key is not None:
         check_pair(certificate, key)
-        chain, private = read_pem(certificate), read_pem(key)
+        chain, private = read_file(certificate), read_file(key)
     root = None if authority is None else _authorities(authority)
     return Trust(grpc.ssl_channel_credentials(root, private, chain), server_name)
 
@@ -274,17 +260,13 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 def internal_server_credentials(directory: Path, role: InternalRole) -> grpc.ServerCredentials:
     """Of a service that others of the deployment call. Raises `ConfigError`."""
-    files = RoleFiles.of(directory, role)
-    files.check()
-    _warn_of_end(files.certificate)
+    files = _checked(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: InternalRole, peer: InternalRole) -> Trust:
     """Of a service that calls one of another role. Raises `ConfigError`."""
-    files = RoleFiles.of(directory, role)
-    files.check()
-    _warn_of_end(files.certificate)
+    files = _checked(directory, role)
     return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
 
 
@@ -302,12 +284,15 @@ def role_guard(*roles: InternalRole) -> Guard:
     return check_role
 
 
-def _warn_of_end(certificate: Path) -> None:
-    left = days_left(certificate, datetime.datetime.now(datetime.UTC))
+def _checked(directory: Path, role: InternalRole) -> RoleFiles:
+    files = RoleFiles.of(directory, role)
+    files.check()
+    left = days_left(files.certificate, datetime.datetime.now(datetime.UTC))
     if left < WARNED_DAYS:
-        _log.warning("%s ends in %d days; renew it with `outrider certs`", certificate, left)
+        _log.warning("%s ends in %d days; renew it with `outrider certs`", files.certificate, left)
+    return files
 
 
 def _authorities(path: Path) -> bytes:
     read_certificates(path)
-    return read_pem(path)
+    return read_file(path)

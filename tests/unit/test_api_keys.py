@@ -178,7 +178,7 @@ def test_a_file_is_read_again_when_it_changes(
     [
         (None, "^cannot read .*keys: No such file"),
         (b"\xff\xfe", "keys: is not text"),
-        (b"#" * (limits.KEY_FILE_BYTES_MAX + 1), "keys: is larger than 1048576 bytes"),
+        (b"#" * (limits.FILE_BYTES_MAX + 1), "keys: is larger than 1048576 bytes"),
         (b"alice\n", "keys: line 1: "),
     ],
     ids=["none", "no text", "large", "wrong"],
