@@ -1,5 +1,5 @@
-"""Environments of peers with stand-ins for their libraries. Every stand-in counts on from the last
-token of a prompt, and writes down what it is told."""
+"""Environments of peers with a stand-in for vLLM, which counts on from the last token of a prompt,
+and writes down what it is told."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from benchmarks.libraries import TargetInputs
 from outrider.config import TargetConfig
 
 EOS: Final = 40
-_RECORD: Final = """
-import json, os
+_VLLM: Final = """
+import json, os, time
 from types import SimpleNamespace
+
 def note(**value):
     with open(os.environ["RECORD"], "a") as file:
         file.write(json.dumps(value) + "\\n")
-"""
-_VLLM: Final = (
-    _RECORD
-    + """
-import time
 
 print("what a library prints when it is imported", flush=True)
 
@@ -60,48 +56,15 @@ class Engine:
             outputs.append(SimpleNamespace(request_id=name, outputs=[tokens], finished=ended))
         return outputs
 """
-)
-_LLAMA: Final = (
-    _RECORD
-    + """
-class common_speculative_type:
-    COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE = "simple"
-
-class CommonParams:
-    def __init__(self):
-        self.model, self.cpuparams, self.cpuparams_batch, self.speculative = (
-            SimpleNamespace(ngram_simple=SimpleNamespace()) for _ in range(4)
-        )
-
-class Server:
-    def __init__(self, params):
-        assert params.model.path and params.n_ctx and params.cpuparams.n_threads
-
-    def handle_completions(self, body, take):
-        note(temperature=body["temperature"])
-        if not body["prompt"]:
-            take({"error": {"message": "an empty prompt"}})
-            return
-        token, reason = body["prompt"][-1], "length"
-        for place in range(body["max_tokens"]):
-            token += 1
-            if token == 40:
-                reason = "stop"
-                break
-            take({"choices": [{"finish_reason": None}], "__verbose": {"tokens": [token]}})
-        take({"choices": [{"finish_reason": reason}], "__verbose": {"tokens": []}})
-"""
-)
 
 
 def make_environment(environments: Path, name: str) -> None:
-    """Environment `name` with stand-ins for vLLM and xllamacpp."""
+    """Environment `name` with a stand-in for vLLM."""
     root = environments / name
     venv.create(root, with_pip=False, symlinks=True)
     [packages] = root.glob("lib/python*/site-packages")
-    for library, text in (("vllm", _VLLM), ("xllamacpp", _LLAMA)):
-        (packages / library).mkdir()
-        (packages / library / "__init__.py").write_text(text)
+    (packages / "vllm").mkdir()
+    (packages / "vllm" / "__init__.py").write_text(_VLLM)
     (packages / "vllm" / "sampling_params.py").write_text(
         'class RequestOutputKind:\n    DELTA = "delta"\n'
     )
@@ -109,7 +72,7 @@ def make_environment(environments: Path, name: str) -> None:
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
-    """What stand-ins have written to the file that `RECORD` names."""
+    """What the stand-in has written to the file that `RECORD` names."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from stack import running_stack
+from bench_sides import pair_here
 
 from benchmarks import emulate
 from benchmarks.emulate import Timed, figures, window
 from benchmarks.measurement import Round
 from deploy.cli.main import main
-from outrider.client import Client
-from outrider.config import DraftConfig, TargetConfig
+from outrider.config import TargetConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.engine.interface import SequenceStep
@@ -62,24 +58,14 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     """Services in this process."""
     delays: list[float] = []
 
-    @asynccontextmanager
-    async def running_pair(target: TargetConfig, draft: DraftConfig, _: object) -> Any:
-        spec = EmulatedSpec.parse(target.engine.removeprefix(f"{SCHEME}:"))
-
-        @asynccontextmanager
-        async def coordinator(look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
-            delays.append(delay_ms)
-            engines = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
-            directory = tmp_path / str(len(delays))
-            async with running_stack(*engines, directory, look_ahead=look_ahead) as stack:
-                yield stack.client
-
-        yield SimpleNamespace(coordinator=coordinator)
+    def engine_of(config: Any) -> EmulatedEngine:
+        spec = EmulatedSpec.parse(config.engine.removeprefix(f"{SCHEME}:"))
+        return EmulatedEngine(spec, "target" if isinstance(config, TargetConfig) else "draft")
 
     monkeypatch.setattr(emulate, "STEPS", emulate.STEPS | {"verify_ms": 4.0, "draft_ms": 0.5})
     monkeypatch.setattr(emulate, "LAW", emulate.LAW | {"vocab_size": 1_000, "support": 8})
     monkeypatch.setattr(emulate, "NUM_DRAFT_TOKENS_MAX", 3)
-    monkeypatch.setattr(emulate, "running_pair", running_pair)
+    monkeypatch.setattr(emulate, "running_pair", pair_here(tmp_path, engine_of, delays))
     assert main(["bench", "emulate", "--tokens", "60", "--json"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1

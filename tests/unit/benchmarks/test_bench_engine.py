@@ -1,14 +1,11 @@
 """`bench engine`: its waits against values known beforehand, and one small run."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from bench_sides import pair_here
 from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 from toy_engine import ToyEngine
@@ -22,7 +19,6 @@ from benchmarks.engine import (
     gaps,
 )
 from deploy.cli.main import main
-from outrider.client import Client
 
 
 def test_no_two_prompts_begin_alike() -> None:
@@ -36,19 +32,8 @@ def test_one_run_prints_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All in this process."""
-
-    @asynccontextmanager
-    async def running_pair(*_: object) -> AsyncIterator[Any]:
-        @asynccontextmanager
-        async def coordinator() -> AsyncIterator[Client]:
-            async with running_stack(
-                ToyEngine(320, 1, max_model_len=512), None, tmp_path / "redis"
-            ) as stack:
-                yield stack.client
-
-        yield SimpleNamespace(coordinator=coordinator)
-
-    monkeypatch.setattr("benchmarks.engine.running_pair", running_pair)
+    pair = pair_here(tmp_path / "redis", lambda _: ToyEngine(320, 1, max_model_len=512))
+    monkeypatch.setattr("benchmarks.engine.running_pair", pair)
     monkeypatch.setattr("benchmarks.engine.SESSIONS", (1, 2))
     directory = save_tiny_model(
         tmp_path / "model", vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512

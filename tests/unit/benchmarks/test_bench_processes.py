@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import asdict
-from typing import Any
 
 import pytest
 
-from benchmarks.processes import Process, relay, service
-from coordinator.actor import CoordinatorActor
-from outrider.config import CoordinatorConfig, DraftConfig
+from benchmarks.processes import Process, relay
 from outrider.errors import ConfigError
 
 DELAY_MS = 50
@@ -51,25 +46,3 @@ async def test_a_process_that_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match=r"the target process: engine: 'no such' is wrong"):
         async with process:
             pass
-
-
-async def test_a_configuration_reaches_the_process_of_its_service(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As JSON; of a coordinator with that of its look-up."""
-    found = []
-
-    async def start(self: Any, config: Any, log_directory: str) -> str:
-        found.append(config)
-        return "here:1"
-
-    async def stop(self: Any, grace_s: float) -> None:
-        pass
-
-    monkeypatch.setattr(CoordinatorActor, "start", start)
-    monkeypatch.setattr(CoordinatorActor, "stop", stop)
-    config = CoordinatorConfig(num_draft_tokens=2, lookup=DraftConfig(ngram_max=5))
-    setup = {"service": "coordinator", "config": json.loads(json.dumps(asdict(config)))}
-    async with service(setup) as role:
-        assert role.ready == {"address": "here:1"}
-    assert found == [config]

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_sides import pair_here
 from models import byte_level_tokenizer, save_tiny_model
-from twin_store import TwinStore
 
-from coordinator.service import CoordinatorService
 from deploy.cli.main import main, parse
 from deploy.cli.options import flags_again
 from deploy.cli.plan import DECIDED
 from deploy.planner import rehearsal
-from draft_service.service import DraftService
-from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig
-from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.process_setup import build_engine
-from outrider.replica.scheduler import InlineExecutor
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
 NUMBERS = ("--simulate", "--from-numbers")
@@ -67,41 +56,18 @@ def test_wrong_flags_end_the_command(
     assert shown.out == ""
 
 
-@asynccontextmanager
-async def pair_here(
-    target: TargetConfig, draft: DraftConfig, config_of_coordinator: CoordinatorConfig
-) -> AsyncIterator[Any]:
-    """In the place of `running_pair`: the services in this process."""
-    costs = StepCosts((1, 2), (0.001, 0.002))
-    replicas: dict[str, Any] = {}
-    for role, service, config in (
-        ("target", TargetService, target),
-        ("draft", DraftService.with_model, draft),
-    ):
-        engine = build_engine(config, 1)  # type: ignore[arg-type]
-        executor = InlineExecutor(lambda: 0.0)
-        made: Any = service(engine, executor, max_num_seqs=8, costs=costs)  # type: ignore[operator]
-        replicas[role] = MemoryLink(made)
-    coordinator = CoordinatorService(
-        config_of_coordinator, "c", store=TwinStore(lambda: time.monotonic() * 1e3),
-        targets={"t": replicas["target"]}, drafts={"d": replicas["draft"]},
-        fallback=NgramDrafter(),
-    )  # fmt: skip
-    await coordinator.start()
-    yield SimpleNamespace(coordinator=lambda look_ahead: nullcontext(coordinator), costs=costs)
-    await coordinator.close()
-
-
+@pytest.mark.xdist_group("redis")
 def test_the_command_reads_rehearses_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tiny models, one prompt: every K of the sweep has a rate, and times are those of rounds
     that were played."""
 
-    async def tables(found: Any) -> tuple[StepCosts, StepCosts]:
-        return found.costs, found.costs
+    async def tables(_: Any) -> list[StepCosts]:
+        return [StepCosts((1, 2), (0.001, 0.002))] * 2
 
-    monkeypatch.setattr(rehearsal, "running_pair", pair_here)
+    pair = pair_here(tmp_path / "redis", lambda config: build_engine(config, 1))
+    monkeypatch.setattr(rehearsal, "running_pair", pair)
     monkeypatch.setattr(rehearsal, "_tables", tables)
     tokenizer = byte_level_tokenizer()
     for seed in (1, 2):

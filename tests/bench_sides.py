@@ -1,11 +1,17 @@
-"""A side that decodes nothing: it takes what it is told to take, on a clock of its own; and a
-process that is none."""
+"""A side that decodes nothing: it takes what it is told to take, on a clock of its own; and
+processes that are none."""
 
 import asyncio
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
+
+from stack import running_stack
 
 from benchmarks.measurement import BenchClient, Completion, Decoding
 from benchmarks.prompts import BenchPrompt
@@ -75,3 +81,27 @@ class ProcessHere:
             json.dumps(self._role.answer(json.loads(json.dumps(question))))
         )
         return found
+
+
+def pair_here(
+    directory: Path, engine_of: Callable[[Any], Any], delays: list[float] | None = None
+) -> Callable[..., AbstractAsyncContextManager[Any]]:
+    """Stands for `benchmarks.processes.running_pair`: the services in this process, on what
+    `engine_of` makes of their configurations."""
+    asked = [] if delays is None else delays
+
+    @asynccontextmanager
+    async def coordinator(
+        target: Any, draft: Any, look_ahead: int = 0, delay_ms: float = 0.0
+    ) -> AsyncIterator[Any]:
+        asked.append(delay_ms)
+        engines = engine_of(target), draft and engine_of(draft)
+        place = directory / str(len(asked))
+        async with running_stack(*engines, place, look_ahead=look_ahead) as stack:
+            yield stack.client
+
+    @asynccontextmanager
+    async def running_pair(target: Any, draft: Any, _: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(coordinator=partial(coordinator, target, draft))
+
+    return running_pair
