@@ -19,13 +19,11 @@ import uvicorn
 class Reply:
     """What one request gets."""
 
-    chunks: tuple[str, ...] = (" one", " two", " three")
     num_tokens: int = 6
     """That its usage tells; 0 = it tells none."""
-    prompt_tokens: int = 5
     status: int = 200
     error: str = ""
-    """Of an answer that is not 200, or in the stream behind the chunks."""
+    """Of an answer that is not 200, or in the stream behind the three chunks."""
     breaks: bool = False
     """Whether the connection is closed behind the chunks."""
     gap_s: float = 0.0
@@ -87,7 +85,7 @@ async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
 
     if is_chat:
         yield choice(role="assistant", content="")
-    for text in reply.chunks:
+    for text in (" one", " two", " three"):
         await asyncio.sleep(reply.gap_s)
         yield choice(content=text)
     if reply.breaks:
@@ -97,7 +95,7 @@ async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
     else:
         yield choice(finish_reason="length")
         if reply.num_tokens and body["stream_options"]["include_usage"]:
-            usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.num_tokens}
+            usage = {"prompt_tokens": 5, "completion_tokens": reply.num_tokens}
             yield {"choices": [], "usage": usage, "metrics": dict(reply.metrics)}
         yield "[DONE]"
 

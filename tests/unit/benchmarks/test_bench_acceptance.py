@@ -20,8 +20,6 @@ from benchmarks.acceptance import (
     LookupReader,
     ModelReader,
     Reading,
-    Sample,
-    figures,
     load_reading,
     matched,
     measure,
@@ -126,23 +124,6 @@ def test_answers_side_by_side_are_those_alone() -> None:
         assert tokens == alone
         assert torch.allclose(torch.stack(rows), torch.stack(rows_alone), atol=1e-5)
     assert len({len(tokens) for tokens, _ in together}) == 3
-
-
-def test_places_count_alike_whichever_prompt_they_are_of() -> None:
-    def sample(temperature: float, *overlaps: tuple[str, tuple[float, ...]]) -> Sample:
-        texts = [
-            Answer(category, 0, (1,), 20, (0,) * len(each), each, each, each)
-            for category, each in overlaps
-        ]
-        return Sample(temperature, tuple(texts), {})
-
-    greedy = sample(0.0, ("a", (1.0,)), ("a", (0.0, 0.0, 1.0)), ("b", (0.0,)))
-    sampled = sample(1.0, ("a", (1.0,)), ("a", (0.0, 0.5, 0.0)), ("b", (0.25,)))
-    values = figures(AcceptanceOptions(), greedy, sampled)
-    assert (values["greedy"], values["sampled"]) == pytest.approx((2 / 5, 1.75 / 5))
-    assert values["by_category"]["a"]["greedy"] == pytest.approx(2 / 4)
-    assert values["by_category"]["b"]["sampled"] == pytest.approx(0.25)
-    assert values["num_positions"] == 5
 
 
 def test_a_draft_that_reads_the_target_is_refused() -> None:

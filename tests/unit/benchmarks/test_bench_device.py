@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +12,6 @@ from recorded_work import CountingRecorder, attend_by_tables
 
 from benchmarks.device import measure, random_llama
 from benchmarks.options import DeviceOptions
-from benchmarks.report import to_json
 from outrider.engine.cuda.backend import DeviceBackend
 
 SIZES = {
@@ -33,7 +31,7 @@ def report_of(backend: DeviceBackend | None) -> Any:
 
 def test_without_graphs() -> None:
     """What is not done is null; the ideal is the weights that a step reads, at the copy's speed."""
-    values: dict[str, Any] = json.loads(to_json(report_of(None)))
+    values = report_of(None)
     assert values["graphs_on"] is None
     layer = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32
     assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)

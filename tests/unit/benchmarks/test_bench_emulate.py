@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from bench_sides import pair_here
 
 from benchmarks import emulate
@@ -18,7 +16,6 @@ from deploy.cli.main import main
 from outrider.config import TargetConfig
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
-from outrider.engine.interface import SequenceStep
 from outrider.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
 
@@ -82,24 +79,3 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
         assert 1 <= one["num_draft_tokens"] <= 3
         assert 1 < one["tokens_per_round"] <= 1 + one["num_draft_tokens"]
         assert (one["look_ahead_hit_rate"] is None) == (one["mode"] == "synchronous")
-
-
-def test_the_stated_acceptance_is_that_of_the_engines() -> None:
-    """Over 4,000 prefixes, by the sums that define it: of a token sum min(p, q), whose mean has a
-    standard deviation of 0.0013; under coupled that argmax(log q + g) = argmax(log p + g) for
-    Gumbel noise g, the sum over tokens i of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
-    full = EmulatedSpec.parse(emulate.engine().removeprefix(f"{SCHEME}:"))
-    spec = full.model_copy(update={"vocab_size": 600})
-    tokens = tuple(torch.randint(600, (4_000,), generator=torch.Generator()).tolist())
-    rows = [
-        EmulatedEngine(spec, role).forward([SequenceStep("s", tokens, 4_000)])[0].double()
-        for role in ("target", "draft")
-    ]
-    ids = rows[0].topk(spec.support).indices
-    p, q = (row.softmax(-1).gather(1, ids).numpy() for row in rows)
-    overlap = np.minimum(p, q).sum(1).mean()
-    coupled = sum(
-        1 / np.maximum(p / p[:, i : i + 1], q / q[:, i : i + 1]).sum(1) for i in range(spec.support)
-    ).mean()
-    assert overlap == pytest.approx(emulate.ACCEPTANCE[Rule.TOKEN], abs=0.006)
-    assert coupled == pytest.approx(emulate.ACCEPTANCE[Rule.COUPLED], abs=0.006)

@@ -242,8 +242,7 @@ def test_predicted_stands_beside_measured() -> None:
     first, second, third = found["by_k"][1]["positions"][:3]
     assert (first[1], second[1], third) == (120 / 160, 0.0, None)
     assert found["worst_position"] >= abs(first[0] - 0.75) * (1 - 1e-5)
-    rates = {one["num_draft_tokens"]: one["measured_tokens_per_second"] for one in found["by_k"]}
-    assert found["chosen_loss"] == pytest.approx(1 - rates[3] / max(rates.values()))
-    assert found["best_num_draft_tokens"] == max(rates, key=rates.__getitem__)
+    plain, drafted = (one["measured_tokens_per_second"] for one in found["by_k"])
+    assert found["chosen_loss"] == pytest.approx(1 - drafted / max(plain, drafted))
     assert found["num_same"] == found["num_answers"] == 8
     Console(file=io.StringIO()).print(*validation_tables(found))
