@@ -74,8 +74,7 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 
 
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give() -> None:
-    """The same texts, and p and q of every prefix on their own. With a vocabulary as small as that
-    nothing of q is cut off; where it is, less is accepted."""
+    """p and q of every prefix on their own. Where q is cut off, less is accepted."""
     found = measured(ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
     asked = [Answer("", 0, ids, 20)]
@@ -103,8 +102,7 @@ def test_lookup_proposes_what_followed_before_or_nothing() -> None:
 
 
 def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() -> None:
-    """And nothing of another one. Nothing was asked behind the last token, so that it is not
-    known."""
+    """And nothing of another one. Behind the last token nothing is known."""
     reader = LookupReader(SuffixDrafter())
     for expected in ([None] * 3, [(7,), (8,), None]):
         for temperature in (0.0, 1.0):
@@ -168,9 +166,7 @@ NUM_PLACES = 60_000
 
 
 def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
-    """Over 60,000 races the share of agreement, given the target's winner, is what `matched` says;
-    standard error at most 0.005 for each token, so 0.03 is passed in error less than once in 10^8.
-    """
+    """Standard error at most 0.005: 0.03 is passed in error less than once in 10^8."""
     noise = np.random.default_rng(3).gumbel(size=(NUM_PLACES, 3))
     ours, theirs = (np.log(P) + noise).argmax(axis=1), (np.log(Q) + noise).argmax(axis=1)
     for token_id in range(3):
@@ -181,8 +177,7 @@ def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
 
 
 def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
-    """Drawn from the law that the winner leaves, the winner's rank in the race over q is
-    distributed as in races that are run; standard error 0.004, bound 0.03."""
+    """Drawn from the law that the winner leaves; standard error 0.004, bound 0.03."""
     generator = np.random.default_rng(11)
     noise = generator.exponential(size=(NUM_PLACES, 3))
     winners = (noise / P).argmin(axis=1)

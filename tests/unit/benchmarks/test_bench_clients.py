@@ -34,8 +34,7 @@ class RecordingClient:
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
-    """A prompt may ask for JSON, by OpenAI's `response_format`. One that was cut short is no
-    measurement."""
+    """A prompt may ask for JSON. One that was cut short is no measurement."""
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
     [prompt] = parse_prompts(json.dumps({"prompt": "Hello.", "response_format": schema}), "here")
     decoding = Decoding(33, temperature=0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)

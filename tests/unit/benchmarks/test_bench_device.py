@@ -40,8 +40,7 @@ def test_without_graphs() -> None:
 
 
 def test_with_recorded_steps() -> None:
-    """They are replayed for every figure, a draft in one replay for all its steps. Figures of steps
-    that cannot be recorded are never shown as those of recorded ones."""
+    """Replayed for every figure; steps that cannot be recorded are not shown as such."""
     recorder = CountingRecorder()
     values = report_of(DeviceBackend(attend_by_tables, 8, lambda: recorder))
     ratio = values["graphs_on"]["decode_step_ms"] / values["ideal_step_ms"]

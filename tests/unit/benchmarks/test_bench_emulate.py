@@ -21,8 +21,7 @@ from outrider.speculation.sampling_params import Rule
 
 
 def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
-    """Tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10, a second each: four are dropped, the eighth is the
-    last."""
+    """Tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10, a second each: four are dropped."""
     rounds = [
         Round(
             RoundReport(index, (0,) * drafted, 0, 0, 0, 0, 0, 0, look_ahead_hit=index == 2),
@@ -34,8 +33,7 @@ def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s. A round is charged
-    the steps that it waited for: of those of the draft where it did not work ahead."""
+    """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s."""
     monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
     one = [Timed(2, 1, False, 25.0)]
     found = figures("synchronous", Rule.COUPLED, 2, one)

@@ -29,8 +29,7 @@ def silent(_line: str) -> None:
 
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
-    """After two prompts of warm-up, which are not measured. Both sides of a prompt have its seed;
-    wall time is the sum of the requests."""
+    """After two prompts of warm-up. Both sides of a prompt have its seed."""
     side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
     seeds = [found.seed for _, found in side.calls]
@@ -47,8 +46,7 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
 
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
-    """Later prompts end sooner here, so results in the order of their end would be reversed. Either
-    side comes first with every second prompt, so with prompts of all categories."""
+    """Later prompts end sooner here. Either side comes first with every second prompt."""
     side = ScriptedSide(lambda prompt, decoding: (10 + int(prompt.text[1:]), 9.0)
                         if prompt.text[0] == "p" else (1, 1.0))  # fmt: skip
     results = await measure(PROMPTS, pair(side, concurrency=3), silent)

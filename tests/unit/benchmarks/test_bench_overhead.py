@@ -27,8 +27,7 @@ def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> No
 
 
 async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
-    """Asked at 10.1 s, the coordinator has tokens at 10.5 and 11 s; the client has sent at 10.0 and
-    reads them at 10.7 and 11.1 s."""
+    """Asked at 10.1 s, the coordinator has tokens at 10.5 and 11; read at 10.7 and 11.1."""
     stamps: list[float] = []
 
     class Scripted(BenchClient):
@@ -45,8 +44,7 @@ async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
 def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in this process. Three sessions whose rounds take 28.7 ms and more cannot have more than
-    104 a second."""
+    """Three sessions whose rounds take 28.7 ms and more have at most 104 a second."""
 
     def service_process(name: str, config: Any) -> ProcessHere:
         setup = {"service": name, "config": asdict(replace(config, port=0))}

@@ -49,8 +49,7 @@ THEIRS = {
 
 
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
-    """Ours writes 20 tokens a second plain and 40 speculatively, vllm 25 and 32, openvino 10. Plain
-    is held against plain, and speculative against whatever is fastest."""
+    """Ours writes 20 tokens a second plain and 40 with drafts, vllm 25 and 32, openvino 10."""
     first, second = level_of(0.0, 1, OURS | THEIRS), level_of(1.0, 8, OURS)
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
@@ -114,8 +113,7 @@ async def measured(
 async def test_every_side_decodes_every_prompt(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library one request at a time; a stand-in for vLLM at both numbers of requests; what is
-    not installed, or fails, is missing."""
+    """The library one request at a time; what is not installed, or fails, is missing."""
     for name in ("vllm", "openvino"):
         make_environment(tmp_path / "peers", name)
     found = await measured(tiny, tmp_path, monkeypatch, concurrency=(1, 2))
@@ -142,8 +140,7 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
 async def test_our_servers_are_asked_without_drafts_and_with_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By HTTP, with the deployment's key; a peer without a server, or one that fails, is
-    missing."""
+    """By HTTP, with the deployment's key; a peer without a server is missing."""
     for name in ("vllm", "llama-cpp"):
         make_environment(tmp_path / "peers", name)
     with serving(lambda body: Reply()) as ours:

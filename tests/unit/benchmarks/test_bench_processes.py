@@ -13,8 +13,7 @@ DELAY_MS = 50
 
 
 async def test_a_relay_takes_longer_in_each_direction_and_keeps_the_order() -> None:
-    """Parts do not wait for each other: one after the other they would take 4 s. An end is passed
-    on after what came before it."""
+    """Parts do not wait for each other: one after the other they would take 4 s."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while part := await reader.read(4096):

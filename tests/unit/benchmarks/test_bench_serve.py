@@ -122,9 +122,7 @@ ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
 
 
 def test_the_figures_of_a_load() -> None:
-    """TTFT to the first chunk; TPOT by the six tokens behind the first one; ITL by chunk; tokens
-    are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s. Of two goals a good request
-    meets both. A late event loop makes all times too long."""
+    """Tokens are shared out evenly over chunks, which come at 1.5, 2 and 3.5 s."""
     options = ServeOptions(goodput=(("tpot", 334.0), ("e2el", 2499.0)))
     records = [Record(1.0, 1.0, ANSWER), Record(1.0, 4.0, ONE), Record(0.0, 0.0, "no room")]
     load = Load(5.0, 2, records, [0.02])
@@ -159,8 +157,7 @@ def measured(
 def test_chats_and_texts_by_http(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three chunks of six tokens, 20 ms apart: TPOT is by token, ITL by chunk. What a busy machine
-    adds to a time is in both sides of what is compared."""
+    """Three chunks of six tokens, 20 ms apart: TPOT is by token, ITL by chunk."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     told = {
         "speculative_decoding": {
@@ -228,8 +225,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_is_one_page_with_the_same_numbers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It loads nothing. What a model is called cannot leave its text. One of nothing but failures
-    is a page as well."""
+    """It loads nothing. What a model is called cannot leave its text."""
     path = tmp_path / "report.html"
     flags = ("--num-prompts", "3", "--report", str(path), "--model", '</script><script src="x">&')
     with serving(lambda body: Reply(gap_s=0.01)) as server:

@@ -22,9 +22,7 @@ def subject(side: ScriptedSide, num_draft_tokens: int = 8) -> Subject:
 
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
-    """Speculation takes a third of the time in `rewrite` and as long elsewhere. Temperature 0 is
-    greedy, and the deployment says how much is drafted. Each concurrency is measured alone, and
-    references once."""
+    """Speculation takes a third of the time in `rewrite` and as long elsewhere."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         helped = decoding.num_draft_tokens > 0 and prompt.category == "rewrite"
@@ -84,9 +82,7 @@ def level(plain_s: float | None = None, fast_s: float | None = None, **others: f
 
 
 def test_figures_are_medians_of_ratios_and_totals_over_totals() -> None:
-    """The speed-up is not a ratio of wall times: the sides may write different numbers of tokens;
-    and not the ratio of totals, which here is 90 / 4.2 to 100 / 10 = 2.14. Acceptance and tokens a
-    round are the speculative side's."""
+    """Not a ratio of wall times or of totals, which here is 90 / 4.2 to 100 / 10 = 2.14."""
     found = level()
     expected = {
         "speedup": 3.0, "plain_tokens_per_second": 100 / 10.0, "num_identical": 3,
@@ -101,9 +97,7 @@ def test_figures_are_medians_of_ratios_and_totals_over_totals() -> None:
 
 
 def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
-    """The wall time is that of the whole side, less than the sum over requests; of a category it
-    is the sum over its requests on both sides. Of several concurrencies each is found by its
-    number, and the first one's figures stay where they are."""
+    """The wall time is of the whole side; of a category it is the sum over its requests."""
     found = level(5.0, 3.0)
     assert found["plain_tokens_per_second"] == pytest.approx(20.0)
     assert found["speedup"] == pytest.approx((90 / 3.0) / (100 / 5.0))

@@ -61,8 +61,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
     environments: Path, record: Path
 ) -> None:
-    """The EOS is among them. What fails is refused, and the next one answered; of three requests
-    two run at a time."""
+    """What fails is refused, and the next one answered; two requests run at a time."""
     library = BY_NAME["vllm"]
     told = inputs(environments, token_ids=TOKEN_IDS, batch=2)
     async with LibraryProcess(library, library.bindings[0], told) as process:
@@ -77,8 +76,7 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
 
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
-    """Of drafts of 3 tokens, which fail, 5 and 8, which are fast; a mode of which none works is
-    left out."""
+    """Drafts of 3 tokens fail, of 8 are fast; a mode of which none works is left out."""
     peer = Library(
         name="vllm", decoder="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting
     )
@@ -130,8 +128,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
 def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     tiny: TargetConfig, raw: bool
 ) -> None:
-    """In float32 they run the same model: a difference would be a fault in one of the loops. All
-    end with the EOS. The engine keeps nothing of a prompt that it has refused."""
+    """In float32: a difference would be a fault in one of the loops. All end with the EOS."""
     torch.set_num_threads(1)
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))

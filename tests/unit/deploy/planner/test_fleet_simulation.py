@@ -91,8 +91,7 @@ def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
 
 
 def test_a_round_accepts_by_its_survival() -> None:
-    """Tokens a round are 1 + 0.8 + 0.5 + 0.1; five standard errors of some 2,000 rounds, and
-    0.005 for what the draft draws beside."""
+    """1 + 0.8 + 0.5 + 0.1 tokens a round; five standard errors of some 2,000 rounds."""
     survival = (0.8, 0.5, 0.1)
     found = _simulated(sessions=16, pair=_pair(*survival))
     rounds = found.rounds_per_second * 4
@@ -110,8 +109,7 @@ def test_a_full_target_serves_its_seats_in_each_step() -> None:
 
 
 def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
-    """Five sessions that share all steps: 25 rows, four further sessions, contexts of 16 and what
-    has come."""
+    """Five sessions share all steps: 25 rows, contexts of 16 and what has come."""
     costs = StepCosts((1, 101), (0.010, 0.020), session_s=0.001, slot_s=1e-5, row_slot_s=1e-6)
     found = _simulated(sessions=5, times={"target": costs}, warm_up_s=0.5)
     assert found.sessions_per_step == pytest.approx(5, rel=0.05)
@@ -146,8 +144,7 @@ SIZED = _scenario(sessions=6, seats=2, pair=_pair(*ALL), seconds=1.0, warm_up_s=
 
 
 def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> None:
-    """6 sessions at 6 ms a token want 200 rounds a second, of which a full target plays 100.
-    Numbers that are stated stay, and may be too small."""
+    """6 sessions at 6 ms a token want 200 rounds a second; a full target plays 100."""
     fleet = smallest(SIZED, 6.0, ROLES)
     assert fleet is not None
     assert (2 <= fleet.targets <= 3, fleet.coordinators) == (True, 1)

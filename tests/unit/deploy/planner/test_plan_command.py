@@ -60,8 +60,7 @@ def test_wrong_flags_end_the_command(
 def test_the_command_reads_rehearses_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tiny models, one prompt: every K of the sweep has a rate, and times are those of rounds
-    that were played."""
+    """Two tiny models, one prompt: every K of the sweep has a rate."""
 
     async def tables(_: Any) -> list[StepCosts]:
         return [StepCosts((1, 2), (0.001, 0.002))] * 2

@@ -175,8 +175,7 @@ def _session_of(text: Answer, k: int, rounds: Sequence[Round], seconds: float) -
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
-    """Waits of 3 ms + 2 of the draft's steps, target's steps of 1 ms + 1.5 of the table's, 2 ms
-    more; plain rounds 4 ms over a step. What was disturbed once does not count."""
+    """Of 3 ms + 2 steps of the draft, and 1 ms + 1.5 of the target. An outlier does not count."""
     sample = _sample(MODEL, 0.0)
     played = []
     for text in sample.texts:
@@ -219,8 +218,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
 
 
 def test_predicted_stands_beside_measured() -> None:
-    """Plain sessions took just what was predicted, drafted ones twice that; of the depths of their
-    one round the first of three was accepted 120 times in 160."""
+    """Plain sessions took what was predicted, drafted ones twice that."""
     sample = _sample(MODEL, 0.0)
     played = []
     predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}

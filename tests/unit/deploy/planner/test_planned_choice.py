@@ -146,8 +146,7 @@ def test_the_best_k_is_the_formulas() -> None:
 
 
 def test_look_ahead_and_replicas_follow_from_the_load() -> None:
-    """Hits that more outcomes bring are worth having until they bring little; one draft does for a
-    target whose steps are ten times as long, and a slow one needs company."""
+    """Few drafts do for a target whose steps are ten times as long."""
     hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
     ahead = best(_options(_times(), 0.8, hits))
     assert ahead.look_ahead == 6
