@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.decoding.committer import Committer
@@ -27,7 +26,7 @@ from coordinator.requests.validation import (
     check_fields,
     resolve,
 )
-from coordinator.routing.discovery import Discovery, FleetView
+from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
 from coordinator.routing.replica_pool import AnyLink, ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -36,7 +35,7 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from outrider.limits import SEED_BITS
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import LEASE_S, ROLES, Figures, Role
+from outrider.registry.registry import Figures, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -86,12 +85,12 @@ class CoordinatorService:
         self._store = store
         self._links: dict[Role, Mapping[str, AnyLink]]
         self._links = {"target": targets or {}, "draft": drafts or {}}
-        self._registry = registry
-        self._link = link
+        self._follows = registry is not None and link is not None
+        self._joins_later = registry is not None
         self.targets = ReplicaPool("target")
         self.drafts = ReplicaPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
-        self.fleet = FleetView(name, self.targets, self.drafts)
+        self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
         """The target's tokenizer; None where requests give token ids and get no text."""
@@ -129,16 +128,9 @@ class CoordinatorService:
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
         answers, or no draft and none may join later, `Incompatible` where none fits."""
-        config, registry, link = self._config, self._registry, self._link
-        followed = dict[Role, Discovery]()
-        if registry is not None and link is not None:
-            followed = {
-                role: Discovery(role, self.fleet, registry, partial(link, role)) for role in ROLES
-            }
-            # A target that lives says its name again within a lease, also to a registry that has
-            # lost everything.
-            await followed["target"].begin(LEASE_S)
-            await followed["draft"].begin()
+        config = self._config
+        if self._follows:
+            await self.fleet.begin()
         await self.targets.join_all(self._links["target"])
         target = self.targets.first
         if target is None:
@@ -146,7 +138,7 @@ class CoordinatorService:
         try:
             await self.drafts.join_all(self._links["draft"])
         except Unavailable as error:
-            if registry is None:
+            if not self._joins_later:
                 raise
             _log.warning("no draft is there yet: %s", error)
         if config.length_control:
@@ -164,7 +156,8 @@ class CoordinatorService:
         )
         self._commit_task = asyncio.create_task(self._committer.run())
         watching = [self.targets.watch(), self.drafts.watch()]
-        watching += [one.run() for one in followed.values()]
+        if self._follows:
+            watching.append(self.fleet.run())
         if self._observation.listens:
             watching.append(self._health.run())
         self._watching = [asyncio.create_task(one) for one in watching]

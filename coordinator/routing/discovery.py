@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, ReplicaPool
 from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import LEASE_S, NO_FIGURES, Figures, ReplicaRecord, Role
+from outrider.registry.registry import LEASE_S, NO_FIGURES, ROLES, Figures, ReplicaRecord, Role
 from outrider.transport.link import Link
 
 _log = logging.getLogger(__name__)
@@ -54,21 +54,128 @@ class SeenReplica:
     figures: Figures = NO_FIGURES
 
 
-class FleetView:
-    """Puts together what the registry had when it was last read, and what this coordinator has
-    found out by itself. Nothing is asked of anybody, however many look."""
+class Discovery:
+    """Follows the registry, keeps the pools in step with it, and puts together what it had when it
+    was last read, and what this coordinator has found out by itself: nothing is asked of anybody,
+    however many look."""
 
-    def __init__(self, own_name: str, targets: ReplicaPool, drafts: ReplicaPool) -> None:
-        """`own_name` is what the coordinator is called in the registry."""
-        self.pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
+    def __init__(
+        self,
+        own_name: str,
+        targets: ReplicaPool,
+        drafts: ReplicaPool,
+        registry: RedisRegistry | None = None,
+        link: Callable[[Role, str], Link[Any, Any]] | None = None,
+    ) -> None:
+        """`own_name` is what the coordinator is called in the registry. `link(role, address)` leads
+        to a replica; nothing is sent before it is asked something."""
         self._own_name = own_name
-        self._records: dict[Role, dict[str, ReplicaRecord]] = {}
+        self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
+        self._registry: Any = registry
+        self._link: Any = link
+        self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self._heard_at: float | None = None
+        self._heard: dict[str, tuple[float, str]] = {}
+        """Of each that is in a pool, when the registry had it, s of the loop's clock, and where it
+        was then."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Replicas that are being asked whether they join, or whether they are there."""
+        self._not_before: dict[str, float] = {}
+        self._away = False
 
-    def hear(self, role: Role, records: Sequence[ReplicaRecord]) -> None:
-        """What the registry has of a role now."""
-        self._records[role] = {record.name: record for record in records}
-        self._heard_at = asyncio.get_running_loop().time()
+    async def begin(self) -> None:
+        """Returns once replicas that are announced have been asked whether they join, the drafts
+        behind the targets. Waits for a target up to a lease, in which one that lives says its name
+        again even to a registry that has lost everything."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LEASE_S
+        while not self._pools["target"].names and loop.time() < until:
+            await self.look()
+            await asyncio.gather(*self._tasks.values())
+            if not self._pools["target"].names:
+                await asyncio.sleep(READ_PERIOD_S)
+        await self.look()
+        await asyncio.gather(*self._tasks.values())
+
+    async def run(self) -> None:
+        """Follows the registry until it is cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(READ_PERIOD_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    async def look(self) -> None:
+        """Reads the registry once."""
+        try:
+            found = {role: await self._registry.records(role) for role in ROLES}
+        except OutriderError as error:
+            if not self._away:
+                _log.warning("replicas may come and go unseen: %s", error)
+            self._away = True
+        else:
+            self.hear(found)
+
+    def hear(self, found: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
+        """What the registry has of these roles now."""
+        self._heard_at = now = asyncio.get_running_loop().time()
+        if self._away:
+            # None of them could say its name meanwhile.
+            self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
+        self._away = False
+        for role, records in found.items():
+            self._records[role] = {record.name: record for record in records}
+            if role != "coordinator":
+                self._follow(self._pools[role], records, now)
+        known = set[str]().union(*self._records.values(), *(p.names for p in self._pools.values()))
+        for notes in (self._heard, self._not_before):
+            for name in notes.keys() - known:
+                del notes[name]
+
+    def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
+        for record in records:
+            self._heard[record.name] = now, record.address
+            is_known = record.name in pool.names
+            if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
+                pool.retire(record.name)
+            elif not is_known and now >= self._not_before.get(record.name, now) and pool.may_join:
+                self._begin(record.name, self._join(pool, record))
+        taken = {record.address for record in records}
+        for name in pool.names:
+            at, address = self._heard.setdefault(name, (now, ""))
+            if now - at > LEASE_S:
+                self._begin(name, self._doubt(pool, name, address in taken))
+
+    def _begin(self, name: str, work: Any) -> None:
+        if name in self._tasks:
+            work.close()
+            return
+        self._tasks[name] = asyncio.create_task(work)
+        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
+
+    async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
+        """Takes out a replica that is announced no more, unless it answers: it may be the one that
+        does not reach the registry. Who answers at the address of another one is that one."""
+        replica = pool.replicas.get(name)
+        if replica is None:
+            return
+        if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
+            self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
+        else:
+            _log.warning("the %s %s is announced no more: it is taken out", pool.role, name)
+            await pool.leave(name)
+
+    async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
+        try:
+            await pool.join(record.name, self._link(pool.role, record.address))
+            if record.leaving:  # Its sessions may have nowhere else to go.
+                pool.retire(record.name)
+            _log.info("the %s %s has joined", pool.role, record.name)
+        except OutriderError as error:
+            _log.warning("the %s %s cannot join: %s", pool.role, record.name, error)
+            self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
 
     @property
     def heard_ms_ago(self) -> float | None:
@@ -80,7 +187,7 @@ class FleetView:
     @property
     def peers(self) -> list[ReplicaRecord]:
         """The other coordinators, which share the replicas, and so their time."""
-        known = self._records.get("coordinator", {})
+        known = self._records["coordinator"]
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
@@ -91,8 +198,8 @@ class FleetView:
             device="", load=load, state="serving", here=True, figures=figures,
         )  # fmt: skip
         roles = [[own, *(_seen(one, "serving") for one in self.peers)]]
-        for role, pool in self.pools.items():
-            records, replicas = self._records.get(role, {}), pool.replicas
+        for role, pool in self._pools.items():
+            records, replicas = self._records[role], pool.replicas
             seen = [
                 _seen(one, "joining", load=0)
                 for name, one in records.items()
@@ -119,115 +226,3 @@ def _seen(record: ReplicaRecord, state: State, **better_known: Any) -> SeenRepli
         device=record.device, load=record.load, state="leaving" if record.leaving else state,
         figures=record.figures,
     )  # fmt: skip
-
-
-class Discovery:
-    """Tells the view of the fleet what the registry has of one role, and keeps its pool in step;
-    there is none of coordinators."""
-
-    def __init__(
-        self,
-        role: Role,
-        fleet: FleetView,
-        registry: RedisRegistry,
-        link: Callable[[str], Link[Any, Any]] | None = None,
-    ) -> None:
-        """`link(address)` leads to a replica; nothing is sent before it is asked something."""
-        self._role = role
-        self._fleet = fleet
-        self._registry = registry
-        self._link: Any = link
-        self._heard: dict[str, tuple[float, str]] = {}
-        """Of each that is in the pool, when the registry had it, s of the loop's clock, and where
-        it was then."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Replicas that are being asked whether they join, or whether they are there."""
-        self._not_before: dict[str, float] = {}
-        self._away = False
-
-    async def begin(self, wait_s: float = 0.0) -> None:
-        """Returns once replicas that are announced have been asked whether they join. Where none
-        has, looks again for up to `wait_s`."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + wait_s
-        while True:
-            await self.look()
-            await asyncio.gather(*self._tasks.values())
-            if self._fleet.pools[self._role].names or loop.time() >= until:
-                return
-            await asyncio.sleep(READ_PERIOD_S)
-
-    async def run(self) -> None:
-        """Follows the registry until it is cancelled."""
-        try:
-            while True:
-                await self.look()
-                await asyncio.sleep(READ_PERIOD_S)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-
-    async def look(self) -> None:
-        """Reads the registry once."""
-        try:
-            records = await self._registry.records(self._role)
-        except OutriderError as error:
-            if not self._away:
-                _log.warning("%ss may come and go unseen: %s", self._role, error)
-            self._away = True
-            return
-        now = asyncio.get_running_loop().time()
-        if self._away:
-            # None of them could say its name meanwhile.
-            self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
-        self._away = False
-        self._fleet.hear(self._role, records)
-        pool = self._fleet.pools.get(self._role)
-        if pool is None:
-            return
-        for record in records:
-            self._hear(pool, record, now)
-        taken, names = {record.address for record in records}, pool.names
-        for name in names:
-            at, address = self._heard.setdefault(name, (now, ""))
-            if now - at > LEASE_S and name not in self._tasks:
-                self._begin(name, self._doubt(pool, name, address in taken))
-        known = {record.name for record in records}.union(names)
-        for notes in (self._heard, self._not_before):
-            for name in notes.keys() - known:
-                del notes[name]
-
-    def _hear(self, pool: ReplicaPool, record: ReplicaRecord, now: float) -> None:
-        name = record.name
-        self._heard[name] = now, record.address
-        is_known = name in pool.names
-        if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
-            pool.retire(name)
-        elif not (is_known or name in self._tasks) and now >= self._not_before.get(name, now):
-            self._begin(name, self._join(pool, record))
-
-    def _begin(self, name: str, work: Any) -> None:
-        self._tasks[name] = asyncio.create_task(work)
-        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
-
-    async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Takes out a replica that is announced no more, unless it answers: it may be the one that
-        does not reach the registry. Who answers at the address of another one is that one."""
-        replica = pool.replicas.get(name)
-        if replica is None:
-            return
-        if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
-            self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
-        else:
-            _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
-            await pool.leave(name)
-
-    async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
-        try:
-            await pool.join(record.name, self._link(record.address))
-            if record.leaving:  # Its sessions may have nowhere else to go.
-                pool.retire(record.name)
-            _log.info("the %s %s has joined", self._role, record.name)
-        except OutriderError as error:
-            _log.warning("the %s %s cannot join: %s", self._role, record.name, error)
-            self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S

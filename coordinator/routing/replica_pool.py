@@ -147,6 +147,11 @@ class ReplicaPool:
         return dict(self._replicas)
 
     @property
+    def may_join(self) -> bool:
+        """Whether it is known already what a replica must fit."""
+        return self._targets is None or self._targets.first is not None
+
+    @property
     def num_present(self) -> int:
         """Replicas that can be reached, as far as is known, and are not to be left."""
         return sum(replica.is_open for replica in self._replicas.values())

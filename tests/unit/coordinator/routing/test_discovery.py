@@ -17,7 +17,6 @@ from coordinator.routing.discovery import (
     READ_PERIOD_S,
     REFUSED_S,
     Discovery,
-    FleetView,
 )
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.clock import run_virtually
@@ -39,9 +38,9 @@ class World:
         self.registry = MemoryRegistry()
         self.pool = ReplicaPool("target")
         self.pool.first = TOY
-        self.fleet = FleetView("a", self.pool, ReplicaPool("draft"))
-        self.roster = Discovery("target", self.fleet, self.registry, self._link)
-        self.following = asyncio.create_task(self.roster.run())
+        self.drafts = ReplicaPool("draft", self.pool)
+        self.fleet = Discovery("a", self.pool, self.drafts, self.registry, self._link)
+        self.following = asyncio.create_task(self.fleet.run())
         self.prepared: dict[str, ScriptedLink] = {}
         """By address: links other than such as answer at once."""
         self.links: list[tuple[str, ScriptedLink]] = []
@@ -50,7 +49,7 @@ class World:
         self.says: dict[str, ReplicaRecord] = {}
         """What those say that say something else than `record`."""
 
-    def _link(self, address: str) -> ScriptedLink:
+    def _link(self, role: str, address: str) -> ScriptedLink:
         link = self.prepared.get(address) or ScriptedLink()
         self.links.append((address, link))
         return link
@@ -108,7 +107,6 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
     def load() -> int:
         return sum(peer.load for peer in world.fleet.peers)
 
-    following = asyncio.create_task(Discovery("coordinator", world.fleet, world.registry).run())
     for name, one in (("a", 5), ("b", 7), ("c", 11)):
         await world.registry.announce(record(name, "coordinator", load=one))
     await asyncio.sleep(SOON_S)
@@ -119,7 +117,6 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
     world.registry.failure = None
     await asyncio.sleep(LEASE_S)
     assert load() == 0
-    following.cancel()
 
 
 @played
@@ -278,10 +275,10 @@ async def test_a_coordinator_begins_once_a_target_can_have_said_its_name(world: 
     """As after a registry has lost everything."""
     loop = asyncio.get_running_loop()
     world.following.cancel()
-    await world.roster.begin(LEASE_S)
+    await world.fleet.begin()
     assert (loop.time(), world.pool.names) == (pytest.approx(LEASE_S), [])
     loop.call_later(RENEWAL_S, world.live, "a")
-    await world.roster.begin(LEASE_S)
+    await world.fleet.begin()
     assert LEASE_S + RENEWAL_S <= loop.time() <= LEASE_S + RENEWAL_S + READ_PERIOD_S
     assert world.pool.names == ["a"]
 
@@ -300,7 +297,6 @@ async def test_the_fleet_is_shown_as_the_registry_and_the_pools_know_it(world: W
         record("c", role="coordinator", load=3),
     ):
         await world.registry.announce(one)
-    await Discovery("coordinator", world.fleet, world.registry).look()
     await asyncio.sleep(SOON_S)
     world.pool.replicas["t2"].away = True
     world.pool.replicas["t2"].routes = dict.fromkeys("xy")  # type: ignore[arg-type]
