@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
-from coordinator.auth.rate_limits import RedisSlots
+from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramConfig, NgramDrafter

@@ -1,25 +1,51 @@
 """What stands before everything that a coordinator serves, by gRPC and by HTTP: one object asks
-for keys, and counts what each caller runs.
+for keys, and counts what each caller runs, for all coordinators together.
 
     caller = access.identify(shown)           # raises Unauthenticated
     async with access.admit(caller) as grant: # raises Overloaded
         ...                                   # one generation, of which `grant.note` hears
+
+Requests of a minute are a bucket that holds `requests_per_minute`, and fills evenly. Generations
+that run, of which a request may have several, have a slot each, under a lease that its coordinator
+renews, so that what a dead one ran is free again after `SLOT_LEASE_MS`. A slot is called after its
+session as soon as there is one: who resumes that, at whichever coordinator, goes on in the same
+slot. A resumption counts among the requests of a minute, and is refused only where twice as many
+have come: a coordinator's end must not cost its callers their answers.
+
+    <prefix>limit:{<name>}:bucket    string: when it is full again, ms of Redis' clock
+    <prefix>limit:{<name>}:slots     sorted set: slot to the end of its lease, ms
+
+The braces are literal. Both have a time to live.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
 
-from coordinator.auth.rate_limits import Limiter, RedisSlots
 from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
-from outrider.errors import Unauthenticated
+from outrider.errors import InvariantError, OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
-from outrider.limits import API_KEY_CHARS_MAX
+from outrider.limits import (
+    API_KEY_CHARS_MAX,
+    SLOT_LEASE_MS,
+    SLOT_RENEWAL_MS,
+    SLOT_RETRY_MS,
+    SLOTS_PER_SCRIPT_MAX,
+)
+from outrider.request import Event, Finished, Started
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import new_client
+from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.transport.server import HEALTH_PATH, Context
 
 _log = logging.getLogger(__name__)
@@ -54,14 +80,68 @@ def watch_keys(
     return watch
 
 
-class AccessControl(Limiter):
-    """Lets callers in. Without keys everybody is one caller, `ANYBODY`, without limits."""
+RESUME_DEPTH: Final = 2
+"""As many buckets may be empty for a resumption."""
+
+
+class RateExceeded(Overloaded):
+    """The bucket of a caller is empty, surely until it is to try again."""
+
+
+def rate_exceeded(caller: Caller, left_ms: int) -> RateExceeded:
+    """What a caller is told whose bucket has a request again after so long."""
+    return RateExceeded(
+        f"the key {caller.name!r} may make {caller.requests_per_minute} requests a minute, and has "
+        "made them",
+        retry_after_ms=left_ms,
+    )
+
+
+class Grant:
+    """One request that runs, and the slots of its generations; without limits it has none."""
+
+    def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
+        self._access, self._caller, self._held = access, caller, list(names)
+
+    async def note(self, event: Event) -> None:
+        """The request is one generation, which has this event. Its slot is free before the last one
+        is told, so that a client that has it may ask again."""
+        if isinstance(event, Finished):
+            await self.release()
+        elif isinstance(event, Started) and self._held:
+            old, self._held = self._held, [event.session_id]
+            if old != self._held:
+                self._access.exchange(self._caller, old, self._held)
+
+    async def release(self) -> None:
+        """It does not run any more. A second time it does nothing."""
+        if freed := self.drop():
+            await freed
+
+    def drop(self) -> asyncio.Task[None] | None:
+        """The same, in the background."""
+        names, self._held = self._held, []
+        return self._access.exchange(self._caller, names) if names else None
+
+
+class AccessControl:
+    """Lets callers in, on one event loop. Without keys everybody is one caller, `ANYBODY`. Where
+    the store of slots does not answer their leases run out."""
 
     def __init__(
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
     ) -> None:
-        super().__init__(slots)
+        """Without `slots` nothing is limited."""
         self._keys = keys
+        self._store = slots
+        self._held: dict[str, Counter[str]] = defaultdict(Counter)
+        """Slots by caller's name; one twice where a session is resumed beside its old stream."""
+        self._free: dict[str, set[str]] = defaultdict(set)
+        """Such as the store still has."""
+        self._empty_until: dict[Caller, float] = {}
+        """Buckets that the store has called empty, by the event loop's clock."""
+        self._work: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
 
     @property
     def asks_for_keys(self) -> bool:
@@ -91,6 +171,168 @@ class AccessControl(Limiter):
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(self.identify([str(value) for key, value in metadata if key == _HEADER]))
+
+    def check_rate(self, caller: Caller) -> None:
+        """Raises `Overloaded` where it is known, without asking anybody, that the caller has made
+        all requests that it may for now; then its next one need not be read."""
+        left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise rate_exceeded(caller, math.ceil(left_s * 1e3))
+        self._empty_until.pop(caller, None)
+
+    @asynccontextmanager
+    async def admit(
+        self, caller: Caller, resumes: str = "", num_generations: int = 1
+    ) -> AsyncIterator[Grant]:
+        """Counts one request of the caller, which runs so many generations while the context lasts,
+        all of them or none; `resumes` is the session that it goes on with, if there is one. Raises
+        `Overloaded`, with the time to try again, and `StoreUnavailable` where nobody can count."""
+        names: list[str] = []
+        if self._store is not None and caller.is_limited:
+            if caller.concurrency:
+                names = (
+                    [resumes]
+                    if resumes
+                    else [secrets.token_hex(16) for _ in range(num_generations)]
+                )
+            await self._take(self._store, caller, names, resumes)
+        grant = Grant(self, caller, names)
+        try:
+            yield grant
+        finally:
+            grant.drop()
+
+    async def _take(
+        self, store: RedisSlots, caller: Caller, names: Sequence[str], resumes: str
+    ) -> None:
+        asked = asyncio.get_running_loop().time()
+        try:
+            await store.take(caller, names, RESUME_DEPTH if resumes else 1)
+        except Overloaded as error:
+            if isinstance(error, RateExceeded) and not resumes:
+                self._empty_until[caller] = asked + error.retry_after_ms / 1e3
+            raise
+        except BaseException:
+            # Perhaps they are taken, and nobody else knows them; a resumed one may be another's.
+            if not resumes:
+                self._free[caller.name].update(names)
+                self._in_background(caller)
+            raise
+        self._hold(caller, names)
+
+    def exchange(
+        self, caller: Caller, old: Collection[str], new: Collection[str] = ()
+    ) -> asyncio.Task[None]:
+        """Frees slots, and holds others in their place, as soon as the store has heard of it."""
+        held = self._held[caller.name]
+        for name in old:
+            held[name] -= 1
+            if held[name] <= 0:
+                del held[name]
+                self._free[caller.name].add(name)
+        self._hold(caller, new)
+        if not held:
+            del self._held[caller.name]
+        return self._in_background(caller)
+
+    async def close(self) -> None:
+        """Frees what is held, as far as the store answers, and closes it."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        for name, slots in self._held.items():
+            self._free[name].update(slots)
+        self._held.clear()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._tell(list(self._free))
+        if self._store is not None:
+            await self._store.close()
+
+    def _in_background(self, caller: Caller) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._tell([caller.name]))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def _hold(self, caller: Caller, names: Collection[str]) -> None:
+        if not names:
+            return
+        self._held[caller.name].update(names)
+        self._free[caller.name].difference_update(names)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        while self._held:
+            await asyncio.sleep(SLOT_RENEWAL_MS / 1e3)
+            await self._tell([*self._held])
+
+    async def _tell(self, names: Collection[str]) -> None:
+        slots = {name: ([*self._held.get(name, ())], [*self._free.pop(name, ())]) for name in names}
+        told = {name: both for name, both in slots.items() if any(both)}
+        if not told or self._store is None:
+            return
+        try:
+            await self._store.keep(told)
+        except OutriderError as error:  # Leases run out by themselves.
+            _log.info("slots are not renewed: %s", error)
+
+
+_TAKE = Script("take_slot")
+_KEEP = Script("keep_slots")
+
+
+class RedisSlots:
+    """Slots and buckets in one Redis server. Every method may raise `StoreUnavailable`."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        self._client = new_client(address)
+        self._scripts = ScriptRunner(self._client)
+        self._prefix = address.key_prefix
+
+    async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
+        """Counts a request, and takes its slots under a lease; one that is taken stays so. Raises
+        `Overloaded` where there are too few, or where `depth` buckets are empty; then nothing is
+        counted, and no slot taken."""
+        keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
+        arguments: list[str | int] = [
+            caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
+        ]  # fmt: skip
+        match await self._scripts.run(_TAKE, (keys, arguments)):
+            case [b"taken", _]:
+                return
+            case [b"rate", int(left_ms)]:
+                raise rate_exceeded(caller, left_ms)
+            case [b"slots", _]:
+                more = "does" if len(slots) == 1 else f"has no room for {len(slots)} more"
+                raise Overloaded(
+                    f"the key {caller.name!r} may run {caller.concurrency} generations at a time, "
+                    f"and {more}",
+                    retry_after_ms=SLOT_RETRY_MS,
+                )
+            case _:
+                raise InvariantError("Redis gave an unknown answer for a slot")
+
+    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+        """By caller's name, slots whose leases are renewed, and such as are free."""
+        calls: list[Call] = []
+        for name, (held, free) in slots.items():
+            keys = (self._key(name, "slots"),)
+            gone, kept = list(free), list(held)
+            for start in range(0, max(len(gone), len(kept)), SLOTS_PER_SCRIPT_MAX):
+                some, rest = (one[start : start + SLOTS_PER_SCRIPT_MAX] for one in (gone, kept))
+                calls.append((keys, [SLOT_LEASE_MS, len(some), *some, *rest]))
+        for answer in await self._scripts.run_all(_KEEP, calls):
+            if isinstance(answer, Exception):
+                raise answer
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._scripts.close()
+        await self._client.aclose()
+
+    def _key(self, name: str, what: str) -> str:
+        return f"{self._prefix}limit:{{{name}}}:{what}"
 
 
 OPEN = AccessControl()

@@ -3,10 +3,9 @@
 | module | what it does |
 | --- | --- |
 | `server.py` | listens, inside the coordinator's own event loop |
-| `app.py` | the routes, and the one place that asks who calls |
+| `app.py` | the routes, and the requests' events, for as long as the client is there |
 | `reading.py` | reads bodies, within limits |
 | `bodies.py` | what a body may hold, and the coordinator's requests that it stands for |
-| `serving.py` | the requests' events, for as long as the client is there |
 | `answers.py` | events as an answer, whole or in chunks |
 | `errors.py` | every error in OpenAI's shape |
 

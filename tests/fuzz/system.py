@@ -16,8 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from coordinator.auth.rate_limits import RedisSlots
+from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService

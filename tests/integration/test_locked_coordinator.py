@@ -18,8 +18,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stack import Stack, http_front, running_stack
 
-from coordinator.auth.access_control import AccessControl, watch_keys
-from coordinator.auth.rate_limits import RedisSlots
+from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
@@ -287,8 +286,8 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
 ) -> None:
     """Once its lease has run out; a living one renews, and keeps what it has for as long as it
     runs. The session's own resumption is in the slot that it had."""
-    monkeypatch.setattr("coordinator.auth.rate_limits.SLOT_LEASE_MS", 2000)
-    monkeypatch.setattr("coordinator.auth.rate_limits.SLOT_RENEWAL_MS", 200)
+    monkeypatch.setattr("coordinator.auth.access_control.SLOT_LEASE_MS", 2000)
+    monkeypatch.setattr("coordinator.auth.access_control.SLOT_RENEWAL_MS", 200)
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("three", "t", concurrency=2)
     async with AsyncExitStack() as exits:

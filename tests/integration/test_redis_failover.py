@@ -17,7 +17,7 @@ import redis
 from redis_servers import RedisServers
 from session_model import OWNERS, new_session, next_append
 
-from coordinator.auth.rate_limits import RedisSlots
+from coordinator.auth.access_control import RedisSlots
 from coordinator.decoding.committer import Committer
 from outrider.api_keys import Caller
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable

@@ -14,8 +14,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 from virtual_time import virtually
 
-from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
-from coordinator.auth.rate_limits import rate_exceeded
+from coordinator.auth.access_control import OPEN, AccessControl, rate_exceeded, watch_keys
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Overloaded, Unavailable
