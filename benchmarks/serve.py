@@ -240,15 +240,15 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     requests that did not fail. `settings` are those of `ServeOptions.settings`."""
     done = [one for _, one in load.completed]
     seconds = load.duration_s or math.inf
-    inputs, outputs = sum(one.prompt_tokens for one in done), sum(one.num_tokens for one in done)
-    steps, drafted, accepted = (
+    inputs, outputs, steps, drafted, accepted = (
         sum(getattr(one, name) for one in done)
-        for name in ("num_rounds", "num_draft_tokens", "num_accepted_draft_tokens")
-    )
+        for name in (
+            "prompt_tokens", "num_tokens", "num_rounds", "num_draft_tokens",
+            "num_accepted_draft_tokens",
+        )
+    )  # fmt: skip
     goals = dict(options.goodput)
-    num_good = sum(is_good(one, goals) for one in done)
-    waits = [1e3 * (record.started_s - record.due_s) for record, _ in load.completed]
-    lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else None
+    lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else 0.0
     figures: dict[str, Any] = {
         "duration": load.duration_s,
         "completed": len(done),
@@ -256,23 +256,25 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(done) / seconds,
-        "request_goodput": num_good / seconds if goals else None,
+        "request_goodput": sum(is_good(one, goals) for one in done) / seconds if goals else None,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
-        "max_output_tokens_per_s": most_tokens_in_a_second(load),
+        "max_output_tokens_per_s": float(tokens_by_second(load).max()),
         "max_concurrent_requests": load.most_running,
         "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
         "spec_decode_acceptance_length": 1 + accepted / steps if steps else None,
-        "spec_decode_num_drafts": steps or None,
-        "spec_decode_draft_tokens": drafted if steps else None,
-        "spec_decode_accepted_tokens": accepted if steps else None,
-        **spread("client_queue_time", [] if options.request_rate == math.inf else waits),
+        "spec_decode_num_drafts": steps,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
         "client_lag_p99_ms": lag_ms,
     }
-    for name, ms in samples(load).items():
-        figures |= spread(name, ms)
+    figures |= {
+        f"{name}_{metric}_ms": float(of(ms)) if ms else None
+        for metric, ms in samples(load).items()
+        for name, of in STATISTICS.items()
+    }
     warnings = []
-    if (lag_ms or 0.0) > LAG_MS_MAX:
+    if lag_ms > LAG_MS_MAX:
         warnings.append(
             f"warning: this client was up to {lag_ms:.0f} ms late itself (99 of 100 times); "
             "latencies are too long by as much: give it a core of its own, or less load"
@@ -284,15 +286,6 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         )
     title = f"{settings['model_id']} by {settings['backend']}"
     return Report({**settings, **figures}, Report.of(title, figures).shown, warnings)
-
-
-def spread(metric: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Statistics of values in ms, by vLLM's names such as `p99_ttft_ms`; None where there are
-    none."""
-    return {
-        f"{name}_{metric}_ms": float(of(values)) if values else None
-        for name, of in STATISTICS.items()
-    }
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
@@ -308,11 +301,11 @@ def latencies(done: Completion) -> dict[str, float | None]:
 
 def samples(load: Load) -> dict[str, list[float]]:
     """By metric, ms."""
-    done = [one for _, one in load.completed]
-    each = [latencies(one) for one in done]
-    gaps = [1e3 * (b - a) for one in done for a, b in pairwise(one.chunk_s)]
+    each = [latencies(one) for _, one in load.completed]
     found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
-    return found | {"itl": gaps}
+    found["itl"] = [1e3 * (b - a) for _, one in load.completed for a, b in pairwise(one.chunk_s)]
+    found["client_queue_time"] = [1e3 * (one.started_s - one.due_s) for one, _ in load.completed]
+    return found
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
@@ -321,21 +314,16 @@ def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())
 
 
-def token_times(load: Load) -> tuple[list[float], list[float]]:
-    """When chunks came, s, and their tokens: an answer's are shared out evenly over its chunks.
-    vLLM counts a chunk as one token here."""
-    times: list[float] = []
-    tokens: list[float] = []
-    for record, done in load.completed:
-        times += [record.started_s + at_s for at_s in done.chunk_s]
-        tokens += [done.num_tokens / len(done.chunk_s)] * len(done.chunk_s)
-    return times, tokens
-
-
-def most_tokens_in_a_second(load: Load) -> float:
-    """Of the seconds since the load began."""
-    times, tokens = token_times(load)
-    return float(np.bincount(np.array(times, dtype=int), tokens).max()) if times else 0.0
+def tokens_by_second(load: Load) -> Any:
+    """Tokens that came in each second of the load: an answer's are shared out evenly over its
+    chunks. vLLM counts a chunk as one token here."""
+    pairs = [
+        (record.started_s + at_s, done.num_tokens / len(done.chunk_s))
+        for record, done in load.completed
+        for at_s in done.chunk_s
+    ]
+    times, tokens = np.array(pairs).reshape(-1, 2).T
+    return np.bincount(times.astype(int), tokens, minlength=1)
 
 
 def page(found: Report, load: Load) -> str:
@@ -347,13 +335,12 @@ def page(found: Report, load: Load) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--report needs matplotlib: pip install 'outrider[bench]'") from error
-    figure = Figure(figsize=(20, 3), layout="constrained")
-    *places, over_time = figure.subplots(1, 5).flat
+    figure = Figure(figsize=(24, 3), layout="constrained")
+    *places, over_time = figure.subplots(1, 6).flat
     for axes, (name, values) in zip(places, samples(load).items(), strict=True):
         axes.ecdf(values or [0.0])
-        axes.set(title=f"{name.upper()}: share that took at most", xlabel="ms")
-    times, tokens = token_times(load)
-    over_time.hist(times, bins=np.arange(math.ceil(load.duration_s) + 1), weights=tokens)
+        axes.set(title=f"{name}: share that took at most", xlabel="ms")
+    over_time.stairs(tokens_by_second(load))
     over_time.set(title="output tokens in each second", xlabel="s")
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
