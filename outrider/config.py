@@ -217,12 +217,6 @@ NgramMax = Annotated[
 ]
 
 
-def check_ngrams(ngram_min: int, ngram_max: int) -> None:
-    """Raises `SettingError` where no match is possible."""
-    if ngram_min > ngram_max:
-        raise SettingError("ngram_min", f"{ngram_min} is more than ngram_max, {ngram_max}")
-
-
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
@@ -375,7 +369,9 @@ class DraftConfig(ModelServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ngrams(self.ngram_min, self.ngram_max)
+        if self.ngram_min > self.ngram_max:
+            reason = f"{self.ngram_min} is more than ngram_max, {self.ngram_max}"
+            raise SettingError("ngram_min", reason)
         model = self.drafter.model
         bits = None if model is None else model.bits
         reads_target = self.drafter.reads_target
@@ -505,7 +501,6 @@ class CoordinatorConfig(FrontConfig):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
-        check_ngrams(self.ngram_min, self.ngram_max)
 
 
 WAIT_S_MAX: Final = 86_400

@@ -169,11 +169,8 @@ async def ask_registry(
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
-    names = ("pid", "started_at", "model", "draft_model", "served_model_name", "http_address",
-             "wanted")  # fmt: skip
     started = datetime.fromisoformat(record.started_at)
-    return {
-        **{name: getattr(record, name) for name in names},
+    return asdict(record) | {
         "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
         "state_directory": str(state),
         "log": str(state / LOG_NAME),

@@ -166,12 +166,12 @@ class Deployment:
         self.api_key = ""  # It has not been told this one.
         before: FleetSpec = await self.reconciler.call("spec")
         runs, asked = before.given.values(), self._given.values()
-        changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
-        for key in ("redis_url", "redis_key_prefix"):  # With others it is another deployment.
-            if key in changes:
-                raise SettingError(key, f"a deployment {self.name} runs with another: {FIXED[key]}")
-        kept = (*FIXED, *BOUND_SETTINGS)
-        changes = {key: value for key, value in changes.items() if key not in kept}
+        # With other ones of these it is another deployment, and they are refused.
+        kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
+        changes = {
+            key: asked[key] for key, value in runs.items()
+            if asked[key] != value and key not in kept
+        }  # fmt: skip
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await self.reconciler.change(changes)

@@ -196,7 +196,14 @@ def exclusive(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if attempt + 1 == _LOCK_ATTEMPTS:
-                    raise ConfigError(_runs_already(directory)) from None
+                    record = running_deployment(directory)
+                    where = ", and is starting"
+                    if record is not None:
+                        where = f" (pid {record.pid}, {record.grpc_address})"
+                    raise ConfigError(
+                        f"a deployment runs already{where}; `outrider stop` stops it, "
+                        "OUTRIDER_STATE_DIR names another place"
+                    ) from None
                 time.sleep(_LOCK_PERIOD_S)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -206,12 +213,3 @@ def exclusive(directory: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-
-
-def _runs_already(directory: Path) -> str:
-    record = running_deployment(directory)
-    where = f" (pid {record.pid}, {record.grpc_address})" if record else ", and is starting"
-    return (
-        f"a deployment runs already{where}; `outrider stop` stops it, "
-        "OUTRIDER_STATE_DIR names another place"
-    )

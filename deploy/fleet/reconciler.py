@@ -148,7 +148,8 @@ class Reconciler:
         """Starts all replicas, and keeps them from then on. Raises as `Fleet.start`, and
         `SettingError` where its machine has no password of Redis."""
         if self._work is None:
-            self._check_password()
+            if self._no_password is not None:
+                raise self._no_password
             # First, for one that Ray restarts from now on goes by what is saved.
             await self._cluster.save("")
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
@@ -283,7 +284,6 @@ class Reconciler:
     async def _keep(self, returns: bool) -> None:
         try:
             if returns:
-                self._check_password()
                 await retried("the changes that hold", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
@@ -292,10 +292,6 @@ class Reconciler:
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)  # Ray starts this again.
-
-    def _check_password(self) -> None:
-        if self._no_password is not None:
-            raise self._no_password
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
