@@ -145,55 +145,6 @@ class ServerConfig:
         Destination.parse(self.telemetry)
 
 
-@dataclass(frozen=True, kw_only=True, config=CHECKED)
-class FrontConfig(ServerConfig):
-    """Settings of coordinators: keys and TLS."""
-
-    api_key: str = Field(default="", repr=False)
-    """API keys that callers need one of, or their hashes, with commas between several, or by
-    several flags. Best given as a variable: other users of this machine see flags."""
-    api_key_file: str = ""
-    """File of API keys as `outrider keys new` writes it, with each one's tenant and limits. It is
-    read again when it changes."""
-    ssl_certfile: str = ""
-    """Certificate of the coordinators, in PEM, with those between it and its authority behind it:
-    callers then need TLS. It is read again when it changes."""
-    ssl_keyfile: str = ""
-    """Its private key, in PEM."""
-    ssl_ca_certs: str = ""
-    """Authorities, in PEM, by one of which callers must have a certificate, too; empty = they need
-    none."""
-    reflection: bool | None = None
-    """Serve gRPC reflection on the coordinator; unset = where no key is asked for."""
-
-    @property
-    def asks_for_keys(self) -> bool:
-        """Whether callers need one."""
-        return bool(self.api_key or self.api_key_file)
-
-    @property
-    def authenticates_callers(self) -> bool:
-        """See `ServerConfig`."""
-        return self.asks_for_keys
-
-    @property
-    def serves_reflection(self) -> bool:
-        """Whether services are described to whoever is let in."""
-        return not self.asks_for_keys if self.reflection is None else self.reflection
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
-            given, missing = "ssl_certfile", "ssl_keyfile"
-            if self.ssl_keyfile:
-                given, missing = missing, given
-            raise SettingError(given, f"needs {missing}, too: a certificate goes with its key")
-        if self.ssl_ca_certs and not self.ssl_certfile:
-            raise SettingError("ssl_ca_certs", "needs --ssl-certfile and --ssl-keyfile, too")
-        with blaming("api_key"):
-            given_keys(self.api_key)
-
-
 TRANSFORMERS: Final = "transformers"
 EMULATED: Final = "emulated:"
 """Begins an engine that states its step times instead of running a model."""
@@ -400,9 +351,25 @@ WaitMs = Annotated[int, Field(ge=1, le=WAIT_MS_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class CoordinatorConfig(FrontConfig):
+class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
+    api_key: str = Field(default="", repr=False)
+    """API keys that callers need one of, or their hashes, with commas between several, or by
+    several flags. Best given as a variable: other users of this machine see flags."""
+    api_key_file: str = ""
+    """File of API keys as `outrider keys new` writes it, with each one's tenant and limits. It is
+    read again when it changes."""
+    ssl_certfile: str = ""
+    """Certificate of the coordinators, in PEM, with those between it and its authority behind it:
+    callers then need TLS. It is read again when it changes."""
+    ssl_keyfile: str = ""
+    """Its private key, in PEM."""
+    ssl_ca_certs: str = ""
+    """Authorities, in PEM, by one of which callers must have a certificate, too; empty = they need
+    none."""
+    reflection: bool | None = None
+    """Serve gRPC reflection on the coordinator; unset = where no key is asked for."""
     role = "coordinator"
 
     served_model_name: str = ""
@@ -490,6 +457,21 @@ class CoordinatorConfig(FrontConfig):
     lookup: Internal[DraftConfig | None] = None
     """The look-up that drafts in the coordinator, alone or before a model, heads or an exit."""
 
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether callers need one."""
+        return bool(self.api_key or self.api_key_file)
+
+    @property
+    def authenticates_callers(self) -> bool:
+        """See `ServerConfig`."""
+        return self.asks_for_keys
+
+    @property
+    def serves_reflection(self) -> bool:
+        """Whether services are described to whoever is let in."""
+        return not self.asks_for_keys if self.reflection is None else self.reflection
+
     def reaching(self, redis: RedisAddress) -> Self:
         """The same coordinator with another way to its session store."""
         member = self.membership and replace(self.membership, redis=redis)
@@ -501,6 +483,15 @@ class CoordinatorConfig(FrontConfig):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            given, missing = "ssl_certfile", "ssl_keyfile"
+            if self.ssl_keyfile:
+                given, missing = missing, given
+            raise SettingError(given, f"needs {missing}, too: a certificate goes with its key")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise SettingError("ssl_ca_certs", "needs --ssl-certfile and --ssl-keyfile, too")
+        with blaming("api_key"):
+            given_keys(self.api_key)
 
 
 WAIT_S_MAX: Final = 86_400

@@ -7,13 +7,12 @@ so that an error names what set the bad value.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -49,7 +48,8 @@ NOT_SETTINGS: Final = (
 those who call one have."""
 
 _KIND_NAMES: Final = {
-    str: "a string", int: "a whole number", float: "a number", bool: "true or false",
+    "string": "a string", "integer": "a whole number", "number": "a number",
+    "boolean": "true or false",
 }  # fmt: skip
 _BOOLEANS: Final = ("true", "1", "yes", "on", "false", "0", "no", "off")
 
@@ -63,13 +63,7 @@ class Setting:
     doc: str
     group: str
     """What the class that declares it is about."""
-    kind: type
-    """`str`, `int`, `float` or `bool`."""
     default: Value
-    choices: tuple[str, ...]
-    """The only values, where there are few."""
-    minimum: float | None
-    maximum: float | None
     secret: bool
     """Whether its value is never shown, in errors neither."""
     annotation: Any
@@ -79,6 +73,18 @@ class Setting:
     def adapter(self) -> TypeAdapter[Value]:
         """Checks its values, and describes them as a JSON schema."""
         return TypeAdapter(self.annotation)
+
+    @cached_property
+    def schema(self) -> Any:
+        """Of its values but None."""
+        found = self.adapter.json_schema()
+        return found.get("anyOf", [found])[0]
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """The only values, where there are few."""
+        found: Sequence[str] = self.schema.get("enum", ())
+        return found
 
     @property
     def flag(self) -> str:
@@ -95,11 +101,11 @@ class Setting:
         """What its values may be, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = _KIND_NAMES[self.kind]
-        if self.maximum is not None:
-            words += f" from {self.minimum} to {self.maximum}"
-        elif self.minimum is not None:
-            words += f", at least {self.minimum}"
+        words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
+        if "maximum" in bounds:
+            words += f" from {bounds['minimum']} to {bounds['maximum']}"
+        elif "minimum" in bounds:
+            words += f", at least {bounds['minimum']}"
         return words
 
     def parse(self, raw: object, source: str) -> Value:
@@ -108,8 +114,8 @@ class Setting:
         try:
             # pydantic also takes `y` and `5.0`.
             if isinstance(raw, str) and (
-                (self.kind is bool and raw.strip().lower() not in _BOOLEANS)
-                or (self.kind is int and "." in raw)
+                (self.schema["type"] == "boolean" and raw.strip().lower() not in _BOOLEANS)
+                or (self.schema["type"] == "integer" and "." in raw)
             ):
                 raise ValueError(raw)
             return self.adapter.validate_python(raw, strict=not isinstance(raw, str))
@@ -133,17 +139,9 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     for name, one in config.__pydantic_fields__.items():
         if one.exclude:
             continue
-        kind = one.annotation
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
-        if isinstance(kind, types.UnionType):  # With None.
-            kind = get_args(kind)[0]
-        bounds: dict[str, float] = {}
-        for bound in one.metadata:
-            bounds |= {end: getattr(bound, end) for end in ("ge", "le") if hasattr(bound, end)}
         found[name] = Setting(
             key=one.alias or name, doc=" ".join(docs[name].split()), group=groups[name],
-            kind=str if choices else kind, default=one.default, choices=choices,
-            minimum=bounds.get("ge"), maximum=bounds.get("le"), secret=not one.repr,
+            default=one.default, secret=not one.repr,
             annotation=Annotated[one.annotation, Field(), *one.metadata],
         )  # fmt: skip
     return found

@@ -31,7 +31,6 @@ class Arguments(argparse.Namespace):
     settings: dict[str, object]
     given: frozenset[str]
     config: Path | None
-    words: list[str]
 
 
 class Option(click.Option):

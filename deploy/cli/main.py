@@ -84,7 +84,6 @@ def parse(words: Sequence[str]) -> Arguments:
         sys.exit(2)
     if not isinstance(found, Arguments):
         sys.exit(found)  # Help was asked for.
-    found.words = list(words)
     return found
 
 

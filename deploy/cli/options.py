@@ -57,6 +57,10 @@ COMMON: Final = (
     "telemetry",
 )  # fmt: skip
 """Settings that `serve` shows first."""
+_RARE_NUMBERS: Final = (
+    "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
+    "--draft-deadline-ms",
+)  # fmt: skip
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 
 
@@ -78,8 +82,8 @@ def setting_options(
 def _setting_option(setting: Setting, rare: bool, doc: str = "") -> Option:
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
-    kind: dict[str, Any] = {"metavar": "|".join(setting.choices) or setting.kind.__name__.upper()}
-    if setting.kind is bool:
+    kind: dict[str, Any] = {"metavar": "|".join(setting.choices) or setting.schema["type"].upper()}
+    if setting.schema["type"] == "boolean":
         flags, kind = f"{setting.flag}/--no-{setting.flag[2:]}", {}
     return Option(
         [flags, setting.key],
@@ -96,27 +100,30 @@ def place_options() -> list[Option]:
 
 def request_options(max_tokens: int) -> list[Option]:
     """One for every field of a request but the prompt. `max_tokens` is the default."""
-    numbers: tuple[tuple[str, type, float | None, bool, str], ...] = (
-        ("--max-tokens", int, max_tokens, False, "tokens at most"),
-        ("--temperature", float, 0.0, False, "0..2; 0 is greedy"),
-        ("--top-p", float, 1.0, False, "(0, 1]"),
-        ("--top-k", int, 0, False, "0 or -1 = off"),
-        ("--min-p", float, 0.0, True, "0..1"),
-        ("--presence-penalty", float, 0.0, True, "-2..2"),
-        ("--frequency-penalty", float, 0.0, True, "-2..2"),
-        ("--repetition-penalty", float, 1.0, True, "(0, 10]"),
-        ("--seed", int, None, False, "repeat this request's randomness"),
-        ("--num-draft-tokens", int, None, False, "draft tokens a round; 0 = plain decoding"),
-        ("--deadline-ms", int, None, False, "end after this time, ms"),
-        (
-            "--draft-deadline-ms", int, None, True, "time that a round gives its draft, ms; by "
-            "default --draft-timeout-ms of the deployment",
+    numbers: Mapping[str, tuple[float | None, str]] = {
+        "--max-tokens": (max_tokens, "tokens at most"),
+        "--temperature": (0.0, "0..2; 0 is greedy"),
+        "--top-p": (1.0, "(0, 1]"),
+        "--top-k": (0, "0 or -1 = off"),
+        "--min-p": (0.0, "0..1"),
+        "--presence-penalty": (0.0, "-2..2"),
+        "--frequency-penalty": (0.0, "-2..2"),
+        "--repetition-penalty": (1.0, "(0, 10]"),
+        "--seed": (None, "repeat this request's randomness"),
+        "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
+        "--deadline-ms": (None, "end after this time, ms"),
+        "--draft-deadline-ms": (
+            None, "time that a round gives its draft, ms; by default --draft-timeout-ms of the "
+            "deployment",
         ),
-    )  # fmt: skip
+    }  # fmt: skip
     return grouped("Request", [
         *(
-            option(flag, type=kind, default=default, rare=rare, help=words)
-            for flag, kind, default, rare, words in numbers
+            option(
+                flag, type=float if isinstance(default, float) else int, default=default,
+                rare=flag in _RARE_NUMBERS, help=words,
+            )
+            for flag, (default, words) in numbers.items()
         ),
         option(
             "--stop", multiple=True, metavar="TEXT",

@@ -75,10 +75,7 @@ def scale(arguments: Arguments) -> int:
     where = find_deployment(arguments)
 
     def left(overview: Overview) -> str:
-        serving = {
-            role: sum(bool(one.address) and not one.leaves for one in overview.of(role))
-            for role in counts
-        }
+        serving = {role: len(overview.addresses(role)) for role in counts}
         said = ", ".join(f"{role}={number}" for role, number in serving.items())
         return "" if serving == counts else f"serving now: {said}"
 

@@ -118,17 +118,14 @@ class Replica:
         are there; None where it does not serve, or not with all its ranks."""
         if ranks[0].rank:
             return None
-        answers: list[Any] = await asyncio.gather(
-            ranks[0].call("engagement", timeout_s=SILENCE_S),
-            *(actor.find_place(SILENCE_S) for actor in ranks),
-            return_exceptions=True,
-        )
+        found: Engagement
         try:
-            raise_first(answers)
+            found, *placed = await asyncio.gather(
+                ranks[0].call("engagement", timeout_s=SILENCE_S),
+                *(actor.find_place(SILENCE_S) for actor in ranks),
+            )
         except Unavailable:
             return None
-        found: Engagement
-        found, *placed = answers
         if not found.address or not all(placed) or len(ranks) != found.num_ranks:
             return None
         one = cls(*role_and_age(name), found.slot, found.plan)

@@ -17,8 +17,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from random import random
 from typing import Final
 
+from outrider.backoff import backoff
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, Role
@@ -34,9 +36,7 @@ LOOK_PERIOD_S: Final = 0.5
 FIRST_REST_S: Final = 1.0
 """Until a replica is started again that did not start, or died; it doubles with each failure ..."""
 REST_S_MAX: Final = 30.0
-"""... up to this ..."""
-DOUBLINGS_MAX: Final = 5
-"""... which it has reached by then."""
+"""... up to this."""
 STABLE_S: Final = 30.0
 """A replica that served for so long and dies does not count as a failed start."""
 HOPELESS_AFTER: Final = 4
@@ -231,9 +231,9 @@ class Fleet:
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
             held_back.add("coordinator")  # It could say of no model what it is.
-        crowded = {role for role, trouble in self._troubles.items() if trouble.crowded}
+        crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
-        crowded -= {role for role in crowded if self._troubles[role].made_way}
+        crowded = {role for role in crowded if not self._troubles[role].made_way}
         starts, leaves = next_steps(self.wanted, self.views(), held_back, in_place, crowded)
         for role in starts:
             self._follow(self._new(role))
@@ -306,12 +306,9 @@ class Fleet:
         trouble.reason = reason or trouble.reason
         if loop.time() - began > STABLE_S:
             trouble.num_failures = 0
-        rest_s = FIRST_REST_S
-        if is_its_own:
-            num_doublings = min(trouble.num_failures, DOUBLINGS_MAX)
-            rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
-            trouble.num_failures += 1
-        trouble.not_before = loop.time() + rest_s
+        attempt = trouble.num_failures if is_its_own else 0
+        trouble.num_failures += is_its_own
+        trouble.not_before = loop.time() + backoff(FIRST_REST_S, REST_S_MAX, attempt, random)
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:

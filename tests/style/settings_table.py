@@ -21,7 +21,7 @@ def table() -> str:
         if isinstance(setting.default, str) and setting.default:
             default = f"`{setting.default}`"
         words = setting.doc.replace("|", "\\|")
-        if setting.choices or setting.minimum is not None:
+        if setting.choices or "minimum" in setting.schema:
             words += f" ({setting.allowed})"
         rows.append(f"| `{setting.flag}` | {default} | {words} |\n")
     return "".join(rows)

@@ -84,7 +84,7 @@ class Fleet:
         counts = self.seen[0] if len(self.seen) == 1 else self.seen.pop(0)
         num_stale = self.stale[0] if len(self.stale) == 1 else self.stale.pop(0)
         views = [
-            ReplicaView(f"{role}-{index}", role, "h:1", leaves=index >= count)
+            ReplicaView(f"{role}-{index}", role, f"h:{index}", leaves=index >= count)
             for role, count in counts.items() for index in range(count + self.num_leaving)
         ]  # fmt: skip
         wanted = dict.fromkeys(ROLES, 1)
