@@ -41,7 +41,6 @@ from outrider.speculation.outcome_prediction import (
     OutcomeModel,
     OutcomeModels,
     guess_outcomes,
-    with_bonus,
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
@@ -294,14 +293,9 @@ class LookAhead:
         that were begun and are not. Without `logits` the bonus is not among them."""
         vocabulary, sampling, noise = self._drafter.vocabulary, now.sampling, now.item.head.noise
         try:
-            if now.guesses is None or now.basis is None or logits is None:
-                now.guesses = guess_outcomes(
-                    logits, sampling, noise, now.drafted, RANKS_MAX, vocabulary, now.seen
-                )
-            else:
-                now.guesses = with_bonus(
-                    now.guesses, logits, sampling, noise, RANKS_MAX, vocabulary
-                )
+            now.guesses = guess_outcomes(
+                logits, sampling, noise, now.drafted, RANKS_MAX, vocabulary, now.seen
+            )
         except OutriderError as error:
             _log.debug("the outcomes of a round cannot be guessed: %s", error)
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from outrider.engine.interface import ModelInfo, SequenceStep, prefixes
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import BadRequest, check
 from outrider.kv_cache.block_pool import BlockPool
 
@@ -19,6 +19,15 @@ def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tenso
     """The logits [V] after a prefix: about normal, with a deviation of 2."""
     random = np.random.default_rng([salt, len(prefix), *prefix[-4:]])
     return torch.from_numpy(random.normal(0.0, 2.0, vocab_size)).float()
+
+
+def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
+    """The tokens that each row of logits of a step follows, behind those that were held."""
+    paths: list[list[int]] = []
+    for index, token_id in enumerate(step.token_ids):
+        parent = step.parents[index] if step.parents else index - 1
+        paths.append([*(paths[parent] if parent >= 0 else held), token_id])
+    return paths[len(paths) - step.num_logits :]
 
 
 class ToyEngine:

@@ -21,7 +21,6 @@ from outrider.engine.interface import (
     ModelInfo,
     SequenceStep,
     check_steps,
-    prefixes,
 )
 from outrider.errors import check
 from outrider.kv_cache.block_pool import BlockPool
@@ -77,20 +76,7 @@ class EmulatedEngine:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps)
         self._pool.written(steps)
-        contexts: list[list[int]] = []
-        for step in steps:
-            length = self._pool.length(step.sequence_id)
-            if step.parents:
-                begun = length - len(step.token_ids)
-                start = max(0, begun - self._spec.order)
-                held = self._pool.token_ids(step.sequence_id, start)[: begun - start]
-                paths = prefixes(held, step)
-                contexts.extend(self._context(path, len(path)) for path in paths)
-                continue
-            start = max(0, length - step.num_logits - self._spec.order)
-            sequence = self._pool.token_ids(step.sequence_id, start)
-            ends = range(len(sequence) - step.num_logits + 1, len(sequence) + 1)
-            contexts.extend(self._context(sequence, end) for end in ends)
+        contexts = [context for step in steps for context in self._contexts(step)]
         self._step_seconds += self._step_time(steps)
         rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
         return list(torch.split(rows, [step.num_logits for step in steps]))
@@ -113,10 +99,17 @@ class EmulatedEngine:
         """See `Engine.stated_seconds`."""
         return self._step_seconds
 
-    def _context(self, sequence: Sequence[int], end: int) -> list[int]:
-        """The last `order` tokens before `end`."""
-        context = sequence[max(0, end - self._spec.order) : end]
-        return [_NO_TOKEN] * (self._spec.order - len(context)) + list(context)
+    def _contexts(self, step: SequenceStep) -> list[list[int]]:
+        """The last `order` tokens before each row of logits of a step that was appended."""
+        order = self._spec.order
+        num_held = self.length(step.sequence_id) - len(step.token_ids)
+        start = max(0, num_held - order)
+        held = self._pool.token_ids(step.sequence_id, start)[: num_held - start]
+        contexts = [[_NO_TOKEN] * (order - len(held)) + list(held)]
+        for index, token_id in enumerate(step.token_ids):
+            parent = step.parents[index] if step.parents else index - 1
+            contexts.append([*contexts[parent + 1][1:], token_id])
+        return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
         """Seconds; a step that wants no logits counts as one that wants one row."""

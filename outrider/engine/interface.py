@@ -251,8 +251,6 @@ def check_steps(
         ids = step.token_ids
         check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
         check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: {step.num_logits} logits")
-        if step.parents:
-            check(_is_tree(step.parents, len(ids)), f"{step.sequence_id}: bad parents of a tree")
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
             raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")
@@ -261,19 +259,6 @@ def check_steps(
             raise BadRequest(
                 "token_ids", f"{total} tokens; the model takes at most {info.max_model_len}"
             )
-
-
-def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
-    """The tokens that each row of logits of a step follows, behind those that were held."""
-    paths: list[list[int]] = []
-    for index, token_id in enumerate(step.token_ids):
-        parent = step.parents[index] if step.parents else index - 1
-        paths.append([*(paths[parent] if parent >= 0 else held), token_id])
-    return paths[len(paths) - step.num_logits :]
-
-
-def _is_tree(parents: Sequence[int], num: int) -> bool:
-    return len(parents) == num and all(-1 <= parent < i for i, parent in enumerate(parents))
 
 
 def check_kept(held: int, length: int, path: Sequence[int]) -> None:

@@ -109,30 +109,6 @@ def guess_outcomes(
     return OutcomeGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
 
 
-def with_bonus(
-    guesses: OutcomeGuesses,
-    logits: Tensor,
-    params: SamplingParams,
-    noise: RoundNoise,
-    count: int,
-    vocabulary: DraftVocabulary | None = None,
-) -> OutcomeGuesses:
-    """Guesses that lack the bonus with it; `logits` [1, V] follow the last draft token, and all
-    else is as it was for `guess_outcomes`. Not under greedy."""
-    check(len(logits) == 1 and not params.greedy, "the row of the bonus, which is drawn")
-    check(len(guesses.corrections) == guesses.num_drafted, "the bonus is guessed already")
-    if vocabulary is not None:
-        params = vocabulary.params(params)
-    rows = likely_tokens(logits, params, vocabulary=vocabulary)
-    keys = noise.tree_keys(draft_tree((), guesses.num_drafted))
-    ids, scores = _by_arrival(rows, keys[-1:], count)
-    return OutcomeGuesses(
-        [*guesses.corrections, *_listed(ids, scores, count)],
-        np.concatenate((guesses.scores, scores)),
-        guesses.evidence,
-    )
-
-
 def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
     """The first `count` of the ids of each row that has so many."""
     sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()

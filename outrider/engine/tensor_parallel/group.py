@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -246,7 +245,9 @@ class SocketAllReduce:
         self._rank = rank
         self._connections = dict(sorted(connections.items()))
         for connection in self._connections.values():
-            _tune(connection, timeout_s)
+            tune(connection, timeout_s)
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's tensor, of at most `SUM_BYTES_MAX` bytes, in the order of the
@@ -276,15 +277,3 @@ class SocketAllReduce:
         """The others' sums fail from here on."""
         for connection in self._connections.values():
             connection.close()
-
-
-def _tune(connection: socket.socket, timeout_s: float) -> None:
-    """The kernel keeps the time: Python's own timeouts ask it once more before every call."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds, rest = divmod(timeout_s, 1.0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        wait = struct.pack("ll", int(seconds), int(rest * 1_000_000))
-        connection.setsockopt(socket.SOL_SOCKET, option, wait)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

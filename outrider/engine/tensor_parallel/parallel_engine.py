@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -53,6 +54,11 @@ class ParallelEngine:
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
         self.can_hold, self.find = engine.can_hold, engine.find
         self.take_step_seconds = engine.take_step_seconds
+        self.attach: Callable[..., int] = partial(self._on_all, "attach")
+        self.fork: Callable[..., None] = partial(self._on_all, "fork")
+        self.keep: Callable[..., None] = partial(self._on_all, "keep")
+        self.mark_idle: Callable[..., None] = partial(self._on_all, "mark_idle")
+        self.release: Callable[..., None] = partial(self._on_all, "release")
         self._followers = followers
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
@@ -77,22 +83,6 @@ class ParallelEngine:
                 raise
             _log.exception("a step failed after the ranks had been told of it; no more follow")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
-
-    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        num_slots: int = self._on_all("attach", sequence_id, tuple(token_ids), salt)
-        return num_slots
-
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        self._on_all("fork", sequence_id, branch_id)
-
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        self._on_all("keep", sequence_id, length, tuple(path))
-
-    def mark_idle(self, sequence_id: str) -> None:
-        self._on_all("mark_idle", sequence_id)
-
-    def release(self, sequence_id: str) -> None:
-        self._on_all("release", sequence_id)
 
     @property
     def stated_seconds(self) -> float:
@@ -135,8 +125,13 @@ class ParallelEngine:
 
 def pack_call(name: str, *arguments: Any) -> bytes:
     """One call of a frame."""
-    packed: bytes = msgpack.packb((name, *arguments), default=int)
+    packed: bytes = msgpack.packb((name, *arguments), default=_plain)
     return packed
+
+
+def _plain(value: Any) -> Any:
+    """What MessagePack has no type for: another sequence of token ids, or a number of one."""
+    return list(value) if isinstance(value, Sequence) else int(value)
 
 
 def replay(frame: bytes, engine: Engine) -> None:

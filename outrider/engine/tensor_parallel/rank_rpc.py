@@ -139,8 +139,9 @@ _KEEPALIVE_PROBES: Final = 3
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     """Small frames leave at once, and a peer whose machine is gone is noticed. `timeout_s` bounds
-    each call; None waits."""
-    connection.settimeout(timeout_s)
+    each call; None waits. The kernel keeps the time: Python's own timeouts ask it once more before
+    every call."""
+    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -150,6 +151,10 @@ def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
             (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    seconds, rest = divmod(timeout_s or 0.0, 1.0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        wait = struct.pack("ll", int(seconds), int(rest * 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, option, wait)
     return connection
 
 
@@ -166,13 +171,12 @@ class FrameSender:
         ready in time."""
         end = time.monotonic() + timeout_s
         for rank, connection in self._connections.items():
-            usual_s = connection.gettimeout()
             connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
             try:
                 theirs = read_exactly(connection, len(digest))
             except TimeoutError as error:
                 raise Unavailable(f"rank {rank} has not loaded in {timeout_s:g} s") from error
-            connection.settimeout(usual_s)
+            connection.settimeout(None)
             if theirs is None:
                 raise Unavailable(f"rank {rank} has ended while it loaded; its log says why")
             if theirs != digest:
@@ -248,12 +252,8 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
 def _check_open(connection: socket.socket) -> None:
     """A follower says nothing once it has joined, so whatever there is to read is its end. Raises
     `ConnectionError`."""
-    timeout_s = connection.gettimeout()
-    connection.setblocking(False)
     try:
-        connection.recv(1, socket.MSG_PEEK)
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return
-    finally:
-        connection.settimeout(timeout_s)
     raise ConnectionError("it has ended")

@@ -20,7 +20,6 @@ from outrider.speculation.outcome_prediction import (
     OutcomeModel,
     OutcomeModels,
     guess_outcomes,
-    with_bonus,
 )
 from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -110,13 +109,10 @@ def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
     refusals = guess_outcomes(None, HOT, noise, DRAFTED, 5, seen=seen)
     assert refusals.corrections == whole.corrections[:K]
     assert refusals.rank(K, whole.corrections[K][0]) is None
-    for found in (
-        with_bonus(refusals, logits()[K:], HOT, noise, 5),
-        guess_outcomes(logits()[K:], HOT, noise, DRAFTED, 5, seen=seen),
-    ):
-        assert found.corrections == whole.corrections
-        np.testing.assert_allclose(found.scores, whole.scores)
-        np.testing.assert_allclose(found.evidence, whole.evidence)
+    found = guess_outcomes(logits()[K:], HOT, noise, DRAFTED, 5, seen=seen)
+    assert found.corrections == whole.corrections
+    np.testing.assert_allclose(found.scores, whole.scores)
+    np.testing.assert_allclose(found.evidence, whole.evidence)
     assert whole.rank(K, whole.corrections[K][2]) == 2
 
 
