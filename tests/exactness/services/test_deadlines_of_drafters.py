@@ -277,7 +277,7 @@ def test_trap_08_a_failure_of_the_draft_is_no_reason_to_drop_what_it_drew(draws:
     overflow there; dropping what it drew until then, on the same rounds, is found."""
     engine = ToyEngine(VOCAB, DRAFT_SALT)
     engine.breaks_after = lambda held: len(held) == len(PROMPT) + 1 and is_fatal(held[-1])
-    propose = by_draft(Proposer(ModelDrafter(engine), engine, TokenBudget(512, TOGETHER)))
+    propose = by_draft(Proposer(ModelDrafter(engine), TokenBudget(512, TOGETHER)))
     found = proposed(propose, draws, 1e9, NUM_ROUNDS)
     for _, proposal in found:
         assert len(proposal) == (1 if is_fatal(proposal.token_ids[0]) else K)
