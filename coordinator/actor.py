@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.config import CoordinatorConfig
 from outrider.registry.registry import Engagement
-from outrider.replica.process_setup import Place, log_at, log_to, use_threads
+from outrider.replica.process_setup import Place, log_to, use_threads
 from outrider.sessions.redis_address import with_password
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ class CoordinatorActor:
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """Serves; the address that clients call. Raises as `CoordinatorHost`."""
         use_threads(1)
-        log_to(log_directory, config.log_name)
+        log_to(log_directory, config.log_name, config.log_level)
         config = config.reaching(with_password(config.redis))
-        log_at(config.log_level)
         from .host import CoordinatorHost
 
         self.host = CoordinatorHost(config)

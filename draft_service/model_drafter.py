@@ -88,7 +88,8 @@ class ModelDrafter:
         except Exception:
             # Nobody gets a proposal: nobody has run any of it.
             for branch in at_once:
-                self._undo_all(branch)
+                length = len(branch.request.token_ids) - len(branch.unseen)
+                self.engine.keep(branch.sequence_id, length)
             raise
         return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
 
@@ -190,8 +191,9 @@ class ModelDrafter:
                 for branch in active:
                     self.end(branch, error)
                 return
-            active, rows = _that_go_on(active, logits)
-            active = self._draw(active, rows)
+            # Those whose prefix it ran are asked only now.
+            going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
+            active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
             if any(other.deadline.is_over and other not in active for other in together):
                 return
@@ -211,10 +213,6 @@ class ModelDrafter:
         """Ends a draft, whose last token keeps no slot."""
         branch.end(error)
         self._undo_last_pass(branch)
-
-    def _undo_all(self, branch: AutoregressiveDraft) -> None:
-        request = branch.request
-        self.engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
 
     def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
         if not branch.token_ids:
@@ -242,12 +240,3 @@ def _needs_no_look(branch: AutoregressiveDraft) -> bool:
 def _step(branch: AutoregressiveDraft) -> SequenceStep:
     num_logits = 1 if branch.num_wanted > 0 else 0
     return SequenceStep(branch.sequence_id, branch.unseen, num_logits)
-
-
-def _that_go_on(
-    branches: Sequence[AutoregressiveDraft], logits: Sequence[Tensor]
-) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-    """Behind a pass: the branches that draw a token, and the row [1, V] that each draws it from.
-    Those whose prefix it ran are asked only now."""
-    going_on = [i for i, branch in enumerate(branches) if branch.token_ids or branch.goes_on()]
-    return [branches[i] for i in going_on], [logits[i] for i in going_on]

@@ -116,8 +116,7 @@ class Reconciler:
         """`namespace` is that of its actors. One that Ray has started again goes on."""
         import ray
 
-        log_to(spec.log_directory, RECONCILER)
-        log_at(spec.config.coordinator.log_level)
+        log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
         redis = spec.config.coordinator.redis
         self._no_password: SettingError | None = None
         try:

@@ -26,7 +26,6 @@ from outrider.replica.process_setup import (
     Place,
     advertised,
     cores_for,
-    log_at,
     log_to,
     on_passing_thread,
     step_costs,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from outrider.registry.redis_registry import Lease
     from outrider.replica.scheduler import ThreadExecutor
     from outrider.replica.service import SteppedService
-    from outrider.transport.codec import Codec
     from outrider.transport.server import RpcServer
 
 
@@ -75,8 +73,7 @@ class ReplicaHost:
         role = config.role
         num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
         use_threads(num_threads)
-        log_to(log_directory, config.log_name)
-        log_at(config.log_level)
+        log_to(log_directory, config.log_name, config.log_level)
         exports = engine = None
         if config.telemetry:
             from outrider.telemetry.setup import start_exports
@@ -93,10 +90,7 @@ class ReplicaHost:
 
             self._open.push_async_callback(exports.close)
             service.observe(ObservedSteps(exports.tracer, exports.meter, role))
-        from outrider.transport.codec import DRAFT, VERIFY
-
-        codec: Any = VERIFY if role == "target" else DRAFT
-        return await self.serve(service, codec, config)
+        return await self.serve(service, config)
 
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.engine.threads import start_workers
@@ -144,16 +138,12 @@ class ReplicaHost:
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
-    async def serve(
-        self,
-        service: SteppedService,
-        codec: Codec[Any, Any],
-        config: ReplicaConfig,
-    ) -> str:
+    async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
         """Serves `service` by gRPC, and announces it; the address that coordinators
         call. Health follows the service's, and a service that is lost ends the replica. Raises
         `ConfigError` where the address cannot be had, `StoreUnavailable` where the registry
         cannot."""
+        from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
 
@@ -168,6 +158,7 @@ class ReplicaHost:
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
+        codec: Any = VERIFY if config.role == "target" else DRAFT
         servicer = ReplicaServicer(service, codec)
         self._server = server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(service.close)

@@ -112,9 +112,10 @@ def give_way(niceness: int) -> None:
         logging.getLogger(__name__).info("a thread keeps its priority: %r", error)
 
 
-def log_to(directory: str, role: str) -> None:
+def log_to(directory: str, role: str, level: str = "info") -> None:
     """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, of bounded size; to
-    standard error where `directory` is `STANDARD_ERROR`, and nowhere where it is empty."""
+    standard error where `directory` is `STANDARD_ERROR`, and nowhere where it is empty. Our own
+    lines as `log_at` says."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -123,6 +124,7 @@ def log_to(directory: str, role: str) -> None:
         handler = LogFile(Path(directory) / f"{role}.log")
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    log_at(level)
 
 
 def log_at(level: str) -> None:

@@ -44,7 +44,7 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
     found = await asyncio.to_thread(resolve_models, given)
     with EmbeddedRedis(directory) as redis, pytest.MonkeyPatch.context() as patch:
         for module in ("coordinator.actor", "outrider.replica.host"):
-            for name in ("log_to", "log_at", "use_threads"):  # They change the whole process.
+            for name in ("log_to", "use_threads"):  # They change the whole process.
                 patch.setattr(f"{module}.{name}", lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)
         found = replace(found, coordinator=found.coordinator.reaching(address))

@@ -16,7 +16,6 @@ from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.replica.host import ReplicaHost
-from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import target_link
 from target_service.service import TargetService
 
@@ -48,7 +47,7 @@ class Hosted:
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)
-        self.address = await self.host.serve(service, VERIFY, TargetConfig())
+        self.address = await self.host.serve(service, TargetConfig())
         self.link = target_link(self.address)
         self.heard = Listener(self.link)
 

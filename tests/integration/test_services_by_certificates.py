@@ -70,11 +70,11 @@ async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
         engine = ToyEngine()
         executor = ThreadExecutor("target", engine.take_step_seconds)
         target = TargetService(engine, executor, max_num_seqs=4)
-        address = await host.serve(target, VERIFY, TargetConfig(internal_tls_dir=tls))
+        address = await host.serve(target, TargetConfig(internal_tls_dir=tls))
     else:
         executor = ThreadExecutor("draft", lambda: 0.0)
         draft = draft_without_model(NgramDrafter(), executor, max_num_seqs=4)
-        address = await host.serve(draft, DRAFT, DraftConfig(internal_tls_dir=tls))
+        address = await host.serve(draft, DraftConfig(internal_tls_dir=tls))
     try:
         yield address
     finally:

@@ -23,7 +23,6 @@ from outrider.replica.process_setup import (
     build_engine,
     cores_for,
     give_way,
-    log_at,
     log_to,
     on_passing_thread,
     use_threads,
@@ -125,8 +124,7 @@ class RankHost:
         `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads)
-        log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}")
-        log_at(config.log_level)
+        log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
         try:
             engine = await on_passing_thread(self._join, config, num_threads, assignment, timeout_s)
         except BaseException:
