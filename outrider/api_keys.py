@@ -294,6 +294,6 @@ def remove_key(path: Path, name: str) -> None:
         write_whole(path, "".join(kept))
 
 
-def _changing(path: Path) -> AbstractContextManager[None]:
+def _changing(path: Path) -> AbstractContextManager[object]:
     """Within, no other command changes the file."""
     return locked(path.with_name(f"{path.name}.lock"))

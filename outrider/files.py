@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 from outrider.errors import ConfigError
 from outrider.limits import FILE_BYTES_MAX, KEY_FILE_LOOK_MS
@@ -22,12 +22,13 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Within, no other holder of this file's lock is; the file is made, and stays. Raises
-    `BlockingIOError` where there is one and it is not waited for."""
+def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
+    """Within, no other holder of this file's lock is; the file is made, and stays. Gives the open
+    file, which holds the lock for as long as a process has it. Raises `BlockingIOError` where there
+    is another holder and it is not waited for."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield file
 
 
 def read_file(path: Path) -> bytes:

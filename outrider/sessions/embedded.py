@@ -9,7 +9,6 @@ its last tokens there.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import secrets
@@ -19,15 +18,14 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from outrider.errors import ConfigError, check
+from outrider.files import locked
 from outrider.limits import (
     EMBEDDED_REDIS_BYTES_MAX,
     EMBEDDED_REDIS_START_MS_MAX,
@@ -119,19 +117,24 @@ class EmbeddedRedis:
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        with (self._directory / _LOCK_NAME).open("w") as lock:
-            self._take_lock(lock)
-            if self._socket.parent != self._directory:
-                self._socket.parent.mkdir(mode=0o700)
-            self._socket.unlink(missing_ok=True)
-            self._supervisor = subprocess.Popen(
-                ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[lock.fileno()],
-                start_new_session=True,
-            )
+        try:  # The server inherits the lock, and holds it exactly as long as it lives.
+            with locked(self._directory / _LOCK_NAME, wait=False) as lock:
+                if self._socket.parent != self._directory:
+                    self._socket.parent.mkdir(mode=0o700)
+                self._socket.unlink(missing_ok=True)
+                self._supervisor = subprocess.Popen(
+                    ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,
+                )
+        except BlockingIOError:
+            raise ConfigError(
+                f"another Redis keeps its data in {self._directory}; stop it, or use another "
+                f"state directory"
+            ) from None
         try:
             self.pid = self._wait_until_it_answers()
         except BaseException:
@@ -174,36 +177,21 @@ class EmbeddedRedis:
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
 
-    def _take_lock(self, lock: IO[str]) -> None:
-        """The server inherits the lock and so holds it exactly as long as it lives."""
-        try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another Redis keeps its data in {self._directory}; stop it, or use another "
-                f"state directory"
-            ) from None
-
     def _wait_until_it_answers(self) -> int:
         """The server's process id, once it answers."""
-        client = redis.Redis(
+        give_up_at = time.monotonic() + EMBEDDED_REDIS_START_MS_MAX / 1000
+        with redis.Redis(
             unix_socket_path=str(self._socket),
             socket_timeout=REDIS_TIMEOUT_MS / 1000,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-        )
-        give_up_at = time.monotonic() + EMBEDDED_REDIS_START_MS_MAX / 1000
-        try:
-            while self.running:
+        ) as client:
+            while self.running and time.monotonic() < give_up_at:
                 try:
                     return int(client.info("server")["process_id"])
-                except (RedisConnectionError, RedisTimeoutError):
-                    if time.monotonic() >= give_up_at:
-                        raise ConfigError(
-                            f"the embedded Redis does not answer after "
-                            f"{EMBEDDED_REDIS_START_MS_MAX} ms; see {self._directory / _LOG_NAME}"
-                        ) from None
+                except (redis.ConnectionError, redis.TimeoutError):
                     time.sleep(_POLL_S)
-        finally:
-            client.close()
-        raise ConfigError(f"the embedded Redis stopped at once; see {self._directory / _LOG_NAME}")
+        trouble = "stopped at once"
+        if self.running:
+            trouble = f"does not answer after {EMBEDDED_REDIS_START_MS_MAX} ms"
+        raise ConfigError(f"the embedded Redis {trouble}; see {self._directory / _LOG_NAME}")

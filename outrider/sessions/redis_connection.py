@@ -28,8 +28,6 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import (
     ConfigError,
@@ -145,7 +143,7 @@ def to_our_error(error: Exception) -> OutriderError:
     `InvariantError` for a command that was wrong."""
     if isinstance(error, NotReplicated):
         return StoreUnavailable(f"Redis: {error}; try again")
-    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | TimeoutError):
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
         return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
     if isinstance(error, _PASSING_ERRORS) or _PASSING_ANSWERS.search(str(error)):
         return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")

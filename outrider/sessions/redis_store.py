@@ -142,13 +142,10 @@ class RedisStore(SessionStore):
             for append in appends
         ]  # fmt: skip
         answers = await self._scripts.run_all(_APPEND, calls)
-        lengths: list[int | OutriderError] = []
-        for append, answer in zip(appends, answers, strict=True):
-            try:
-                lengths.append(_accepted(append.session_id, append.epoch, answer))
-            except OutriderError as error:
-                lengths.append(error)
-        return lengths
+        return [
+            _outcome(append.session_id, append.epoch, answer)
+            for append, answer in zip(appends, answers, strict=True)
+        ]
 
     async def hold_lease(self, owner: str) -> Sequence[str]:
         call = self._lease(owner), (self._lifetimes.lease_ms,)
@@ -158,8 +155,7 @@ class RedisStore(SessionStore):
         await self._scripts.run(_HOLD_LEASE, (self._lease(owner), (0,)))
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        answer = await self._run(_RELEASE, session_id, epoch, owner, released(owner))
-        _accepted(session_id, epoch, answer)
+        await self._write(_RELEASE, session_id, epoch, owner, released(owner))
 
     async def take_over(
         self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
@@ -183,13 +179,12 @@ class RedisStore(SessionStore):
         return record
 
     async def finish(self, finish: Finish) -> int:
-        answer = await self._run(
+        return await self._write(
             _FINISH, finish.session_id, finish.epoch, finish.owner,
             self._lifetimes.finished_ttl_ms, -1 if finish.length is None else finish.length,
             "state", "finished", "finish_reason", finish.reason.value,
             "counters", _COUNTERS.dump_json(finish.counters),
         )  # fmt: skip
-        return _accepted(finish.session_id, finish.epoch, answer)
 
     async def load(self, session_id: str) -> SessionRecord:
         for _ in range(LOAD_TRIES_MAX):
@@ -207,6 +202,15 @@ class RedisStore(SessionStore):
 
     async def _run(self, script: Script, session_id: str, *arguments: Field) -> Any:
         return await self._scripts.run(script, (self._keys(session_id), arguments))
+
+    async def _write(
+        self, script: Script, session_id: str, epoch: int, owner: str, *arguments: Field
+    ) -> int:
+        answer = await self._run(script, session_id, epoch, owner, *arguments)
+        found = _outcome(session_id, epoch, answer)
+        if isinstance(found, OutriderError):
+            raise found
+        return found
 
     def _lease(self, owner: str) -> tuple[str, str]:
         key = f"{self._key_prefix}lease:{{{owner}}}"
@@ -248,19 +252,16 @@ class RedisStore(SessionStore):
         return key, f"{key}:tokens", f"{key}:logprobs"
 
 
-def _accepted(session_id: str, epoch: int, answer: Any) -> int:
-    """The answer to a write. Raises the error that a script meant, or that its run came to."""
+def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
+    """What a write came to: the stored length, or the error that the script meant."""
     match answer:
-        case int():
+        case int() | OutriderError():
             return answer
-        case OutriderError():
-            raise answer
         case [b"missing", _]:
-            raise missing(session_id)
+            return missing(session_id)
         case [b"stale", int(stored_epoch)]:
-            raise stale(session_id, epoch, stored_epoch)
-        case _:
-            raise InvariantError(f"Redis gave an unknown answer for session {session_id}")
+            return stale(session_id, epoch, stored_epoch)
+    return InvariantError(f"Redis gave an unknown answer for session {session_id}")
 
 
 Field = str | int | bytes

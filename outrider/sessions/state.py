@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import InvariantError, OutriderError, check
-from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
+from outrider.limits import APPEND_TOKENS_MAX
 from outrider.sessions.store import (
     FIRST_EPOCH,
     Append,
@@ -95,10 +95,6 @@ class Session:
         is recorded of a side. `logprobs` holds one JSON line per token, always or never."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
-        check(
-            all(0 <= token_id <= TOKEN_ID_MAX for token_id in token_ids),
-            f"decided tokens {token_ids}; a token id is 0..{TOKEN_ID_MAX}",
-        )
         check(
             len(self.logprobs) + len(logprobs)
             in (0, self.length + len(token_ids) - self.prompt_length),

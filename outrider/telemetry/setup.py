@@ -18,7 +18,7 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
+from opentelemetry.trace import NoOpTracer, Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.errors import SettingError
@@ -146,21 +146,21 @@ def start_exports(
 
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
-_TRACEPARENT: Final = "traceparent"
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
     """W3C trace context that makes others children of `span`; without `sampled` they only know its
     trace. Empty for a span that is not valid."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
-    text = carrier.get(_TRACEPARENT, "")
-    return text if sampled or not text else f"{text[:-2]}00"
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    flags = context.trace_flags if sampled else 0
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
 
 
 def read_traceparent(text: str) -> Context | None:
     """The context of a remote span; None for what is none."""
-    return _PROPAGATOR.extract({_TRACEPARENT: text}, Context()) or None
+    return _PROPAGATOR.extract({"traceparent": text}, Context()) or None
 
 
 def read_sampled(text: str) -> Context | None:

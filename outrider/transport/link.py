@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -23,12 +22,11 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-@dataclass(slots=True)
 class LinkBytes:
     """Bytes of a link's frames so far; may be read on any thread."""
 
-    sent: int = 0
-    received: int = 0
+    def __init__(self, sent: int = 0, received: int = 0) -> None:
+        self.sent, self.received = sent, received
 
 
 class Link(Generic[Item, Answer]):

@@ -196,23 +196,16 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         }  # fmt: skip
 
     def service(self, details: Any) -> Any:
-        answer = self._answer if details.method in self._methods else self._refuse
-        return grpc.stream_stream_rpc_method_handler(partial(answer, details.method))
-
-    async def _refuse(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """A call of no method that there is."""
-        try:
-            self._guard(path, context)
-        except Exception as error:  # noqa: BLE001 - as in `_answer`
-            await abort(context, error, path)
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
         """One call: bytes in, bytes out, errors as statuses. gRPC has it read the messages of a
         call of every kind, so none comes before the guard has let it pass."""
-        method, call = self._methods[path]
         try:
             self._guard(path, context)
+            if path not in self._methods:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+            method, call = self._methods[path]
             request_type = GetMessageClass(method.input_type)
             if method.client_streaming:
                 given: Any = _decode_all(request_type, frames)
@@ -231,7 +224,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
-            await abort(context, error, method.full_name)
+            await abort(context, error, path[1:].replace("/", "."))
 
 
 def _method(servicer: object, name: str) -> Any:
