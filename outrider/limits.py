@@ -2,198 +2,196 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-NUM_DRAFT_TOKENS_MAX: Final = 16  # of a chain, or of a path of a tree
-TREE_TOKENS_MAX: Final = 32  # draft tokens of a tree
-SIBLINGS_MAX: Final = 8  # candidates beside a draft token, for its place
-TEMPERATURE_MAX: Final = 2.0
-GREEDY_TEMPERATURE: Final = 1e-5  # below it a request is greedy: one-hot q, no noise
-PENALTY_MAX: Final = 2.0
-REPETITION_PENALTY_MAX: Final = 10.0
-SEED_BITS: Final = 64
-SEED_MAX: Final = 2**SEED_BITS - 1
-STOP_STRINGS_MAX: Final = 16
-STOP_STRING_BYTES_MAX: Final = 256
-LOGPROBS_MAX: Final = 20
-LOGIT_BIAS_ENTRIES_MAX: Final = 1024
-LOGIT_BIAS_MAX: Final = 100.0
-MAX_TOKENS_DEFAULT: Final = 16_384
-DEADLINE_MS_DEFAULT: Final = 600_000
-DEADLINE_MS_MAX: Final = 3_600_000
-CHAT_MESSAGES_MAX: Final = 4096
-ROLE_CHARS_MAX: Final = 64
-DRAFT_DEADLINE_MS_MAX: Final = 600_000  # longest time that a round may give its draft
-SILENT_DRAFT_S: Final = 5.0
+NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
+TREE_TOKENS_MAX = 32  # draft tokens of a tree
+SIBLINGS_MAX = 8  # candidates beside a draft token, for its place
+TEMPERATURE_MAX = 2.0
+GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: one-hot q, no noise
+PENALTY_MAX = 2.0
+REPETITION_PENALTY_MAX = 10.0
+SEED_BITS = 64
+SEED_MAX = 2**SEED_BITS - 1
+STOP_STRINGS_MAX = 16
+STOP_STRING_BYTES_MAX = 256
+LOGPROBS_MAX = 20
+LOGIT_BIAS_ENTRIES_MAX = 1024
+LOGIT_BIAS_MAX = 100.0
+MAX_TOKENS_DEFAULT = 16_384
+DEADLINE_MS_DEFAULT = 600_000
+DEADLINE_MS_MAX = 3_600_000
+CHAT_MESSAGES_MAX = 4096
+ROLE_CHARS_MAX = 64
+DRAFT_DEADLINE_MS_MAX = 600_000  # longest time that a round may give its draft
+SILENT_DRAFT_S = 5.0
 """After its time is over, a draft that has not answered for so long is lost: a healthy one needs
 less for the pass that runs, the rest of its step and the way back."""
-UNTIMED_DRAFT_S: Final = 20  # added to SILENT_DRAFT_S for a round that gives its draft no time
+UNTIMED_DRAFT_S = 20  # added to SILENT_DRAFT_S for a round that gives its draft no time
 
-CONSTRAINT_BYTES_MAX: Final = 64 * 2**10  # of a JSON schema, or of all choices together
-SCHEMA_DEPTH_MAX: Final = 32
-REGEX_BYTES_MAX: Final = 16 * 2**10
-CHOICES_MAX: Final = 1024
-ALTERNATIVES_MAX: Final = 256
+CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
+SCHEMA_DEPTH_MAX = 32
+REGEX_BYTES_MAX = 16 * 2**10
+CHOICES_MAX = 1024
+ALTERNATIVES_MAX = 256
 """Lists and objects among the alternatives of a JSON schema: a step of the parser may take the cube
 of their number, and cannot be stopped."""
-LIST_ALTERNATIVE: Final = 4  # what one that may be a list counts as, being slowest
-COMPILE_S_MAX: Final = 2.0  # what takes longer to compile is refused
-MASK_S_MAX: Final = 0.25  # for the mask of one token; slower twice = the replica refuses it
-FOLLOWED_AT_ONCE: Final = 64  # tokens that a constraint may follow in the same time
-TOO_SLOW_S: Final = 60  # how long a constraint that took too long is refused
-COMPILE_BYTES_MAX: Final = 2**30  # memory for compiling a constraint, beside the tokenizer
-COMPILE_THREADS: Final = 2  # constraints that are compiled at the same time in one process
-COMPILE_WAIT_S_MAX: Final = 20  # how long a request waits for its constraint
-COMPILATIONS_MAX: Final = 256  # constraints waiting for that in one process
-COMPILATIONS_PER_TENANT_MAX: Final = 64  # of those, of one tenant; tenants take turns
-CHECKED_CONSTRAINTS_MAX: Final = 4096  # constraints whose verdict a coordinator keeps
-GRAMMARS_MAX: Final = 64  # compiled constraints kept, least recently used, beside those in use
-LEXER_STATES_MAX: Final = 2**15
+LIST_ALTERNATIVE = 4  # what one that may be a list counts as, being slowest
+COMPILE_S_MAX = 2.0  # what takes longer to compile is refused
+MASK_S_MAX = 0.25  # for the mask of one token; slower twice = the replica refuses it
+FOLLOWED_AT_ONCE = 64  # tokens that a constraint may follow in the same time
+TOO_SLOW_S = 60  # how long a constraint that took too long is refused
+COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, beside the tokenizer
+COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
+COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
+COMPILATIONS_MAX = 256  # constraints waiting for that in one process
+COMPILATIONS_PER_TENANT_MAX = 64  # of those, of one tenant; tenants take turns
+CHECKED_CONSTRAINTS_MAX = 4096  # constraints whose verdict a coordinator keeps
+GRAMMARS_MAX = 64  # compiled constraints kept, least recently used, beside those in use
+LEXER_STATES_MAX = 2**15
 """Of a compiled constraint, 1 to 2 KB each; when used up, it is compiled anew."""
-MATCHERS_MAX: Final = 1024  # sessions whose constraint's state a replica keeps
+MATCHERS_MAX = 1024  # sessions whose constraint's state a replica keeps
 
-GRPC_MESSAGE_BYTES_MAX: Final = 8 * 2**20
-GRPC_METADATA_BYTES_MAX: Final = 16 * 2**10
-GRPC_PENDING_CALLS_MAX: Final = 8192
+GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
+GRPC_METADATA_BYTES_MAX = 16 * 2**10
+GRPC_PENDING_CALLS_MAX = 8192
 """Received and not yet begun: the sessions of a coordinator, and as many other calls. gRPC's own
 bounds are lower, and drop calls as CANCELLED."""
-GRPC_PENDING_S_MAX: Final = 60  # after which gRPC drops such a call
-GRPC_HANDSHAKE_MS: Final = 10_000  # for TLS and the first HTTP/2 frame of a connection
-GRPC_IDLE_MS: Final = 300_000  # after which a connection without calls is closed
-BULK_ITEM_BYTES: Final = 32 * 2**10  # larger items travel on the bulk stream
+GRPC_PENDING_S_MAX = 60  # after which gRPC drops such a call
+GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
+GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
+BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
-SESSIONS_PER_COORDINATOR_MAX: Final = 4096
-STREAM_QUEUE_ITEMS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
+SESSIONS_PER_COORDINATOR_MAX = 4096
+STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Waiting in one direction, or for a step."""
-STUCK_WRITE_MS: Final = 1_000  # grace before the stream of a caller that reads too slowly ends
-SEQUENCES_PER_REPLICA_MAX: Final = 4096  # sessions a replica remembers, least recently used
-RELEASES_REMEMBERED_MAX: Final = 2**16
+STUCK_WRITE_MS = 1_000  # grace before the stream of a caller that reads too slowly ends
+SEQUENCES_PER_REPLICA_MAX = 4096  # sessions a replica remembers, least recently used
+RELEASES_REMEMBERED_MAX = 2**16
 """Sessions, running and released, whose newest epoch and round a replica remembers: many more than
 run at a time, so that short ones do not displace a quiet one."""
-ENGINE_SEQUENCES_MAX: Final = 64  # sequences in one step, by default (`--max-num-seqs`)
-FEATURES_MAX: Final = 64  # committed tokens whose features a draft is given
-EAGLE_WINDOWS: Final = 4  # sessions whose newest features a draft keeps, per sequence of a step
-FEATURES_WIDTH_MAX: Final = 2**15  # numbers in the features of a token
-HYBRID_SCORE_MIN: Final = 0.6  # expected tokens at which a look-up replaces the model
-HYBRID_MODEL_TOKENS: Final = 1  # draft tokens of a hybrid's model in a round
-LOOK_AHEAD_MAX: Final = 64  # outcomes of one round of a session that a draft may guess
-LOOK_AHEAD_DEFAULT: Final = 16  # where the draft takes nothing from the target
-LOOK_AHEAD_BYTES_MAX: Final = 256 * 2**10  # of proposals pushed for one round of a session
-SUFFIX_SEEDS_MAX: Final = 65_536  # seeds of which suffix decoding remembers who had them first
-DRAFTED_SEEDS_MAX: Final = 65_536  # seeds of sessions with drafts that a coordinator remembers
-AUDITED_SEEDS_MAX: Final = 65_536  # seeds of audited sessions that a coordinator remembers
-AUDITS_CHOSEN_MAX: Final = 16  # sessions of a coordinator that wait for their audit
-REPLICAS_MAX: Final = 1024  # of one role in a deployment
-LOG_BYTES_MAX: Final = 16 * 2**20  # of a log file before it is rotated
-LOG_FILES_KEPT: Final = 3  # rotated files that are kept
-LOG_DIRECTORY_BYTES_MAX: Final = 512 * 2**20  # of all replicas' logs on one machine
-EMBEDDED_REDIS_BYTES_MAX: Final = 2**30
+ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
+FEATURES_MAX = 64  # committed tokens whose features a draft is given
+EAGLE_WINDOWS = 4  # sessions whose newest features a draft keeps, per sequence of a step
+FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
+HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
+HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
+LOOK_AHEAD_MAX = 64  # outcomes of one round of a session that a draft may guess
+LOOK_AHEAD_DEFAULT = 16  # where the draft takes nothing from the target
+LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of proposals pushed for one round of a session
+SUFFIX_SEEDS_MAX = 65_536  # seeds of which suffix decoding remembers who had them first
+DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
+AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
+AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that wait for their audit
+REPLICAS_MAX = 1024  # of one role in a deployment
+LOG_BYTES_MAX = 16 * 2**20  # of a log file before it is rotated
+LOG_FILES_KEPT = 3  # rotated files that are kept
+LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
+EMBEDDED_REDIS_BYTES_MAX = 2**30
 """In memory, beyond which it refuses writes; on disk up to three times as much during a rewrite."""
-PASSWORD_BYTES_MAX: Final = 4096  # of a file that holds the password of Redis
-REPLICA_TEXT_MAX: Final = 4096  # characters of each text that a replica announces of itself
-REPLICA_NUMBER_MAX: Final = 10**12  # of each number that a replica announces
-TENSOR_PARALLEL_SIZE_MAX: Final = 64  # ranks that one model may be shared among
-COLLECTIVE_TIMEOUT_S: Final = 60  # how long ranks wait for each other within a step
-FRAME_OF_CALLS_BYTES_MAX: Final = 2**27  # that a leading rank sends its followers at a time
-PAGE_SIZE: Final = 16  # tokens of a page of keys and values, the unit of sharing
-KV_CACHE_BYTES_DEFAULT: Final = 2**30  # of keys and values on CPU (`--kv-cache-memory-bytes`)
-BATCHED_TOKENS_DEFAULT: Final = 512  # tokens of a step, by default (`--max-num-batched-tokens`)
-BATCHED_TOKENS_MIN: Final = 64  # room for a round and for a part of a prefix
-DRAFT_SUPPORT_ENTRIES: Final = 64  # entries of a draft distribution on the wire, by default
-DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096  # of a draft distribution, accepted from a peer
-RUN_AHEAD_ROUNDS_MAX: Final = 16  # that a target decodes without hearing from the coordinator
-ANSWERS_HELD_MS: Final = 40  # how long verdicts of rounds run ahead are collected into one message
-MAILBOX_REPLIES_MAX: Final = 64  # replies that may wait for one session on one side
+PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
+REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces of itself
+REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
+TENSOR_PARALLEL_SIZE_MAX = 64  # ranks that one model may be shared among
+COLLECTIVE_TIMEOUT_S = 60  # how long ranks wait for each other within a step
+FRAME_OF_CALLS_BYTES_MAX = 2**27  # that a leading rank sends its followers at a time
+PAGE_SIZE = 16  # tokens of a page of keys and values, the unit of sharing
+KV_CACHE_BYTES_DEFAULT = 2**30  # of keys and values on CPU (`--kv-cache-memory-bytes`)
+BATCHED_TOKENS_DEFAULT = 512  # tokens of a step, by default (`--max-num-batched-tokens`)
+BATCHED_TOKENS_MIN = 64  # room for a round and for a part of a prefix
+DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by default
+DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
+RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without hearing from the coordinator
+ANSWERS_HELD_MS = 40  # how long verdicts of rounds run ahead are collected into one message
+MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
-HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
-HTTP_BODIES_BYTES_MAX: Final = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
-HTTP_TENANT_BODIES_BYTES_MAX: Final = HTTP_BODIES_BYTES_MAX // 4  # of them, of one tenant
-HTTP_BODY_S_MAX: Final = 60  # for a body to arrive
-HTTP_BODY_PART_S_MAX: Final = 10  # for each part of it
-HTTP_VALUES_MAX: Final = 2**19  # values and keys of a body, most of them a prompt's tokens
-HTTP_CONTAINERS_MAX: Final = 2**16  # lists and objects of a body
-HTTP_FIELDS_MAX: Final = 128  # of one object of a body, known or not
-CHAT_PARTS_MAX: Final = 8192  # text parts of all messages of a body
-HTTP_CONNECTIONS_MAX: Final = 2 * SESSIONS_PER_COORDINATOR_MAX
+HTTP_BODY_BYTES_MAX = 4 * 2**20
+HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
+HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of them, of one tenant
+HTTP_BODY_S_MAX = 60  # for a body to arrive
+HTTP_BODY_PART_S_MAX = 10  # for each part of it
+HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
+HTTP_CONTAINERS_MAX = 2**16  # lists and objects of a body
+HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
+CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
+HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
 """Or half of the file descriptors. Beyond it the oldest connection without a request is closed, or
 else the new one refused."""
-HTTP_HEADERS_S: Final = 10  # for the headers of a request, TLS included
-HTTP_KEEP_ALIVE_S: Final = 75  # how long a connection without a request is kept
-HTTP_LAST_REQUEST_S: Final = 1  # that a stopping server waits for requests on open connections
-HTTP_STUCK_WRITE_S: Final = 30  # for a client that reads nothing, once 64 KiB wait for it
-ANSWERS_MAX: Final = 16  # texts for one prompt of an HTTP request (`n`)
-PROMPTS_MAX: Final = 128  # of one HTTP request: each is a session, or `n` of them
-EVENTS_AHEAD_MAX: Final = 64  # events of one HTTP request's sessions that may wait for its client
+HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
+HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
+HTTP_LAST_REQUEST_S = 1  # that a stopping server waits for requests on open connections
+HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing, once 64 KiB wait for it
+ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
+PROMPTS_MAX = 128  # of one HTTP request: each is a session, or `n` of them
+EVENTS_AHEAD_MAX = 64  # events of one HTTP request's sessions that may wait for its client
 
-SESSION_LEASE_MS: Final = 2_000  # how long a silent coordinator keeps its sessions
-SESSION_LEASE_RENEWAL_MS: Final = 500  # how often it renews that lease
-SESSION_TTL_S: Final = DEADLINE_MS_MAX // 1000 + 900
+SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions
+SESSION_LEASE_RENEWAL_MS = 500  # how often it renews that lease
+SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
 """After the last write of an unfinished session: its deadline, `resume_grace_ms` (at most 600 s),
 and some more."""
-TAKE_OVERS_MAX: Final = 32  # sessions that a coordinator takes over at a time
-TAKE_OVER_RETRY_MS: Final = 100  # when the clients of others try again
-LEASE_WAIT_SPREAD_MS: Final = 250  # over which clients that wait for a lease try again
-FINISHED_TTL_S: Final = 600
-UNCOMMITTED_TOKENS_MAX: Final = 256
-UNCOMMITTED_MS_MAX: Final = 10_000  # past either bound a session waits for the store
+TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
+TAKE_OVER_RETRY_MS = 100  # when the clients of others try again
+LEASE_WAIT_SPREAD_MS = 250  # over which clients that wait for a lease try again
+FINISHED_TTL_S = 600
+UNCOMMITTED_TOKENS_MAX = 256
+UNCOMMITTED_MS_MAX = 10_000  # past either bound a session waits for the store
 
-TOKEN_ID_MAX: Final = 2**31 - 1
-SESSION_TOKENS_MAX: Final = 2**31 - 1  # committed tokens that a message may speak of
-TENANT_CHARS_MAX: Final = 256
-TRACEPARENT_CHARS_MAX: Final = 256
-ERROR_MESSAGE_CHARS_MAX: Final = 1024  # so that a status fits its metadata
-FRAME_BYTES_MAX: Final = 4 * 2**20  # of items gathered into one frame; a larger item travels alone
-KEEPALIVE_MS: Final = 10_000
-KEEPALIVE_TIMEOUT_MS: Final = 5_000
-CONNECT_TIMEOUT_MS: Final = 2_000
-LINK_BACKOFF_MS_MIN: Final = 50
-LINK_BACKOFF_MS_MAX: Final = 2_000  # between attempts to reopen a stream, doubling
-RELEASES_IN_FLIGHT_MAX: Final = 1024  # more are dropped; the replica evicts those sessions in time
-SILENT_SESSION_MS: Final = 2_000  # after which a session's pages may be taken by others
-LOST_REPLICA_GRACE_S: Final = 5  # to send its answers after its engine is lost
-STEP_CRASHES_UNHEALTHY: Final = 3  # in a row, after which a replica reports unhealthy
-STEP_S_MAX: Final = 300  # after which a step counts as hung, and the replica as lost
+TOKEN_ID_MAX = 2**31 - 1
+SESSION_TOKENS_MAX = 2**31 - 1  # committed tokens that a message may speak of
+TENANT_CHARS_MAX = 256
+TRACEPARENT_CHARS_MAX = 256
+ERROR_MESSAGE_CHARS_MAX = 1024  # so that a status fits its metadata
+FRAME_BYTES_MAX = 4 * 2**20  # of items gathered into one frame; a larger item travels alone
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_MS = 2_000
+LINK_BACKOFF_MS_MIN = 50
+LINK_BACKOFF_MS_MAX = 2_000  # between attempts to reopen a stream, doubling
+RELEASES_IN_FLIGHT_MAX = 1024  # more are dropped; the replica evicts those sessions in time
+SILENT_SESSION_MS = 2_000  # after which a session's pages may be taken by others
+LOST_REPLICA_GRACE_S = 5  # to send its answers after its engine is lost
+STEP_CRASHES_UNHEALTHY = 3  # in a row, after which a replica reports unhealthy
+STEP_S_MAX = 300  # after which a step counts as hung, and the replica as lost
 
-APPEND_TOKENS_MAX: Final = 65_536  # tokens in one append; more are sent in several
-APPENDS_PER_CALL_MAX: Final = 512  # sessions in one `append` of the store
-CALLS_PER_PIPELINE_MAX: Final = 64  # sessions opened, ended or read in one round trip
-RECORD_PART_BYTES: Final = 256 * 2**10  # of a session's tokens that Redis answers at once
-RECORD_INLINE_BYTES: Final = 16 * 2**10  # of a record; a longer one is decoded on a thread
-LOAD_TRIES_MAX: Final = 3  # reads of a record whose tokens change meanwhile
-RECORD_READS_MAX: Final = 16  # `GetSession` and `Cancel` calls of one caller at a time
-REPLAY_TOKENS_INLINE: Final = 512
+APPEND_TOKENS_MAX = 65_536  # tokens in one append; more are sent in several
+APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store
+CALLS_PER_PIPELINE_MAX = 64  # sessions opened, ended or read in one round trip
+RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens that Redis answers at once
+RECORD_INLINE_BYTES = 16 * 2**10  # of a record; a longer one is decoded on a thread
+LOAD_TRIES_MAX = 3  # reads of a record whose tokens change meanwhile
+RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
+REPLAY_TOKENS_INLINE = 512
 """Stored tokens that a resumption replays on the event loop; more go to a thread."""
-SLOTS_PER_SCRIPT_MAX: Final = 256  # slots that one run of a script renews or frees
-OPEN_TRIES_MAX: Final = 3  # to open a session before the client hears of an error
-UNTOLD_SESSIONS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
+SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
+OPEN_TRIES_MAX = 3  # to open a session before the client hears of an error
+UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Ended sessions whose release the store has not answered: asked for ever. Beyond these it is
 asked"""
-ABANDON_TRIES_MAX: Final = 20  # so many times
-CANCEL_WAIT_S: Final = 10  # for the store to record the end of a session that does not run
-COMMIT_RETRY_MS_MIN: Final = 20
-COMMIT_RETRY_MS_MAX: Final = 500  # between tries to reach a store that does not answer, doubling
-REDIS_TIMEOUT_MS: Final = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES: Final = 9  # parts of that time; a pause of this process costs one of them
-REDIS_SENTINEL_TIMEOUT_MS: Final = 200  # for one Sentinel before the next is asked
-REDIS_ELECTION_MS_MAX: Final = 3_000  # that a starting process waits for a primary
-REDIS_WAIT_MS: Final = 500  # for a write to reach `redis_wait_replicas` replicas
-REDIS_WAIT_REPLICAS_MAX: Final = 16
-REDIS_CONNECTIONS_MAX: Final = 16
-REDIS_LOADING_MS_MAX: Final = 20_000
+ABANDON_TRIES_MAX = 20  # so many times
+CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
+COMMIT_RETRY_MS_MIN = 20
+COMMIT_RETRY_MS_MAX = 500  # between tries to reach a store that does not answer, doubling
+REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
+REDIS_TIMEOUT_SLICES = 9  # parts of that time; a pause of this process costs one of them
+REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
+REDIS_ELECTION_MS_MAX = 3_000  # that a starting process waits for a primary
+REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
+REDIS_WAIT_REPLICAS_MAX = 16
+REDIS_CONNECTIONS_MAX = 16
+REDIS_LOADING_MS_MAX = 20_000
 """That a starting coordinator waits for a Redis that loads its file."""
-EMBEDDED_REDIS_START_MS_MAX: Final = 20_000
-EMBEDDED_REDIS_STOP_MS_MAX: Final = 5_000
+EMBEDDED_REDIS_START_MS_MAX = 20_000
+EMBEDDED_REDIS_STOP_MS_MAX = 5_000
 
-SOCKET_PATH_BYTES_MAX: Final = 100  # linux takes 107 bytes, macOS 103
+SOCKET_PATH_BYTES_MAX = 100  # linux takes 107 bytes, macOS 103
 
-API_KEY_CHARS_MIN: Final = 16
-API_KEY_CHARS_MAX: Final = 512
-API_KEYS_MAX: Final = 4096  # keys of one server, from a file and from settings together
-FILE_BYTES_MAX: Final = 2**20  # of settings, of keys or of certificates
-KEY_FILE_LOOK_MS: Final = 1_000  # between looks at files of keys and certificates
-REQUESTS_PER_MINUTE_MAX: Final = 1_000_000
-KEY_CONCURRENCY_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
-SLOT_LEASE_MS: Final = 5_000  # how long requests of a dead coordinator count against their key
-SLOT_RENEWAL_MS: Final = 1_000  # how often a living one renews its slots
-SLOT_RETRY_MS: Final = 1_000  # when to try again with a key whose slots are taken
-HEALTH_WATCHES_MAX: Final = 64  # watchers of a server's health, who need no key
+API_KEY_CHARS_MIN = 16
+API_KEY_CHARS_MAX = 512
+API_KEYS_MAX = 4096  # keys of one server, from a file and from settings together
+FILE_BYTES_MAX = 2**20  # of settings, of keys or of certificates
+KEY_FILE_LOOK_MS = 1_000  # between looks at files of keys and certificates
+REQUESTS_PER_MINUTE_MAX = 1_000_000
+KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
+SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count against their key
+SLOT_RENEWAL_MS = 1_000  # how often a living one renews its slots
+SLOT_RETRY_MS = 1_000  # when to try again with a key whose slots are taken
+HEALTH_WATCHES_MAX = 64  # watchers of a server's health, who need no key
