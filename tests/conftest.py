@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import gc
 import importlib.util
@@ -10,13 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 from hypothesis import settings
 
+from outrider.clock import VirtualClockLoop
 from outrider.replica.process_setup import PACKAGES
 
 # Deadlines of single examples measure how busy the machine is.
@@ -62,6 +64,16 @@ def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         if variable.startswith("OUTRIDER_") and variable not in _KEPT:
             monkeypatch.delenv(variable)
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What is marked `virtual`, and not `virtual(False)`, runs on a clock that jumps to whatever is
+    awaited next."""
+    marker = item.get_closest_marker("virtual")
+    is_virtual = marker is not None and marker.args != (False,)
+    return {"loop": VirtualClockLoop if is_virtual else asyncio.new_event_loop}
 
 
 @pytest.fixture

@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz import seeds
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
 from tests.fuzz.by_socket import SocketFeed, byte_strings
 from tests.fuzz.control import Control
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
-
-from . import seeds
 
 KINDS = ("http", "grpc", "bytes", "raw")
 
@@ -54,21 +53,23 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     control = Control(started, ledger)
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
     raw = SocketFeed(started, ledger)
+    feeds: dict[str, tuple[Any, Any, Callable[[str, Any], None]]] = {
+        "http": (requests(http.document), seeds.by_http, http.feed),
+        "grpc": (calls(raw=False), seeds.by_grpc, partial(grpc.feed, "grpc")),
+        "bytes": (calls(raw=True), tuple, partial(grpc.feed, "bytes")),
+        "raw": (byte_strings(), seeds.by_socket, raw.feed),
+    }
     watching = threading.Thread(target=control.run)
     watching.start()
     if arguments.only in (None, "seeds"):
-        _feed_seeds(ledger, grpc, http, raw)
+        for _, known, feed in feeds.values():
+            for one in known():
+                ledger.feed_one(f"--seed {seed} --only seeds", one, feed)
     ledger.ends_at = time.monotonic() + arguments.seconds
     before = {**started.figures(), "sessions": 0, "admitted": 0}
-    feeding: dict[str, tuple[Any, Callable[[str, Any], None]]] = {
-        "http": (requests(http.document), http.feed),
-        "grpc": (calls(raw=False), partial(grpc.feed, "grpc")),
-        "bytes": (calls(raw=True), partial(grpc.feed, "bytes")),
-        "raw": (byte_strings(), raw.feed),
-    }
     threads = [
-        threading.Thread(target=ledger.run_batches, args=(kind, *feeding[kind]))
-        for kind in KINDS
+        threading.Thread(target=ledger.run_batches, args=(kind, inputs, feed))
+        for kind, (inputs, _, feed) in feeds.items()
         if arguments.only in (None, kind)
     ]
     for thread in threads:
@@ -77,33 +78,18 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         thread.join()
     http.close()
     grpc.close()
-    ended = not started.is_alive
-    left = [] if ended else started.left_behind(before)
+    left = started.left_behind(before) if started.is_alive else []
     for wrong in (*left, *started.stop()):
         ledger.fail("at the end", wrong, f"--seed {seed}")
-    return _told(ledger, control, before, seed)
-
-
-def _feed_seeds(ledger: Ledger, grpc: GrpcFeed, http: HttpFeed, raw: SocketFeed) -> None:
-    again = f"--seed {ledger.seed} --only seeds"
-    for call in seeds.by_grpc():
-        ledger.feed_one(again, call, partial(grpc.feed, "grpc"))
-    for request in seeds.by_http():
-        ledger.feed_one(again, request, http.feed)
-    for given in seeds.by_socket():
-        ledger.feed_one(again, given, raw.feed)
-
-
-def _told(ledger: Ledger, control: Control, before: dict[str, int], seed: int) -> int:
-    for failure in ledger.failures:
-        print(failure)
+    print(*ledger.failures, sep="\n")
     print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")
     print(", ".join(f"{name}: {number}" for name, number in sorted(ledger.statuses.items())))
     counts = ledger.counts
-    http, grpc = counts["http"], counts["grpc"] + counts["bytes"]
+    grpc_count = counts["grpc"] + counts["bytes"]
     print(
-        f"requests={http + grpc + counts['raw']} http={http} grpc={grpc} raw={counts['raw']} "
-        f"failed={len(ledger.failures)} control={control.number}"
+        f"requests={counts['http'] + grpc_count + counts['raw']} http={counts['http']} "
+        f"grpc={grpc_count} raw={counts['raw']} failed={len(ledger.failures)} "
+        f"control={control.number}"
     )
     return 1 if ledger.failures else 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import grpc
@@ -48,6 +49,15 @@ METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
     for method in module.DESCRIPTOR.services_by_name[name].methods
 ]
 """Every method, and the servers that have it."""
+_METADATA: Final[tuple[tuple[tuple[str, Any], ...], ...]] = (
+    *((),) * 8,
+    (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
+    (("traceparent", "x" * 300),),
+    (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
+    (("x-large", "x" * 15_000),),
+    (("x-huge", "x" * 100_000),),
+    (("x-bytes-bin", b"\xff\0\xfe"),),
+)
 _ENDLESS: Final = "Watch"
 """A method that goes on until its caller goes."""
 
@@ -56,8 +66,7 @@ _ENDLESS: Final = "Watch"
 class Call:
     """One call, and how its caller ends it."""
 
-    method: MethodDescriptor = field(repr=False)
-    name: str = field(init=False)
+    method: MethodDescriptor
     place: str
     frames: Sequence[bytes]
     key: str = "fuzzer"
@@ -65,11 +74,8 @@ class Call:
     num_replies: int = 20
     """That are read before the caller goes."""
     metadata: tuple[tuple[str, str], ...] = ()
-    path: str = field(default="")
+    path: str = ""
     """Another one than the method's."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.method.full_name)
 
 
 @st.composite
@@ -93,19 +99,7 @@ def calls(draw: st.DrawFn, *, raw: bool) -> Call:
         key=draw(st.sampled_from(("fuzzer",) * 6 + ("", "wrong"))),
         ending=draw(st.sampled_from(("closed", "closed", "closed", "cancelled", "left open"))),
         num_replies=draw(st.sampled_from((0, 1, 3, 20, 10_000))),
-        metadata=draw(
-            st.sampled_from(
-                ((),) * 8
-                + (
-                    (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
-                    (("traceparent", "x" * 300),),
-                    (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
-                    (("x-large", "x" * 15_000),),
-                    (("x-huge", "x" * 100_000),),
-                    (("x-bytes-bin", b"\xff\0\xfe"),),
-                )
-            )
-        ),
+        metadata=draw(st.sampled_from(_METADATA)),
         path=draw(st.sampled_from(("",) * 30 + ("/outrider.v1.Coordinator/Nothing", "/x/y"))),
     )
 
@@ -141,22 +135,27 @@ class GrpcFeed:
         )
         path = call.path or f"/{method.containing_service.full_name}/{method.name}"
         key = self._keys.get(call.key, call.key)
-        metadata = [*call.metadata, *((("authorization", f"Bearer {key}"),) if key else ())]
+        options: dict[str, Any] = {
+            "metadata": [*call.metadata, *((("authorization", f"Bearer {key}"),) if key else ())],
+            "timeout": CALL_S,
+        }
         made: Any = getattr(self._channels[call.place], word)(path)
         over = threading.Event()
         asked = _frames(call, over) if method.client_streaming else call.frames[0]
         try:
             if not method.server_streaming:
-                made(asked, metadata=metadata, timeout=CALL_S)
+                made(asked, **options)
                 return grpc.StatusCode.OK, ""
-            replies = made(asked, metadata=metadata, timeout=CALL_S)
+            replies = made(asked, **options)
             self._read(again, call, replies)
             return replies.code() or grpc.StatusCode.CANCELLED, replies.details() or ""
         except grpc.RpcError as error:
             found: Any = error
-            if found.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _is_ours(found):
+            status, details = found.code(), found.details() or ""
+            # Unless the server has said so, because of the deadline in the request.
+            if status is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline_ms" not in details:
                 self._ledger.fail(again, f"it did not end within {CALL_S} s", call)
-            return found.code(), found.details() or ""
+            return status, details
         finally:
             over.set()
 
@@ -167,26 +166,15 @@ class GrpcFeed:
         number = call.num_replies if waits else min(call.num_replies, len(call.frames))
         if call.ending != "closed" or call.method.name == _ENDLESS:
             # Who leaves a stream open has no answer to wait for where an item is ill-formed.
-            timer = threading.Timer(0.05, replies.cancel)
-            timer.start()
-        for _ in range(number):
-            data = next(replies, None)
-            if data is None:
-                break
-            if call.method.input_type.name in STREAMS:
-                self._look(again, call, data)
-        replies.cancel()
-
-    def _look(self, again: str, call: Call, data: bytes) -> None:
+            threading.Timer(0.05, replies.cancel).start()
         kind: Any = call.method.output_type._concrete_class
-        for item in kind.FromString(data).items:
-            if item.WhichOneof("answer") == "refused" and item.refused.code in _WRONG_CODES:
-                self._ledger.fail(again, f"refused: {item.refused}", call)
-
-
-def _is_ours(error: Any) -> bool:
-    """Whether the server has said so, because of the deadline in the request."""
-    return "deadline_ms" in (error.details() or "")
+        for data in itertools.islice(replies, number):
+            if call.method.input_type.name not in STREAMS:
+                continue
+            for item in kind.FromString(data).items:
+                if item.WhichOneof("answer") == "refused" and item.refused.code in _WRONG_CODES:
+                    self._ledger.fail(again, f"refused: {item.refused}", call)
+        replies.cancel()
 
 
 def _frames(call: Call, over: threading.Event) -> Iterator[bytes]:

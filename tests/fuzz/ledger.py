@@ -57,34 +57,25 @@ class Ledger:
     ) -> None:
         """Feeds batches of inputs until the time is over. Each is made by a seed of its own; `feed`
         is told how to have it again."""
+        batch_of = hypothesis.settings(
+            max_examples=EXAMPLES, database=None, deadline=None, phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
         for batch in itertools.count(self.first_batch):
-            if self.is_over:
-                return
             again = f"--seed {self.seed} --only {kind} --batch {batch}"
-            seed = zlib.crc32(f"{self.seed} {kind} {batch}".encode())
+
+            def feed_one(value: T, again: str = again) -> None:
+                if not self.is_over:
+                    self.feed_one(again, value, feed)
+
+            seeded = hypothesis.seed(zlib.crc32(f"{self.seed} {kind} {batch}".encode()))
             try:
-                self._run_batch(again, seed, inputs, feed)
+                seeded(batch_of(hypothesis.given(value=inputs)(feed_one)))()
             except Exception as error:  # noqa: BLE001 (a batch that cannot be made is none)
                 self.fail(again, f"no inputs: {error!r}", kind)
                 return
-
-    def _run_batch(
-        self, again: str, seed: int, inputs: SearchStrategy[T], feed: Callable[[str, T], Any]
-    ) -> None:
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=EXAMPLES,
-            database=None,
-            deadline=None,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        )
-        @hypothesis.given(inputs)
-        def feed_one(value: T) -> None:
-            if not self.is_over:
-                self.feed_one(again, value, feed)
-
-        feed_one()
+            if self.is_over:
+                return
 
     def feed_one(self, again: str, value: T, feed: Callable[[str, T], Any]) -> None:
         """Feeds one input; a client that fails is a failure."""

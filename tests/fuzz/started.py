@@ -8,15 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 IDLE_S: Final = 20.0
 """In which what was left has ended."""
 STOP_S: Final = 60.0
-TASKS_MORE: Final = 4
-FILES_MORE: Final = 24
-"""Connections that clients keep."""
-MEMORY_MORE_MIB: Final = 256
+MORE: Final = {"tasks": 4, "files": 24, "memory_mib": 256, "sessions": 0, "admitted": 0}
+"""There may be so much more in the end: clients keep connections."""
 _BUG: Final = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|was never awaited|Task was destroyed"
 )
@@ -50,58 +48,40 @@ class Started:
 
     def figures(self) -> dict[str, int]:
         """Tasks, open files, memory and sessions of the process."""
-        self._pipe(self._process.stdin).write(b"\n")
-        self._pipe(self._process.stdin).flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
         found: dict[str, int] = self._line()
         return found
 
     def left_behind(self, before: dict[str, int]) -> list[str]:
         """What there is more of than before, once nobody has called for a while."""
-        ends_at = time.monotonic() + IDLE_S
-        while (more := _more(before, self.figures())) and time.monotonic() < ends_at:
+        for left in reversed(range(int(IDLE_S / 0.5))):
+            now = self.figures()
+            more = [name for name, bound in MORE.items() if now[name] > before[name] + bound]
+            if not (more and left):
+                break
             time.sleep(0.5)
-        return more
+        return [f"{name}: {before[name]} before, {now[name]} now" for name in more]
 
     def stop(self) -> list[str]:
         """Ends it; what was wrong, by its exit code and its log."""
-        wrong = []
-        if self._process.poll() is not None:
-            wrong.append(f"the process has ended with {self._process.returncode}")
-        self._pipe(self._process.stdin).close()
+        ended_before = self._process.poll() is not None
         try:
-            code = self._process.wait(STOP_S)
+            self._process.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
-            wrong.append("the process did not end")
-        self._pipe(self._process.stdout).close()
-        if code and not wrong:
-            wrong.append(f"the process ended with {code}")
-        wrong += bugs_in(self._log.read_text(encoding="utf-8", errors="replace"))
-        return wrong
+            self._process.communicate()
+        code = self._process.returncode
+        wrong = [f"the process has ended with {code}"] if ended_before or code else []
+        return wrong + bugs_in(self._log.read_text(encoding="utf-8", errors="replace"))
 
     def _line(self) -> Any:
-        line = self._pipe(self._process.stdout).readline()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the process says nothing:\n{self._log.read_text()[-4000:]}")
         return json.loads(line)
-
-    @staticmethod
-    def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-        assert pipe is not None
-        return pipe
-
-
-def _more(before: dict[str, int], now: dict[str, int]) -> list[str]:
-    bounds = {
-        "tasks": TASKS_MORE, "files": FILES_MORE, "memory_mib": MEMORY_MORE_MIB, "sessions": 0,
-        "admitted": 0,
-    }  # fmt: skip
-    return [
-        f"{name}: {before[name]} before, {now[name]} now"
-        for name, bound in bounds.items()
-        if now[name] > before[name] + bound
-    ]
 
 
 def bugs_in(log: str) -> list[str]:

@@ -16,6 +16,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from models import byte_level_tokenizer
+from stack import Stack, running_stack
+
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -31,8 +34,6 @@ from outrider.telemetry.setup import Exports, start_exports
 from outrider.tokenizer import TokenizerText
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from tests.models import byte_level_tokenizer
-from tests.stack import Stack, running_stack
 
 UNTRACED: Final = CoordinatorConfig(trace_first_rounds=0, trace_every_rounds=0)
 VOCAB_SIZE: Final = 320

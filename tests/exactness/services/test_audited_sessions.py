@@ -16,7 +16,6 @@ from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
 from stack import CONFIG, running_stack
 from toy_engine import ToyEngine
 from twin_store import TwinStore
-from virtual_time import virtually
 
 import target_service.verifier
 from coordinator.service import CoordinatorService
@@ -34,6 +33,8 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.tokenizer import TokenizerText
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
+
+pytestmark = pytest.mark.virtual
 
 VOCAB = 7
 NUM_SESSIONS = 16
@@ -184,7 +185,6 @@ def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch
 REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
-@virtually
 async def test_a_seed_is_audited_once() -> None:
     """Answers that repeat would else count as if they were news; greedy ones draw nothing."""
     heard = Heard()
@@ -200,7 +200,6 @@ def together(num: int, first: int = 20) -> list[GenerateRequest]:
     return [replace(REQUEST, seed=first + n, max_tokens=20 + n) for n in range(num)]
 
 
-@virtually
 async def test_no_more_are_chosen_than_may_wait() -> None:
     heard = Heard()
     async with running(heard) as bench:
@@ -213,7 +212,6 @@ async def test_no_more_are_chosen_than_may_wait() -> None:
     assert sorted(heard.outcomes) == ["audited"] * 2 * AUDITS_CHOSEN_MAX + ["busy"] * 8
 
 
-@virtually
 async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
     """Until one is free."""
     heard = Heard()
@@ -235,7 +233,6 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("share", "listens"), [(0.0, True), (1.0, False)])
-@virtually
 async def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, listens: bool) -> None:
     heard = Heard()
     heard.listens = listens  # type: ignore[misc]
@@ -247,7 +244,6 @@ async def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, lis
     assert heard.outcomes == []
 
 
-@virtually
 async def test_a_share_is_a_share() -> None:
     """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
     heard = Heard()
@@ -259,7 +255,6 @@ async def test_a_share_is_a_share() -> None:
     assert 65 <= len(heard.outcomes) <= 135
 
 
-@virtually
 async def test_tokens_count_of_whoever_s_client_goes() -> None:
     """Clients go when they have seen enough: without them what is left is no fair sample."""
     heard = Heard()
@@ -279,7 +274,6 @@ async def test_tokens_count_of_whoever_s_client_goes() -> None:
     assert 1 <= sums.num_tokens < 40
 
 
-@virtually
 async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
     heard = Heard()
     async with running(heard) as bench:
@@ -293,7 +287,6 @@ async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_fou
     assert heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
 
 
-@virtually
 async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
     """That which runs, and those that wait."""
     heard = Heard()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from test_client import FINISHED, FIRST, ID, SECOND, STARTED, ScriptedServicer, serve
-from virtual_time import virtually
 
 from outrider.client import Client, GenerateRequest, ResumeRequest, SyncClient
 from outrider.client.failover import AVOIDED_S, GONE_MAX, LOOK_S, EndpointPool, ResumingTransport
@@ -28,6 +27,8 @@ from outrider.request import Event
 from outrider.tokens import TokenSequence
 from outrider.transport.server import RpcServer
 from outrider.v1 import coordinator_pb2 as pb
+
+pytestmark = pytest.mark.virtual
 
 BROKEN = StreamBroken("down")
 REQUEST = GenerateRequest((1,))
@@ -103,7 +104,6 @@ def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
 @pytest.mark.parametrize(
     "script", [[(STARTED, FIRST, BROKEN)], [(STARTED, BROKEN)] * 99], ids=["gone", "breaks again"]
 )
-@virtually
 async def test_it_is_given_up_in_time(script: Any) -> None:
     only = Scripted(*script)
     with pytest.raises(StreamBroken, match="down"):
@@ -162,7 +162,6 @@ def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
     assert heard(Scripted(), Scripted((soon,), (soon,), WHOLE))[0] == [*WHOLE]
 
 
-@virtually
 async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
     away = Scripted(*[(Unavailable("no target", 60_000),)] * 9)
     transport = resuming([away, Scripted(*[WHOLE] * 9)])
@@ -192,7 +191,6 @@ def test_it_goes_round_until_one_has_the_session() -> None:
     assert len(second.asked) == 2
 
 
-@virtually
 async def test_other_calls_go_to_one_that_answers() -> None:
     each = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]  # type: ignore[arg-type]
     transport = resuming(each)
@@ -226,6 +224,7 @@ class Falling(ScriptedServicer):
         await self.server.stop(0)
 
 
+@pytest.mark.virtual(False)
 async def test_a_server_that_ends_within_a_stream_is_replaced_by_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -332,6 +331,7 @@ def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, each: An
     assert all(one.closed for one in found.values())
 
 
+@pytest.mark.virtual(False)
 @pytest.mark.parametrize("first", ["", "127.0.0.1:1"])
 async def test_calls_wait_while_no_coordinator_answers(
     first: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
 from toy_engine import ToyEngine
-from virtual_time import virtually
 
 from coordinator.health import TROUBLE_S
 from draft_service.service import DraftService
@@ -37,6 +36,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
+pytestmark = pytest.mark.virtual
+
 
 class BrokenDraft(MemoryLink[Any, Any]):
     """Its proposals hold q of other tokens."""
@@ -56,7 +57,6 @@ class BrokenDraft(MemoryLink[Any, Any]):
         super().listen(tampered, on_lost)
 
 
-@virtually
 async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> None:
     loop = asyncio.get_running_loop()
     link = BrokenDraft(DraftService.with_model(
@@ -72,7 +72,6 @@ async def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> 
 
 @pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])
 @pytest.mark.parametrize("what", ["store", "target"])
-@virtually
 async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
     """As of a target or a store whose cores a replica that is loaded takes."""
     async with bench() as b:
@@ -89,7 +88,6 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
         assert loop.time() - start == pytest.approx(min(silent_s, TROUBLE_S), abs=0.3)
 
 
-@virtually
 async def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
     """One that stays away ends the request after its deadline."""
     async with bench() as b:
@@ -104,7 +102,6 @@ async def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
         assert 3.0 <= loop.time() - start <= 10.0
 
 
-@virtually
 async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
     """The store has the record before its answer comes back; nobody waits for it then."""
     async with bench() as b:
@@ -129,7 +126,6 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
             assert record.finish_reason is FinishReason.CANCELLED
 
 
-@virtually
 async def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -> None:
     """The first try has opened one all the same, which is recorded as cancelled."""
     async with bench() as b:
@@ -152,7 +148,6 @@ async def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_t
         assert abandoned.finish_reason is FinishReason.CANCELLED
 
 
-@virtually
 async def test_cancelling_again_and_again_is_one_cancel() -> None:
     async with bench() as b:
         reasons = []
@@ -169,7 +164,6 @@ async def test_cancelling_again_and_again_is_one_cancel() -> None:
         await b.service.cancel(session_id)
 
 
-@virtually
 async def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
     async with bench() as b:
         async for event in b.service.generate(REQUEST):
@@ -197,7 +191,6 @@ def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
     asyncio.run(main())
 
 
-@virtually
 async def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
     """Not with the verdict that comes for it afterwards, though all its tokens were shown."""
     target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
@@ -212,7 +205,6 @@ async def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() ->
                 pass
 
 
-@virtually
 async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     async with bench() as b:
 
@@ -227,7 +219,6 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
         assert isinstance((await b.events(request))[-1], Finished)
 
 
-@virtually
 async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
     b = Bench()
     await b.service.start()
@@ -248,7 +239,6 @@ async def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans()
     await b.draft.close()
 
 
-@virtually
 async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
     """What its session was asked for ends as cancelled at once; another one's may be resumed."""
     async with bench(resume_grace_ms=60_000) as b:
@@ -262,7 +252,6 @@ async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
             assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
 
 
-@virtually
 async def test_why_it_cannot_serve_is_said() -> None:
     async with bench() as b:
         assert await b.service.trouble() == ""

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 from memory_registry import MemoryRegistry
-from virtual_time import virtually
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ReplicaRecord, Role
+
+pytestmark = pytest.mark.virtual
 
 LEAST = {"role": "target", "name": "target-0", "address": "127.0.0.1:1", "host": "h", "pid": 7}
 TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", host="h", pid=7)
@@ -63,7 +64,6 @@ class Replica(MemoryRegistry):
         return await self.records("target")
 
 
-@virtually
 async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> None:
     """With the next renewal, or at once where asked."""
     replica, leaving = Replica(), replace(TARGET, leaving=True)
@@ -83,7 +83,6 @@ async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> 
     await replica.announcer.close()
 
 
-@virtually
 async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -101,7 +100,6 @@ async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
     assert caplog.messages == ["this replica cannot be announced: away"] * 2
 
 
-@virtually
 async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() -> None:
     """Its start fails."""
     replica = Replica()
@@ -116,7 +114,6 @@ async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() ->
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-@virtually
 async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bool) -> None:
     """Nothing of the announcement comes after it. Closing needs no registry."""
     replica = Replica()

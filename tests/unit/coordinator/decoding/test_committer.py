@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from session_model import IDS, new_session
 from twin_store import TwinStore
-from virtual_time import virtually
 
 from coordinator.decoding.committer import Committer
 from outrider.errors import (
@@ -32,6 +31,8 @@ from outrider.limits import (
 )
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, Counters, Finish, FinishReason
+
+pytestmark = pytest.mark.virtual
 
 NO_COUNTS = Counters()
 LATENCY_S = 0.01
@@ -125,7 +126,6 @@ async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
     return not task.done()
 
 
-@virtually
 async def test_sessions_gather_while_a_call_is_under_way() -> None:
     """The first session's append leaves at once; all others' and its own next share the second."""
     async with bench() as b:
@@ -141,7 +141,6 @@ async def test_sessions_gather_while_a_call_is_under_way() -> None:
         b.committer.check_integrity()
 
 
-@virtually
 async def test_a_call_has_a_bound() -> None:
     async with bench() as b:
         sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
@@ -151,7 +150,6 @@ async def test_a_call_has_a_bound() -> None:
         assert [len(appends) for appends in b.store.appends] == [APPENDS_PER_CALL_MAX, 1]
 
 
-@virtually
 async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
     """An outage of a minute: nothing is shown, tries grow rarer, and then all is stored at once."""
     async with bench() as b:
@@ -175,7 +173,6 @@ async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
         assert await b.stored(session) == tuple(session.tokens.ids)
 
 
-@virtually
 async def test_a_session_waits_at_the_bound_of_uncommitted_tokens() -> None:
     ahead = 17
     async with bench() as b:
@@ -191,7 +188,6 @@ async def test_a_session_waits_at_the_bound_of_uncommitted_tokens() -> None:
         assert session.num_uncommitted == 0
 
 
-@virtually
 async def test_a_session_waits_when_its_oldest_token_waits_too_long() -> None:
     async with bench() as b:
         session = await b.session()
@@ -207,7 +203,6 @@ async def test_a_session_waits_when_its_oldest_token_waits_too_long() -> None:
         await room
 
 
-@virtually
 async def test_a_take_over_stops_one_session_alone() -> None:
     async with bench() as b:
         taken, kept = await b.session(0), await b.session(1)
@@ -236,7 +231,6 @@ async def test_a_take_over_stops_one_session_alone() -> None:
 
 
 @pytest.mark.parametrize("idle", [False, True])
-@virtually
 async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
     """Also for a session that appends nothing: its end finds it."""
     async with bench() as b:
@@ -255,7 +249,6 @@ async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
             await b.store.load(session.session_id)
 
 
-@virtually
 async def test_finish_waits_for_the_last_tokens() -> None:
     async with bench() as b:
         session = await b.session()
@@ -274,7 +267,6 @@ async def test_finish_waits_for_the_last_tokens() -> None:
 
 
 @pytest.mark.parametrize("failure", ["request", "answer"])
-@virtually
 async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
     async with bench() as b:
         session = await b.session()
@@ -285,7 +277,6 @@ async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
         assert (await b.store.load(session.session_id)).finish_reason is FinishReason.STOP
 
 
-@virtually
 async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
     """All tokens are stored when the store loses the take-over, and the end is the first that the
     owner sends then. No answer is recorded as finished before it is whole."""
@@ -310,7 +301,6 @@ async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
         assert record.finish_reason is FinishReason.LENGTH
 
 
-@virtually
 async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
     async with bench() as b:
         session = await b.session()
@@ -326,7 +316,6 @@ async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
             b.committer.notify(session)
 
 
-@virtually
 async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
     """The session stays in the store as it was, for another owner."""
     b = Bench()
@@ -355,7 +344,6 @@ async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@virtually
 async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed: int) -> None:
     """Requests and answers are lost, the store restarts without its tail; sessions decide, wait
     and finish. At every moment, what may be shown has been stored at some time."""
@@ -400,7 +388,6 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed
         b.committer.check_integrity()
 
 
-@virtually
 async def test_a_lease_is_renewed_by_one_call_per_period() -> None:
     """However many sessions there are; no other coordinator gets one of them meanwhile."""
     async with bench() as b:
@@ -415,7 +402,6 @@ async def test_a_lease_is_renewed_by_one_call_per_period() -> None:
         assert not b.store.appends
 
 
-@virtually
 async def test_a_lease_outlives_calls_that_fail_and_not_a_store_that_is_down_for_long() -> None:
     async with bench() as b:
         session = await b.session()
@@ -435,7 +421,6 @@ async def test_a_lease_outlives_calls_that_fail_and_not_a_store_that_is_down_for
             await b.committer.shown(session, 4)
 
 
-@virtually
 async def test_sessions_are_handed_over_at_once() -> None:
     """What runs goes on until another one takes it over; the lease does not come back."""
     async with bench() as b:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
-from virtual_time import virtually
 
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.recovery import (
@@ -47,6 +46,8 @@ from outrider.sessions.store import CacheState, Counters, FinishReason, SessionR
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
+
+pytestmark = pytest.mark.virtual
 
 SEEDED = replace(REQUEST, seed=7, rule=Rule.COUPLED, max_tokens=30)
 
@@ -143,7 +144,6 @@ async def unheard(appends: Any) -> list[Any]:
     raise StoreUnavailable("the coordinator is dead")
 
 
-@virtually
 async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
     """The whole is what an unbroken stream gives: noise is keyed by place. So is its text."""
     async with opened(text=SlowText()) as made:
@@ -164,7 +164,6 @@ async def test_a_stream_that_broke_goes_on_where_it_was() -> None:
         assert isinstance(again[-1], Finished)
 
 
-@virtually
 async def test_after_its_coordinator_died_a_session_needs_little_of_its_target() -> None:
     """The record says what the target holds, and nobody told it to forget that."""
     async with two() as (made, other):
@@ -181,7 +180,6 @@ async def test_after_its_coordinator_died_a_session_needs_little_of_its_target()
         await events.aclose()
 
 
-@virtually
 async def test_it_goes_on_with_the_same_weights_alone() -> None:
     """And where no target is known another coordinator may have one, or itself once a target has
     said its name again."""
@@ -197,7 +195,6 @@ async def test_it_goes_on_with_the_same_weights_alone() -> None:
         assert (await broken.record(made)).epoch == 1
 
 
-@virtually
 async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weights() -> None:
     """So it can be resumed, also where none was known when it was asked for."""
     async with opened() as made:
@@ -219,7 +216,6 @@ async def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weight
 
 
 @pytest.mark.parametrize("turns", [0, 2, 5])
-@virtually
 async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
     async with opened() as made:
         old = made.service.generate(SEEDED)
@@ -239,7 +235,6 @@ async def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
         assert await broken.end(made) is FinishReason.LENGTH
 
 
-@virtually
 async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
     async with opened() as made:
         events = made.service.generate(SEEDED, tenant="a")
@@ -254,7 +249,6 @@ async def test_a_request_that_cannot_be_met_harms_no_stream() -> None:
         assert (record.epoch, record.finish_reason) == (1, FinishReason.LENGTH)
 
 
-@virtually
 async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None:
     """At once."""
     async with two() as (made, other):
@@ -264,7 +258,6 @@ async def test_a_coordinator_that_closes_leaves_its_sessions_to_others() -> None
         await broken.goes_on(other)
 
 
-@virtually
 async def test_what_is_left_of_the_deadline_counts() -> None:
     async with opened() as made:
         broken = await left(made)
@@ -284,7 +277,6 @@ class Tailed(SlowText):
         return "!"
 
 
-@virtually
 async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
     """Before, a session that is resumed might tell it again."""
     async with opened(text=Tailed()) as made:
@@ -304,7 +296,6 @@ async def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
         assert told.index("!") == len(told) - 1
 
 
-@virtually
 async def test_resumes_are_admitted_as_requests_are() -> None:
     async with opened(max_sessions=2) as made:
         each = [await left(made) for _ in range(3)]
@@ -313,7 +304,6 @@ async def test_resumes_are_admitted_as_requests_are() -> None:
         assert sum(isinstance(result, list) for result in results) == 2
 
 
-@virtually
 async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
     """A coordinator died with more: those beyond the bound are told when to ask again."""
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
@@ -336,7 +326,6 @@ async def test_only_so_many_sessions_are_taken_over_at_a_time() -> None:
                 await one.goes_on(other)
 
 
-@virtually
 async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> None:
     """Its coordinator lives and holds its lease, but does not hold this session. Nothing is decoded
     for nobody; its client may still cancel it, or hear its end."""
@@ -355,7 +344,6 @@ async def test_a_session_without_a_client_is_anyones_and_then_cancelled() -> Non
         assert last.finish_reason is CANCELLED
 
 
-@virtually
 async def test_another_coordinators_session_is_waited_for() -> None:
     """While it runs there: it may still decide tokens. When its client is gone, it is released."""
     async with two() as (made, other):
@@ -384,7 +372,6 @@ async def want(made: Bench, broken: Broken) -> None:
     await made.service._sessions.release_wanted(broken.session_id)
 
 
-@virtually
 async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() -> None:
     """The coordinator that lives and is stored as its owner learns it with its lease."""
     async with two(resume_grace_ms=60_000) as (made, other):
@@ -397,7 +384,6 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
         await broken.goes_on(other)
 
 
-@virtually
 async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
     """It is recorded later, once the store answers, though the session is wanted meanwhile."""
     async with opened(resume_grace_ms=600_000) as made:
@@ -411,7 +397,6 @@ async def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
         assert await broken.end(made) is CANCELLED
 
 
-@virtually
 async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> None:
     """Its epoch may be given once more by a store that has lost it, and the release would end what
     runs under it."""
@@ -430,7 +415,6 @@ async def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> Non
         await broken.goes_on(made)
 
 
-@virtually
 async def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
     async with opened(resume_grace_ms=1_000) as made:
         until = asyncio.get_running_loop().time() + 60.0
@@ -440,7 +424,6 @@ async def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
         assert await broken.end(made) is CANCELLED
 
 
-@virtually
 async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -611,6 +594,7 @@ def test_log_probabilities_survive_the_store() -> None:
             read_logprobs(line)
 
 
+@pytest.mark.virtual(False)
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
     """Others are served while many tokens are pushed and hashed."""

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
-from virtual_time import virtually
 
 from coordinator.auth.access_control import OPEN, AccessControl, rate_exceeded, watch_keys
 from coordinator.http_api.app import HEALTH_CACHED_S, SLOW_S, WELL_S, CachedHealth, build_app
@@ -136,7 +135,7 @@ async def test_one_choice_that_fails_ends_all() -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (400, field)
 
 
-@virtually
+@pytest.mark.virtual
 async def test_health_is_asked_for_once_a_second() -> None:
     """By all callers together; an error is nobody's answer later. A slow answer does not hold up
     callers who were told that all is well, for some seconds; then they wait for it."""

@@ -21,7 +21,6 @@ from session_links import (
     refuse,
     session,
 )
-from virtual_time import virtually
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import DraftClient, FeatureWindow, PushedProposals
@@ -46,8 +45,9 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 
+pytestmark = pytest.mark.virtual
 
-@virtually
+
 async def test_a_draft_reads_the_prompt_once() -> None:
     link = ScriptedLink(proposal, proposal)
     one = session()
@@ -62,7 +62,6 @@ async def test_a_draft_reads_the_prompt_once() -> None:
     assert (item.head.base_length, item.head.append) == (4, (9,))
 
 
-@virtually
 async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     """What it has not answered to; all that are kept where it asks for a resync."""
 
@@ -91,7 +90,6 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
     assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
 
 
-@virtually
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
     """It is waited for beyond the time that it has, as a healthy one would have answered by then.
     Of what somebody else proposes nothing is learned."""
@@ -109,7 +107,6 @@ async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers()
     assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
 
 
-@virtually
 async def test_an_absent_draft_is_probed_without_waiting() -> None:
     link = ScriptedLink(LinkLost("down"))
     draft = draft_of(link)
@@ -127,7 +124,6 @@ async def test_an_absent_draft_is_probed_without_waiting() -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
-@virtually
 async def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
     draft = draft_of(ScriptedLink(refuse(error)))
     assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
@@ -139,7 +135,6 @@ def out_of_time(item: Any, num_tokens: int = 0) -> ProposalReply:
     return ProposalReply(item.head.key, tokens, length, length, out_of_time=True)
 
 
-@virtually
 async def test_a_draft_is_told_the_time_that_is_left() -> None:
     """Less what a resync has taken; the least of what a request, the settings and the length
     control allow."""
@@ -163,7 +158,6 @@ async def test_a_draft_is_told_the_time_that_is_left() -> None:
         assert other.sent[0].budget_us == expected_us
 
 
-@virtually
 async def test_a_proposal_that_comes_behind_its_time_is_used() -> None:
     """How long a step lasts may depend on the tokens that are drawn in it, of others, too."""
     link = ScriptedLink()
@@ -174,7 +168,6 @@ async def test_a_proposal_that_comes_behind_its_time_is_used() -> None:
     assert (drafted.source != "fallback", drafted.proposal.token_ids) == (True, (0, 1))
 
 
-@virtually
 async def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
     """What it waits for may depend on its own numbers. It goes on without a replica that is lost
     alone."""
@@ -192,7 +185,6 @@ async def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> No
     assert [item.budget_us for item in link.sent] == [0, 0, 0]
 
 
-@virtually
 async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
     """Drawn tokens are never dropped. Of one without any a look-up fills in, and the draft is asked
     for the next round."""
@@ -204,7 +196,6 @@ async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None
     assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
 
 
-@virtually
 async def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_it_is_ready() -> (
     None
 ):
@@ -233,7 +224,6 @@ async def test_a_draft_without_time_for_a_first_token_is_waited_for_again_when_i
         ((1, 2, 3), (-1, -1, 0), (1, 1), True),
     ],
 )
-@virtually
 async def test_what_was_not_asked_for_is_not_believed(
     token_ids: tuple[int, ...], parents: tuple[int, ...], siblings: tuple[int, ...],
     is_believed: bool,
@@ -251,7 +241,6 @@ async def test_what_was_not_asked_for_is_not_believed(
         assert (drafted.proposal.parents, drafted.siblings) == (parents, siblings)
 
 
-@virtually
 async def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     """Under the token rule the target would refuse it, and the user would be blamed."""
     link = ScriptedLink(proposal)
@@ -348,7 +337,6 @@ def test_what_is_kept_is_bounded_and_the_first_of_equals_stays() -> None:
     assert found.proposal.token_ids == (1, 2, 3)
 
 
-@virtually
 async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     link = ScriptedLink()
     one = session()
@@ -377,7 +365,6 @@ async def test_a_hit_waits_for_nothing_and_tells_the_draft_afterwards() -> None:
     assert (second.held, second.head.base_length, second.head.append) == ((1, 2, 3), 6, (7,))
 
 
-@virtually
 async def test_a_push_that_crosses_the_question_answers_it() -> None:
     """The answer that follows is the same, and is dropped; so is a push of another outcome. It is
     not stale, also when its round is over; a third one would be."""
@@ -421,7 +408,6 @@ async def test_a_push_that_crosses_the_question_answers_it() -> None:
         (0, 5, False, (1, 2), 5),
     ],
 )
-@virtually
 async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
     look_ahead: int, wanted: int, pushes: bool, answered: tuple[int, ...], drafted_for: int
 ) -> None:
@@ -471,7 +457,6 @@ class Counted(NgramDrafter):
         return super().guess(request)
 
 
-@virtually
 async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
     """A repetition is continued without a message, as long as is asked for. The next round reads
     what was committed meanwhile, and draws as much as the model may; it counts as asked for the
@@ -487,7 +472,6 @@ async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_l
     assert [item.head.append for item in link.sent] == [(*REPEATS, 7, 8, 1)]
 
 
-@virtually
 async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> None:
     for text, source in ((REPEATS, "local"), (NEW, "replica")):
         for seed in range(1, 9):
@@ -496,7 +480,6 @@ async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> No
             assert (await draft.propose(1, asked(4), noise)).source == source
 
 
-@virtually
 async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up() -> None:
     """It is told what was looked up. What it has pushed is there when the next round begins, unless
     the look-up is confident again."""
@@ -513,7 +496,6 @@ async def test_the_replica_looks_ahead_of_a_round_that_was_looked_up() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 3, 1), NEW])
-@virtually
 async def test_a_guess_goes_in_the_place_of_a_lost_replica(prompt: tuple[int, ...]) -> None:
     """As it is, whole or empty: it is made once, and the bound of the model does not apply."""
     draft, _, counted = hybrid_of(prompt, ScriptedLink(LinkLost("gone")))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
 from session_links import asked, session
-from virtual_time import virtually
 
 from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthControls
 from coordinator.draft_length.policy import RoundLength
@@ -23,6 +23,8 @@ from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
+pytestmark = pytest.mark.virtual
+
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
 
 
@@ -38,7 +40,6 @@ async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, 
     return drafted.proposal.token_ids
 
 
-@virtually
 async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     """With no more tokens than were asked for; the target is asked for none."""
     one = opened("0", 1)
@@ -51,7 +52,6 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     drafts.close()
 
 
-@virtually
 async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     lookup = SuffixDrafter()
     first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))

@@ -29,7 +29,6 @@ from session_links import (
     target_of,
     verdict,
 )
-from virtual_time import virtually
 
 from coordinator.routing.replica_pool import (
     PROBE_PERIOD_S,
@@ -47,10 +46,11 @@ from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.transport.link import LinkBytes
 
+pytestmark = pytest.mark.virtual
+
 NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
-@virtually
 async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
     """With all tokens: what the other one holds is not known."""
     first, second = ScriptedLink(verdict, LinkLost("down")), ScriptedLink(verdict, verdict)
@@ -75,7 +75,6 @@ async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
     assert first.released == second.released == ["0" * 32]
 
 
-@virtually
 async def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_session() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     target = target_of(first, second)
@@ -86,7 +85,6 @@ async def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_sess
     assert target.cache_state.replica == "r1"
 
 
-@virtually
 async def test_a_session_comes_back_to_where_it_was() -> None:
     """Its rounds there are new ones, for the replica's fence as for what was run ahead there."""
     links = [ScriptedLink(), ScriptedLink()]
@@ -117,7 +115,6 @@ async def test_a_session_comes_back_to_where_it_was() -> None:
     assert places == ["r0", "r1"] * 3
 
 
-@virtually
 async def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_that_is_back() -> (
     None
 ):
@@ -130,7 +127,6 @@ async def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_t
     assert len(first.sent) == 1
 
 
-@virtually
 async def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None:
     links = [ScriptedLink(*[LinkLost("down")] * 999) for _ in range(2)]
     target = target_of(*links)
@@ -140,7 +136,6 @@ async def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None
     assert sum(len(link.sent) for link in links) < 2.5 * GONE_S / PROBE_PERIOD_S
 
 
-@virtually
 async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
     """Its text would be of two models otherwise."""
     first, second = ScriptedLink(*[LinkLost("down")] * 99), described(NEW)
@@ -151,7 +146,6 @@ async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
 
 
 @pytest.mark.parametrize("alike", [1, 2])
-@virtually
 async def test_a_session_goes_on_where_logits_are_bit_equal(alike: int) -> None:
     """Even where another replica has fewer sessions, or is preferred by its pages."""
     links = [ScriptedLink(verdict, LinkLost("down")), *(ScriptedLink(verdict) for _ in "ab")]
@@ -167,7 +161,6 @@ async def test_a_session_goes_on_where_logits_are_bit_equal(alike: int) -> None:
     assert not links[3 - alike].sent
 
 
-@virtually
 async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
     """It is asked what it runs before anything else."""
     link = ScriptedLink(verdict, verdict)
@@ -182,7 +175,6 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
     assert len(link.sent) == 1
 
 
-@virtually
 async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     first, second = ScriptedLink(verdict, verdict), ScriptedLink(verdict)
     pool = pool_of(first)
@@ -201,7 +193,6 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
     assert target.cache_state.replica == "r1"
 
 
-@virtually
 async def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     first, second = ScriptedLink(None), ScriptedLink(verdict)
     pool = pool_of(first)
@@ -215,7 +206,6 @@ async def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
     assert target.cache_state.replica == "r1"
 
 
-@virtually
 async def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
     first, second = ScriptedLink(LinkLost("down")), ScriptedLink(proposal)
     one = session()
@@ -228,7 +218,6 @@ async def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
     assert asyncio.get_running_loop().time() == 0
 
 
-@virtually
 async def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
     """Also not when the one that took its place is lost."""
     first = ScriptedLink(proposal, proposal)
@@ -242,7 +231,6 @@ async def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
     assert len(first.sent) == 1
 
 
-@virtually
 async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
     """What it sends meanwhile, and what it has sent ahead, is not used."""
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
@@ -267,7 +255,6 @@ async def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_a
         ("draft", TOY, replace(TOY, reads_features=True), "which 'big' does not show"),
     ],
 )
-@virtually
 async def test_only_replicas_that_fit_join(
     role: Any, first: ReplicaDescription, other: ReplicaDescription, reason: str
 ) -> None:
@@ -292,7 +279,6 @@ async def test_only_replicas_that_fit_join(
     assert pool.names == ["b"]
 
 
-@virtually
 async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
     pool = pool_of(*(ScriptedLink() for _ in range(3)))
     prompts = [(number,) * 40 for number in range(12)]
@@ -315,7 +301,6 @@ async def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
     assert enter(3, PROMPT, second.replica).replica == second.replica
 
 
-@virtually
 async def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
     first, second = ScriptedLink(refuse(Unavailable("shutting down"))), ScriptedLink(verdict)
     target = target_of(first, second)
@@ -324,7 +309,6 @@ async def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None
     assert target.cache_state.replica == "r1"
 
 
-@virtually
 async def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
     """Each would take the timeout; and among them one that answers is found."""
 

@@ -17,7 +17,6 @@ from session_links import (
     verdict,
     with_target,
 )
-from virtual_time import virtually
 
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import (
@@ -41,8 +40,9 @@ from outrider.speculation.proposal import (
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import RequestObserver
 
+pytestmark = pytest.mark.virtual
 
-@virtually
+
 async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     link = ScriptedLink(verdict, verdict)
     one = session()
@@ -57,7 +57,6 @@ async def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     assert (second.base_length, second.append) == (4, (9,))
 
 
-@virtually
 async def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
     """Its stream stands, but its steps may hang."""
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
@@ -71,7 +70,6 @@ async def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> No
     assert [item.head.base_length for item in other.sent] == [0]
 
 
-@virtually
 async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     def resync(length: int, digest_of: tuple[int, ...]) -> Callable[[Any], Resync]:
         digest = session(digest_of).tokens.digest()
@@ -94,7 +92,6 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
         (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
     ],
 )
-@virtually
 async def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
     target = target_of(ScriptedLink(refuse(refusal)))
     with pytest.raises(becomes) as caught:
@@ -118,7 +115,6 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
     assert len(link.sent) == 2
 
 
-@virtually
 async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
     link = ScriptedLink(verdict)
     one = session()
@@ -161,7 +157,6 @@ def opened(item: Any) -> Any:
     ("q", "num_verified", "is_broken"),
     [(READABLE.q, 1, False), (b"?", 0, False), (READABLE.q * 3, 0, True)],
 )
-@virtually
 async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     q: bytes, num_verified: int, is_broken: bool
 ) -> None:
@@ -184,7 +179,6 @@ async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     assert seen.num == 1
 
 
-@virtually
 async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     """It can be read here, so nothing is cut; the target refuses it each time."""
     proposal = SealedProposal((1,), READABLE.q)
@@ -204,7 +198,6 @@ async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     assert seen.num == 1
 
 
-@virtually
 async def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
     link = ScriptedLink(opened, opened)
     target = target_of(link)
