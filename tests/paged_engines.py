@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from models import MAX_MODEL_LEN
 from reference_kernels import ReferenceKernels
 
+from outrider.engine import paged_engine
 from outrider.engine.cuda.backend import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.kv_cache import storage
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
 
 VOCAB = 32
@@ -32,7 +35,6 @@ class EngineMaker:
         *,
         max_num_seqs: int = 16,
         num_bytes: int = 2**22,
-        page_size: int = 16,
         max_model_len: int = MAX_MODEL_LEN,
         contended_threads: int | None = None,
         deterministic: bool = False,
@@ -49,7 +51,6 @@ class EngineMaker:
             info,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=num_bytes,
-            page_size=page_size,
             contended_threads=contended_threads,
             deterministic=deterministic,
             backend=backend,
@@ -84,6 +85,12 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
     yield maker
     for engine in maker.made:
         engine.check_integrity()
+
+
+def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A few new tokens then need more of them."""
+    for module in (paged_engine, storage):
+        monkeypatch.setattr(module, "PAGE_SIZE", size)
 
 
 def ids(num: int, seed: int = 1) -> tuple[int, ...]:

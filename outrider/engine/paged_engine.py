@@ -74,7 +74,6 @@ class PagedEngine:
         *,
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
         kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
-        page_size: int = PAGE_SIZE,
         contended_threads: int | None = None,
         deterministic: bool = False,
         backend: DeviceBackend | None = None,
@@ -101,7 +100,6 @@ class PagedEngine:
         a model that cannot be run on pages, or not deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
-        self._page_size = page_size
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         num_threads = torch.get_num_threads()
@@ -139,12 +137,12 @@ class PagedEngine:
         expected = self._dense_answers(info)
         self._layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in self._layers]
-        pages_of_longest = -(-info.max_model_len // self._page_size)
+        pages_of_longest = -(-info.max_model_len // PAGE_SIZE)
         self.info, self._max_num_seqs = info, TRIAL_SEQUENCES
         self._decoder = self._fused(info)
         self._try(expected)
         num_pages = min(
-            pages_in(kv_cache_memory_bytes, shapes, self._page_size, self._num_spare_pages),
+            pages_in(kv_cache_memory_bytes, shapes, self._num_spare_pages),
             max_num_seqs * pages_of_longest,
         )
         self._max_num_seqs = max_num_seqs
@@ -153,12 +151,12 @@ class PagedEngine:
         self._use_pages(num_pages)
         self.info = replace(
             info,
-            max_model_len=min(info.max_model_len, num_pages * self._page_size),
+            max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE),
             numerics=self._numerics() if self.rows_are_equal else "",
         )
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
-            info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
+            info.name, num_pages, PAGE_SIZE, self.kv_cache_bytes / 2**20,
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
@@ -178,13 +176,11 @@ class PagedEngine:
         if kernels is None:
             return None
         try:
-            if self._page_size != kernels.page_size:
-                raise CannotFuse(f"its pages have {self._page_size} tokens")
             decoder = FusedDecoder(self._module, self._layers, info.max_model_len, kernels)
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
-        found = find_span_tokens(decoder, self._page_size, info.max_model_len, self._thread_counts)
+        found = find_span_tokens(decoder, info.max_model_len, self._thread_counts)
         self.rows_are_equal = found is not None
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
@@ -195,7 +191,7 @@ class PagedEngine:
 
     def _make_independent(self, num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
-        num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
+        num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
             num_rows = dependent_at(self, self._max_num_seqs)
@@ -214,12 +210,12 @@ class PagedEngine:
     def _numerics(self) -> str:
         return numerics_fingerprint(
             self._device, self._dtype, self.kernels_name, self._span_tokens,
-            self._thread_counts, self._layers[0].query_heads, self._page_size,
+            self._thread_counts, self._layers[0].query_heads, PAGE_SIZE,
         )  # fmt: skip
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
-        num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
+        num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
         self._use_pages(num_pages)
         trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
         if isinstance(self._steps, CudaRunner):
@@ -254,13 +250,13 @@ class PagedEngine:
 
     def _use_pages(self, num_pages: int) -> None:
         """Begins anew with so many empty pages."""
-        self._pool = pool = BlockPool(num_pages, self._page_size)
+        self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.mark_idle, self.release, self.length = pool.mark_idle, pool.release, pool.length
         self.page_counts, self.check_integrity = pool.counts, pool.check_integrity
         shapes = [layer.shape for layer in self._layers]
         num_pages += self._num_spare_pages
-        self._cache = KVCache(shapes, num_pages, self._page_size, self._decoder is not None)
+        self._cache = KVCache(shapes, num_pages, self._decoder is not None)
         self._steps = self._new_steps(len(self._layers), self._call, self._backend)
         self._shallow_steps: Steps | None = None
         if self.exit_head is not None:
@@ -274,14 +270,14 @@ class PagedEngine:
         layers, caches = self._layers[:num_layers], self._cache.layers[:num_layers]
         if self._decoder is not None:
             is_whole = num_layers == len(self._layers)
-            return FusedSteps(self._decoder, caches, self._page_size, self._span_tokens, is_whole)
+            return FusedSteps(self._decoder, caches, self._span_tokens, is_whole)
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(layers, caches, strict=True)
         }
         if backend is None:
             return GatheredSteps(
-                call, pages, self._page_size, self._device, self._dtype,
+                call, pages, PAGE_SIZE, self._device, self._dtype,
                 fixed_shapes=self._deterministic,
             )  # fmt: skip
         heads = max(
@@ -289,7 +285,7 @@ class PagedEngine:
             key=lambda numbers: numbers[0] / numbers[1],
         )
         spare = self._pool.num_pages
-        return CudaRunner(backend, call, pages, heads, self._page_size, spare, self._device)
+        return CudaRunner(backend, call, pages, heads, PAGE_SIZE, spare, self._device)
 
     @property
     def kernels_name(self) -> str:

@@ -3,9 +3,10 @@
     keys     [heads, slots, key width]
     values   [heads, slots, value width]
 
-Slot p * page_size + i is place i of page p. Heads come first, so that gathered slots are a batch of
-matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what they
-take on [slots, heads, width]. Fused CPU kernels read another layout, see `BlockedKeysAndValues`.
+Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that gathered slots are a batch
+of matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what
+they take on [slots, heads, width]. Fused CPU kernels read another layout, see
+`BlockedKeysAndValues`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from outrider.errors import SettingError, check
 from outrider.kv_cache.block_pool import Copy
-from outrider.limits import KV_CACHE_BYTES_DEFAULT
+from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,10 @@ class LayerShape:
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-def pages_in(
-    num_bytes: int, shapes: Sequence[LayerShape], page_size: int, num_spare: int = 0
-) -> int:
+def pages_in(num_bytes: int, shapes: Sequence[LayerShape], num_spare: int = 0) -> int:
     """Pages for which so many bytes do beside `num_spare` others. Raises `SettingError` if there is
     not one."""
-    page_bytes = page_size * sum(shape.slot_bytes for shape in shapes)
+    page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
     if num_bytes < (1 + num_spare) * page_bytes:
         beside = f" beside {num_spare} for padding" if num_spare else ""
         raise SettingError(
@@ -116,26 +115,25 @@ class BlockedKeysAndValues:
     """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it.
     Keys and values have the same width."""
 
-    def __init__(self, shape: LayerShape, num_pages: int, page_size: int) -> None:
+    def __init__(self, shape: LayerShape, num_pages: int) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
-        size = (num_pages, shape.num_heads, page_size, shape.key_width)
+        size = (num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         """[pages, heads, page size, width] by shape, while the numbers of a page's head are stored
         as [width, page size]: a column for each slot."""
         self.values = torch.zeros_like(self.keys)
         """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
-        self._page_size = page_size
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
         """See `KeysAndValues.copy`; a unit is a page or a slot."""
-        if unit == self._page_size:
+        if unit == PAGE_SIZE:
             for tensor in (self.keys, self.values):
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
             return
         check(unit == 1, "whole pages are copied, or single slots")
         (from_page, from_place), (to_page, to_place) = (
-            (slots // self._page_size, slots % self._page_size) for slots in (sources, targets)
+            (slots // PAGE_SIZE, slots % PAGE_SIZE) for slots in (sources, targets)
         )
         self._columns[to_page, :, :, to_place] = self._columns[from_page, :, :, from_place]
         self.values[to_page, :, to_place] = self.values[from_page, :, from_place]
@@ -148,20 +146,18 @@ class KVCache:
         self,
         shapes: Sequence[LayerShape],
         num_pages: int,
-        page_size: int,
         is_blocked: bool = False,
     ) -> None:
         """`is_blocked`: layers are `BlockedKeysAndValues`."""
-        self._page_size = page_size
         self.layers: list[Any] = [
-            BlockedKeysAndValues(shape, num_pages, page_size)
+            BlockedKeysAndValues(shape, num_pages)
             if is_blocked
-            else KeysAndValues(shape, num_pages * page_size)
+            else KeysAndValues(shape, num_pages * PAGE_SIZE)
             for shape in shapes
         ]
         slot_bytes = sum(shape.slot_bytes for shape in shapes)
         check(
-            self.num_bytes == num_pages * page_size * slot_bytes,
+            self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,
             f"{self.num_bytes} bytes are held for {num_pages} pages",
         )
 
@@ -173,7 +169,7 @@ class KVCache:
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages (from, to) in every layer, all at once."""
         if copies:
-            self._copy(copies, self._page_size)
+            self._copy(copies, PAGE_SIZE)
 
     def move_slots(self, moves: Sequence[Copy]) -> None:
         """Copies slots (from, to) in every layer, all at once."""

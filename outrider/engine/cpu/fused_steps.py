@@ -27,6 +27,7 @@ from outrider.engine.gathered_attention import Steps
 from outrider.engine.interface import SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
+from outrider.limits import PAGE_SIZE
 
 _ONE_STEP: Final = Lock()
 """Held during a step: attention of the kernels has one working memory for the whole process, and
@@ -45,7 +46,6 @@ class FusedSteps(Steps):
         self,
         decoder: FusedDecoder,
         caches: Sequence[BlockedKeysAndValues],
-        page_size: int,
         span_tokens: int = SPAN_TOKENS_MAX,
         is_whole: bool = True,
         is_scripted: bool = True,
@@ -53,7 +53,6 @@ class FusedSteps(Steps):
         """Runs as many of the first layers as there are caches. If those are not the `whole` model,
         rows are what they put out."""
         self._decoder = decoder
-        self._page_size = page_size
         self._span_tokens = span_tokens
         self._is_whole = is_whole
         self._keys = [cache.keys for cache in caches]
@@ -66,9 +65,9 @@ class FusedSteps(Steps):
 
     def run(self, sequences: Sequence[HeldSequence]) -> Tensor:
         decoder = self._decoder
-        ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, self._page_size))
+        ids, positions, slots, wanted = map(torch.from_numpy, rows_of(sequences, PAGE_SIZE))
         chains, paths = (_Spans(decoder, self._span_tokens) for _ in range(2))
-        copies = _Paths(paths, self._page_size)
+        copies = _Paths(paths)
         row = 0
         for held in sequences:
             rows = range(row, row + len(held.step.token_ids))
@@ -145,17 +144,16 @@ def attention(
 class _Paths:
     """The paths of a step's trees as they are found, and the copies on which they are sequences."""
 
-    def __init__(self, spans: _Spans, page_size: int) -> None:
+    def __init__(self, spans: _Spans) -> None:
         self.pages: list[int] = []
         """See `Copies.pages`."""
         self._spans = spans
-        self._page_size = page_size
         self._rows: list[int] = []
         self._slots: list[int] = []
 
     def add(self, held: HeldSequence, first_row: int) -> None:
         """A sequence with a tree, whose tokens stand in the rows from `first_row` on."""
-        parents, size = held.step.parents, self._page_size
+        parents, size = held.step.parents, PAGE_SIZE
         num_whole, num_loose = divmod(held.length, size)
         whole = [self._copy(page) for page in held.pages[:num_whole]]
         seen: set[int] = set()
@@ -192,7 +190,7 @@ _NUM_PAGES: Final = 257
 
 @torch.inference_mode()
 def find_span_tokens(
-    decoder: FusedDecoder, page_size: int, max_model_len: int, thread_counts: Sequence[int]
+    decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
     """The most tokens of a span with which rows are bit-equal, however many there are in a step, at
     the end of sequences of all lengths, on any of these numbers of threads; None where they are not
@@ -203,22 +201,22 @@ def find_span_tokens(
         sizes.key_heads, sizes.width, sizes.width, kernels.dtype, torch.device("cpu")
     )
     num_layers = 1 + max(map(kinds.index, kinds))
-    caches = [BlockedKeysAndValues(shape, _NUM_PAGES, page_size) for _ in range(num_layers)]
+    caches = [BlockedKeysAndValues(shape, _NUM_PAGES) for _ in range(num_layers)]
     generator = torch.Generator().manual_seed(1)
     for cache in caches:
         for tensor in (cache.keys, cache.values):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     vocabulary = len(decoder.embed.weight)
-    num_own = -(-_NUM_ROWS // page_size) + 1
+    num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
         """Of so many tokens of a sequence, which follow `begin` others, and what it will hold."""
-        before = torch.arange(-(-length // page_size)) % (_NUM_PAGES - num_own)
+        before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
         held = HeldSequence(SequenceStep("", ids, num), begin, pages)
         has_logits = length <= _NUM_ROWS  # They know no context.
-        steps = FusedSteps(decoder, caches, page_size, span, has_logits, is_scripted=False)
+        steps = FusedSteps(decoder, caches, span, has_logits, is_scripted=False)
         return steps.run([held])
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:

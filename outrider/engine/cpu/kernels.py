@@ -270,7 +270,6 @@ class PaceKernels:
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
     """Of rows, weights, keys and values."""
-    page_size = 16
     activations: Final = ("silu", "gelu")
     layers: type[FusedLayers] = FusedLayers
     """The operators of whole layers."""

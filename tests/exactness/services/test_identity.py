@@ -15,6 +15,7 @@ import pytest
 import torch
 from library_text import LibraryText, library_text
 from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, twin
+from paged_engines import shorten_pages
 from stack import Stack, running_stack
 
 from outrider.drafters.drafter import DraftRequest
@@ -198,16 +199,15 @@ async def test_greedy_equals_the_library_in_a_batch(
 @pytest.mark.real_model
 @pytest.mark.timeout(600)
 async def test_greedy_equals_the_library_after_preemption(
-    real: Real, crowd: list[Asked], tmp_path: Path
+    real: Real, crowd: list[Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same on pages for half of their prompts: younger sessions lose theirs to older ones again
     and again, and resync."""
+    shorten_pages(monkeypatch, SMALL_PAGE)
     config = real.module.config
     slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     num_pages = sum(-(-len(each.prompt) // SMALL_PAGE) for each in crowd) // 2
-    target = target_engine(
-        real, page_size=SMALL_PAGE, kv_cache_memory_bytes=num_pages * SMALL_PAGE * slot_bytes
-    )
+    target = target_engine(real, kv_cache_memory_bytes=num_pages * SMALL_PAGE * slot_bytes)
     assert target.page_counts().num_pages == num_pages
     async with drafted_by_cut(real, target, tmp_path) as stack:
         await check_at_once(stack, crowd)
@@ -288,11 +288,12 @@ TINY_PAGES = 28
 @pytest.mark.parametrize("kind", ["draft_heads", "exit_head"])
 @pytest.mark.parametrize("siblings", [0, 2])
 async def test_a_target_that_drafts_itself_writes_what_it_would_without(
-    tmp_path: Path, kind: str, siblings: int
+    tmp_path: Path, kind: str, siblings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny target in float64, many sessions at once on pages that they preempt each other for:
     greedy equals the library, and coupled tokens are the same for K = 0 and 4, chains or trees."""
     torch.set_num_threads(1)
+    shorten_pages(monkeypatch, SMALL_PAGE)
     config = tiny_config("llama", TINY_VOCAB)
     config.num_hidden_layers = 3
     module = tiny_module(config, dtype=torch.float64)
@@ -301,7 +302,7 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
     target = Target(
-        module, info, max_num_seqs=CROWD, page_size=SMALL_PAGE,
+        module, info, max_num_seqs=CROWD,
         kv_cache_memory_bytes=TINY_PAGES * SMALL_PAGE * slot_bytes, **{kind: made},
     )  # fmt: skip
     random = torch.Generator().manual_seed(5)

@@ -12,7 +12,6 @@ from outrider.engine.attention import find_layers
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder
 from outrider.engine.cpu.fused_steps import find_span_tokens
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
-from outrider.engine.interface import SequenceStep
 from outrider.models.module_replacement import speed_up
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
@@ -63,7 +62,7 @@ def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason
 
 
 def span_tokens(decoder: FusedDecoder) -> int | None:
-    return find_span_tokens(decoder, 16, MAX_MODEL_LEN, [1])
+    return find_span_tokens(decoder, MAX_MODEL_LEN, [1])
 
 
 @pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "mlp", "attend"])
@@ -79,14 +78,6 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
 
     layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
     assert span_tokens(decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")) is None
-
-
-def test_pages_of_another_size_run_as_the_library_does() -> None:
-    module = tiny_module(tiny_config("llama", VOCAB))
-    with checked_engines(fused=True) as make_engine:
-        engine = make_engine(module, page_size=5)
-        assert not engine.kernels_name
-        engine.forward([SequenceStep("s", ids(9), 1)])
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

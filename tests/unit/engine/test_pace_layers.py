@@ -35,7 +35,7 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
     module = tiny_module(config, dtype=torch.bfloat16)
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
-    caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES, PAGE) for layer in layers]
+    caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES) for layer in layers]
     return FusedDecoder(module, layers, MAX_MODEL_LEN, kernels), caches
 
 
@@ -60,7 +60,7 @@ def held(name: str, ids: list[int], length: int, pages: list[int]) -> HeldSequen
 def test_one_call_is_what_operators_make_one_by_one(family: str) -> None:
     """With windows, with a bias, with norms of queries and keys, with four norms."""
     decoder, caches = decoder_of(family)
-    steps = FusedSteps(decoder, caches, PAGE)
+    steps = FusedSteps(decoder, caches)
     at_once = outputs(steps)
     written = [torch.cat([cache.keys, cache.values]) for cache in caches]
     assert [row.isfinite().all() for row in at_once] == [True] * 4

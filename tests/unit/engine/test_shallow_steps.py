@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_module, twin
+from paged_engines import shorten_pages
 
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
 from outrider.engine.paged_engine import PagedEngine
@@ -21,6 +22,11 @@ TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 INFO = ModelInfo("tiny", VOCAB, 128, "float64", (), "", "")
 
 
+@pytest.fixture(autouse=True)
+def _short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_pages(monkeypatch, PAGE)
+
+
 def built(
     family: str = "llama", num_layers: int = 1, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[Any, PagedEngine]:
@@ -31,7 +37,7 @@ def built(
         config.layer_types = [*config.layer_types, "full_attention"][:3]
     module = tiny_module(config, dtype=dtype)
     original, made = twin(module), tiny_exit(module, HEAD_IDS, num_layers)
-    return original, PagedEngine(module, INFO, page_size=PAGE, exit_head=made, **options)
+    return original, PagedEngine(module, INFO, exit_head=made, **options)
 
 
 def hidden(module: Any, tokens: tuple[int, ...], layer: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
+from paged_engines import shorten_pages
 from rounds import GREEDY, RULES, Replica, make_head
 
 from outrider.drafters.drafter import DraftRequest
@@ -261,13 +262,14 @@ async def test_an_exit_leaves_the_target_as_it_was() -> None:
             assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
 
 
-async def test_an_exit_proposes_no_more_than_there_are_pages_for() -> None:
+async def test_an_exit_proposes_no_more_than_there_are_pages_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two sessions at the ends of their pages, and one page that is left: one goes on, the other
     has what fitted. Both verdicts stand."""
+    shorten_pages(monkeypatch, 4)
     page_bytes = 2 * 2 * 2 * 8 * 8 * 4
-    async with running(
-        kind=EARLY_EXIT, page_size=4, kv_cache_memory_bytes=7 * page_bytes
-    ) as target:
+    async with running(kind=EARLY_EXIT, kv_cache_memory_bytes=7 * page_bytes) as target:
         texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
         for number, text in texts.items():
             head = make_head(
