@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
@@ -36,30 +36,18 @@ SEATS_LOOKS: Final = 600
 """One that finds all seats taken so many times is not begun."""
 SEATS_PERIOD_S: Final = 0.1
 """Between two of those looks."""
-_DRAW_BITS: Final = 32
 
 
 class Auditor:
     """Chooses sessions, and audits them one at a time."""
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        owner: str,
-        targets: ReplicaPool,
-        observation: Observation,
-        random_bits: Callable[[int], int],
-        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
     ) -> None:
-        """`owner` is the coordinator's name in the session store; `random_bits(n)` gives n fresh
-        random bits."""
         self._share = config.audit_share if config.telemetry and observation.listens else 0.0
         self._config = config
-        self._owner = owner
-        self._targets = targets
+        self._sessions = sessions
         self._observation = observation
-        self._random_bits = random_bits
-        self._in_background = in_background
         self._seeds: OrderedDict[int, None] = OrderedDict()
         """Of sessions that were chosen: others of the same seed have the same noise."""
         self._num_chosen = 0
@@ -74,7 +62,7 @@ class Auditor:
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
         """Whether a session that begins is to be audited; `take` must then hear of its end."""
-        if self._share <= 0.0 or self._random_bits(_DRAW_BITS) >= self._share * 2**_DRAW_BITS:
+        if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
         if self._num_chosen >= AUDITS_CHOSEN_MAX:
@@ -93,7 +81,7 @@ class Auditor:
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
-        task = self._in_background(self._run(session, parameters))
+        task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
         # Not at the end of `_run`, which a task that is cancelled at once never begins.
         task.add_done_callback(self._ended)
@@ -119,7 +107,7 @@ class Auditor:
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
         for _ in range(SEATS_LOOKS):
-            if not self._targets.is_full:
+            if not self._sessions.targets.is_full:
                 break
             await asyncio.sleep(SEATS_PERIOD_S)
         else:
@@ -135,11 +123,11 @@ class Auditor:
     async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
         """All tokens behind the prompt. What is found is told at once: also of an audit that is
         given up, tokens are counted whatever they are."""
-        self._session_id = f"{self._random_bits(128):032x}"
+        self._session_id = f"{self._sessions.random_bits(128):032x}"
         again = self._opened(session)
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         context = SessionContext(again, parameters, deadline)
-        target = TargetClient(self._targets, context, self._config, audits=True)
+        target = TargetClient(self._sessions.targets, context, self._config, audits=True)
         try:
             for index, start in enumerate(
                 range(session.prompt_length, session.length, NUM_DRAFT_TOKENS_MAX)
@@ -160,7 +148,7 @@ class Auditor:
         new = SessionRecord.new(
             session_id=self._session_id,
             tenant=f"audit {self._session_id}",
-            owner=self._owner,
+            owner=self._sessions.owner,
             seed=session.record.seed,
             rule=session.record.rule,
             parameters="",

@@ -7,9 +7,9 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
@@ -32,10 +32,17 @@ from coordinator.routing.replica_pool import AnyLink, ReplicaPool, SessionContex
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
-from outrider.errors import BadRequest, DeadlineExceeded, NotFound, Overloaded, Unavailable
+from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+)
 from outrider.limits import SEED_BITS
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import Figures, Role
+from outrider.registry.registry import ROLES, Figures, Role
 from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, not_found
@@ -43,12 +50,23 @@ from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 
 from .audit import Auditor
-from .health import HealthMonitor
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 _log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 1.0
+"""Between two looks at whether target and store answer, and at the fleet."""
+HEALTH_TIMEOUT_S: Final = 2.0
+"""How long a target may take to describe itself."""
+TROUBLE_S: Final = 3.0
+"""Trouble that passes sooner is none: while a replica is loaded on cores that others share, a
+target or the store may be silent for some seconds, and running requests outlast that."""
+TROUBLE_RETRY_S: Final = 0.2
+"""Between two questions within that time."""
+NO_SESSION: Final = "0" * 32
+"""An id that no session has; asking for it shows whether the store answers."""
 
 
 class CoordinatorService:
@@ -81,12 +99,10 @@ class CoordinatorService:
         looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
         self._siblings = config.draft_siblings if has_trees else 0
-        self._looks_up = looks_up
         self._store = store
         self._links: dict[Role, Mapping[str, AnyLink]]
         self._links = {"target": targets or {}, "draft": drafts or {}}
         self._follows = registry is not None and link is not None
-        self._joins_later = registry is not None
         self.targets = ReplicaPool("target")
         self.drafts = ReplicaPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
@@ -114,16 +130,11 @@ class CoordinatorService:
         self._lengths: LengthControls | None = None
         self._meter = RoundMeter()
         self._observation = observation
-        self._health = HealthMonitor(self._committer, store, self.targets, self.drafts, registry)
-        observation.watch(
-            lambda: self._health.readings() | {
-                "num_requests_running": {"": self.num_running},
-                "num_requests_waiting": {"": self._num_admitted - self.num_running},
-            }
-        )  # fmt: skip
-        self._auditor = Auditor(
-            config, owner, self.targets, observation, random_bits, self._sessions.in_background
-        )
+        self._registry = registry
+        self._known: dict[str, Mapping[Any, float]] = {}
+        """What was found out of targets, store and fleet."""
+        observation.watch(self._readings)
+        self._auditor = Auditor(config, self._sessions, observation)
 
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
@@ -138,16 +149,13 @@ class CoordinatorService:
         try:
             await self.drafts.join_all(self._links["draft"])
         except Unavailable as error:
-            if not self._joins_later:
+            if self._registry is None:
                 raise
             _log.warning("no draft is there yet: %s", error)
         if config.length_control:
             self._lengths = LengthControls(
-                target, self.drafts.first, config.run_ahead_rounds,
-                drafting_delays=config.drafting_delays or target.drafts_itself,
-                messages_delay=config.drafting_delays,
-                watches=self._looks_up,
-            )  # fmt: skip
+                target, self.drafts.first, config.run_ahead_rounds, delays=config.drafting_delays
+            )
         self._model = ServedModel(
             name=config.served_model_name or target.model,
             vocab_size=target.vocab_size,
@@ -159,7 +167,7 @@ class CoordinatorService:
         if self._follows:
             watching.append(self.fleet.run())
         if self._observation.listens:
-            watching.append(self._health.run())
+            watching.append(self._look_now_and_then())
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
@@ -350,10 +358,65 @@ class CoordinatorService:
         return not await self.trouble()
 
     async def trouble(self) -> str:
-        """Why a request that comes now cannot make progress; empty where it can."""
+        """Why a request that comes now cannot make progress; empty where commits go on, and the
+        store and a target answer within `TROUBLE_S`. The draft is not asked, because requests do
+        without it."""
         if self._commit_task is None:
             return "the coordinator is starting"
-        return await self._health.trouble()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TROUBLE_S
+        while True:
+            if self._committer.closing:
+                return "the coordinator is shutting down"
+            found = await self._look()
+            if not found or loop.time() >= until:
+                return found
+            await asyncio.sleep(TROUBLE_RETRY_S)
+
+    async def _look(self) -> str:
+        """What is wrong now with store or targets."""
+        has_target, store_trouble = await asyncio.gather(
+            self.targets.healthy(HEALTH_TIMEOUT_S), self._store_trouble()
+        )
+        self._known["target_available"] = {"": has_target}
+        self._known["store_available"] = {"": not store_trouble}
+        return store_trouble or ("" if has_target else "no target answers")
+
+    async def _store_trouble(self) -> str:
+        try:
+            await self._store.load(NO_SESSION)
+        except NotFound:
+            return ""
+        except OutriderError as error:
+            return f"the session store does not answer: {error.message}"
+        return ""
+
+    async def _look_now_and_then(self) -> None:
+        while True:
+            await asyncio.gather(self._look(), self._count())
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def _count(self) -> None:
+        registry = self._registry
+        if registry is None:
+            return
+        with suppress(OutriderError):
+            self._known["replicas_wanted"] = await registry.wanted()
+            self._known["replicas_present"] = {
+                role: sum(not record.leaving for record in await registry.records(role))
+                for role in ROLES
+            }
+
+    def _readings(self) -> dict[str, Mapping[str, float]]:
+        """By metric and the value of its label what is known now. May be called by any thread."""
+        pools = (self.targets, self.drafts)
+        return self._known | {
+            "wire_bytes_sent": {pool.role: pool.num_bytes.sent for pool in pools},
+            "wire_bytes_received": {pool.role: pool.num_bytes.received for pool in pools},
+            "stale_answers": {pool.role: pool.num_stale for pool in pools},
+            "num_requests_running": {"": self.num_running},
+            "num_requests_waiting": {"": self._num_admitted - self.num_running},
+        }
 
     @property
     def failed(self) -> bool:

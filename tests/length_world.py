@@ -27,9 +27,7 @@ def description(costs: StepCosts | None) -> ReplicaDescription:
 def controls(
     target: StepCosts | None = None, draft: StepCosts | None = None, *, delays: bool = False
 ) -> LengthControls:
-    return LengthControls(
-        description(target), description(draft), RUN_AHEAD, drafting_delays=delays
-    )
+    return LengthControls(description(target), description(draft), RUN_AHEAD, delays=delays)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.health import LOOK_PERIOD_S
+from coordinator.service import LOOK_PERIOD_S
 from outrider.config import CoordinatorConfig
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import Exports, start_exports

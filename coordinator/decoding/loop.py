@@ -492,29 +492,24 @@ class RoundMeter:
     """Hears of every round."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._sums: DecayedSums | None = None
+        self._clock = clock or asyncio.get_running_loop().time
+        self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
         """A round has brought so many tokens, of which so many had been drafted."""
-        now = self._clock()
-        if self._sums is None:
-            self._sums = DecayedSums(WINDOW_S, now)
-        amounts: dict[str, float] = {"tokens": num_tokens}
-        if drafted.source != "fallback":
-            amounts |= {"drafted": len(drafted.proposal), "accepted": num_accepted}
-        if drafted.source == "replica":
-            waited = not drafted.ahead and drafted.queue_ms > WAITED * drafted.compute_ms
-            amounts |= {
-                "proposals": 1.0, "waited": float(waited), "ahead": float(drafted.ahead)
-            }  # fmt: skip
-        self._sums.add(now, amounts)
+        counts = drafted.source != "fallback"
+        by_replica = drafted.source == "replica"
+        waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead
+        amounts = {
+            "tokens": num_tokens, "drafted": counts * len(drafted.proposal),
+            "accepted": counts * num_accepted, "proposals": by_replica,
+            "waited": by_replica and waited, "ahead": by_replica and drafted.ahead,
+        }  # fmt: skip
+        self._sums.add(self._clock(), amounts)
 
     @property
     def figures(self) -> Figures:
         sums, now = self._sums, self._clock()
-        if sums is None:
-            return Figures(tokens_per_second=0.0)
         return Figures(
             draft_waits=sums.mean(now, "waited", "proposals"),
             acceptance=sums.mean(now, "accepted", "drafted"),

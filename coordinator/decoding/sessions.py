@@ -70,9 +70,9 @@ class OwnedSessions:
         cancelled."""
         self.replays = Replays()
         self._store = store
-        self._owner = owner
-        self._targets = targets
-        self._random_bits = random_bits
+        self.owner = owner
+        self.targets = targets
+        self.random_bits = random_bits
         self._resume_grace_s = resume_grace_s
         self._background: set[asyncio.Task[Any]] = set()
         self._running: dict[str, SessionRun] = {}
@@ -110,7 +110,7 @@ class OwnedSessions:
         answer has opened the one before is not known."""
         for tries_left in reversed(range(OPEN_TRIES_MAX)):
             new = SessionRecord.new(
-                f"{self._random_bits(128):032x}", tenant, self._owner, parameters.seed,
+                f"{self.random_bits(128):032x}", tenant, self.owner, parameters.seed,
                 parameters.rule, parameters.to_json(), parameters.prompt,
             )  # fmt: skip
             opening = asyncio.create_task(self._store.open(new))
@@ -185,7 +185,7 @@ class OwnedSessions:
             async with asyncio.timeout(self._resume_grace_s):
                 await self._closing.wait()
         except TimeoutError:
-            await self.give_up(record, released(self._owner))
+            await self.give_up(record, released(self.owner))
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
@@ -213,7 +213,7 @@ class OwnedSessions:
         parameters = await self.replays.run(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
-        check_weights(record.session_id, parameters.weights, self._targets)
+        check_weights(record.session_id, parameters.weights, self.targets)
         found = await self._take_over(record)
         if (found.prefix_digest, len(found.token_ids)) != (
             record.prefix_digest,
@@ -258,7 +258,7 @@ class OwnedSessions:
             record = await self._store.load(session_id)
         except OutriderError:
             return
-        is_ours = record.owner == self._owner and record.finish_reason is None
+        is_ours = record.owner == self.owner and record.finish_reason is None
         if is_ours and not self._is_here(session_id):
             self.wait_for_client(record)
 
@@ -290,7 +290,7 @@ class OwnedSessions:
         self._unsettled.add(session_id)
         sent = asyncio.Event()
         try:
-            return await self._store.take_over(seen, self._owner, sent.set)
+            return await self._store.take_over(seen, self.owner, sent.set)
         except BaseException as error:
             is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
                 error, StoreUnavailable
@@ -320,13 +320,13 @@ class OwnedSessions:
     def _release(self, record: SessionRecord) -> Told:
         """Lets any coordinator take a session over that runs nowhere now."""
         session_id, epoch = record.session_id, record.epoch
-        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
         """Records a session that runs nowhere as cancelled, unless another stream goes on with
         it. `owner` is whom the store has it under, by default this coordinator."""
         end = Finish(
-            record.session_id, record.epoch, owner or self._owner, None, FinishReason.CANCELLED,
+            record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
         )  # fmt: skip
         return self._tell(record.session_id, lambda: self._store.finish(end))
@@ -380,4 +380,4 @@ class OwnedSessions:
 
     def random(self) -> float:
         """In [0, 1)."""
-        return self._random_bits(53) / 2**53
+        return self.random_bits(53) / 2**53

@@ -55,6 +55,20 @@ class SiblingChances(NamedTuple):
 NO_SIBLINGS: Final = SiblingChances((), (), ())
 
 
+def observed(num_asked: int, survival: Sequence[float]) -> Array:
+    """What a round says that asked for `num_asked` tokens and was proposed `len(survival)`. By
+    depth: asked for, times the chance that all before it was accepted; proposed, times the same;
+    the chance that it was accepted, too; asked for with all before it proposed; and proposed.
+    `survival` is as `outrider.speculation.accept_reject.survival` tells it."""
+    counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
+    reached = (1.0, *survival)[:num_asked]
+    counts[0, : len(reached)] = reached
+    counts[1, :num_proposed] = reached[:num_proposed]
+    counts[2, :num_proposed] = survival[:num_proposed]
+    counts[3, : len(reached)] = counts[4, :num_proposed] = 1.0
+    return counts
+
+
 class DepthAverages:
     """Of acceptance and of proposals' lengths, by depth: exponentially weighted sums over rounds,
     of one session or of all. What few rounds have reached is drawn towards what `prior` says of it,
@@ -71,27 +85,17 @@ class DepthAverages:
         self._prior = prior
         self.num_rounds = 0
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
-        """Rounds that asked for a depth, each times the chance that all before it was accepted; of
-        them those that proposed it, and those times the chance that it was accepted, too; rounds
-        that asked for it and proposed all before it, and those of them that proposed it."""
+        """See `observed`."""
 
     def fade(self) -> None:
         """A round without a draft."""
         self._sums *= self._keep
 
-    def note(self, num_asked: int, survival: Sequence[float]) -> None:
-        """A round asked for `num_asked` tokens and was proposed `len(survival)`; `survival` is as
-        `outrider.speculation.accept_reject.survival` tells it."""
+    def note(self, counts: Array) -> None:
+        """A round with a draft, as it was `observed`."""
         self.fade()
         self.num_rounds += 1
-        asked, offered, accepted, wanted, proposed = self._sums
-        reached = (1.0, *survival)[:num_asked]
-        num_proposed = min(num_asked, len(survival))
-        asked[: len(reached)] += reached
-        wanted[: len(reached)] += 1.0
-        offered[:num_proposed] += reached[:num_proposed]
-        accepted[:num_proposed] += survival[:num_proposed]
-        proposed[:num_proposed] += 1.0
+        self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
         """What to expect of a proposal for which so many tokens are asked."""

@@ -33,6 +33,7 @@ from coordinator.draft_length.acceptance import (
     SIBLINGS_OF_A_ROUND_MAX,
     DepthAverages,
     SiblingAverages,
+    observed,
     shaped,
 )
 from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
@@ -59,10 +60,6 @@ PLAIN_KNOWN_ROUNDS: Final = 2.0
 """What it takes is known while rounds of it weigh so much."""
 DRAFT_BUDGET_MIN_S: Final = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
-TIMES_KNOWN_ROUNDS: Final = 16
-"""Where acceptance is known without drafting, rounds that tell how long drafting takes ..."""
-TIMES_RARITY: Final = 4.0
-"""... after which a trial is charged so many times what it may lose, or the whole account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +174,13 @@ class LengthControls:
         run_ahead_rounds: int,
         tuning: Tuning = TUNING,
         *,
-        drafting_delays: bool = False,
-        messages_delay: bool = False,
-        watches: bool = False,
+        delays: bool = False,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` and
-        `messages_delay` are as for `RoundCosts`. If it `watches`, its sessions are told of
-        look-ups in their plain rounds (`note_watched`), and rounds with a draft are tried for their
-        times alone."""
+        """`run_ahead_rounds` bounds how far the target may be ahead. It shares its cores with the
+        draft and the coordinator if that `delays` it."""
         self._target = target
         self._draft = draft
-        self._delays = {"drafting_delays": drafting_delays, "messages_delay": messages_delay}
-        self.watches = watches
+        self._delays = delays
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
         self.load = Load()
@@ -229,7 +221,7 @@ class LengthControls:
         bounds = (num_draft_tokens, prompt_length, siblings_max)
         if rule.absolute_noise:
             return LengthControl(self, self._learned, rule, *bounds)
-        if self._knows(seed):
+        if seed in self._seeds:
             first = self._running.get(seed)
             if first is not None:
                 first.fix()
@@ -250,12 +242,12 @@ class LengthControls:
         if seed is not None:
             self._running.pop(seed, None)
 
-    def _knows(self, seed: int) -> bool:
-        return seed in self._seeds
-
     def _nothing_learned(self, load: Load) -> Learned:
         target, draft = self._target, None if self._draft is None else self._draft.step_costs
-        costs = RoundCosts(target.step_costs, draft, target.max_num_seqs, load, **self._delays)
+        costs = RoundCosts(
+            target.step_costs, draft, target.max_num_seqs, load,
+            drafting_delays=self._delays or target.drafts_itself, messages_delay=self._delays,
+        )  # fmt: skip
         return Learned(costs, self.tuning)
 
 
@@ -403,8 +395,9 @@ class LengthControl(LengthPolicy):
                 costs.note_plain(round_s, played.context)
         elif played.num_asked > 0:
             costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
-            for siblings in (self._siblings, self._experience.siblings):
-                siblings.note(played.siblings)
+            if self._siblings_max > 0:
+                self._siblings.note(played.siblings)
+                self._experience.siblings.note(played.siblings)
             self.note_watched(played.num_asked, played.survival)
         elif played.draft_s > 0 and self._num_missed == 0:
             costs.note_late(self._num_asked, played.draft_s)
@@ -414,8 +407,9 @@ class LengthControl(LengthPolicy):
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         if self._fixed is None:
+            counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
-                averages.note(num_asked, survival)
+                averages.note(counts)
 
     def close(self) -> None:
         self._controls.close(self._seed)
@@ -468,8 +462,6 @@ class LengthControl(LengthPolicy):
         if lost < 0:
             return True
         self._num_paid = tuning.choice_rounds
-        if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
-            return budget.pays(max(lost, min(TIMES_RARITY * lost, CREDIT_TOKENS_MAX)))
         return budget.begins(lost) if begins else budget.pays(lost)
 
     def _choose_again(self) -> None:

@@ -167,8 +167,6 @@ class RoundCosts:
         `messages_delay`: because the coordinator or the draft shares its cores."""
         self.load = load
         self.drafting_delays = drafting_delays
-        self.num_drafted = 0
-        """Rounds with a draft that were timed."""
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
@@ -207,7 +205,6 @@ class RoundCosts:
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """A round for which tokens were asked, whose proposal was waited for as rounds do, if it
         `is_typical`."""
-        self.num_drafted += 1
         num_drafted, draft_s, work_s = len(played.survival), played.draft_s, played.work_s
         if played.beside is not None:
             num_drafted, draft_s = played.beside.num_tokens, played.beside.seconds

@@ -279,8 +279,8 @@ class DraftClient(_ModelDrafts):
             wait_s = min(length.draft_budget_s, self._draft_s)
             draw_until = start + wait_s
         try:
-            async with asyncio.timeout(wait_s + SILENT_DRAFT_S):
-                reply = await self._ask(number, length, draw_until)
+            give_up_at = asyncio.get_running_loop().time() + wait_s + SILENT_DRAFT_S
+            reply = await self._ask(number, length, draw_until, give_up_at)
         except (TimeoutError, OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
             self._lose(error)
@@ -311,9 +311,11 @@ class DraftClient(_ModelDrafts):
         super().close()
         self._route.close()
 
-    async def _ask(self, number: int, length: RoundLength, draw_until: float) -> ProposalReply:
-        """Asks until there is a proposal, whose tokens are drawn until a loop time; the caller
-        bounds the wait."""
+    async def _ask(
+        self, number: int, length: RoundLength, draw_until: float, give_up_at: float
+    ) -> ProposalReply:
+        """Asks until there is a proposal, whose tokens are drawn until a loop time, or another one
+        has come."""
         loop = asyncio.get_running_loop()
         num_wanted = length.num_draft_tokens
         while True:
@@ -321,7 +323,7 @@ class DraftClient(_ModelDrafts):
             self._send(number, num_wanted, siblings=length.siblings, budget=budget)
             self._asked = (number, num_wanted)
             try:
-                answer = await self._route.take()
+                answer = await self._route.take(give_up_at - loop.time())
             finally:
                 self._asked = None
             if isinstance(answer, Resync):

@@ -529,20 +529,22 @@ class SessionRoute(Generic[Item, Answer]):
             replica.miss()
             raise
 
-    async def take(self) -> Answer:
+    async def take(self, timeout_s: float) -> Answer:
         """Waits for the answer to the current round. Raises `LinkLost` when the stream breaks
-        meanwhile. One waiter at a time."""
+        meanwhile, `TimeoutError` when it takes longer. One waiter at a time."""
         check(self._waiter is None, "two waiters on one route")
-        while (answer := self._answers.pop(self._round, None)) is None:
-            if self._lost is not None:
-                lost, self._lost = self._lost, None
-                raise LinkLost(str(lost))
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return answer
+        if self._round not in self._answers:
+            async with asyncio.timeout(timeout_s):
+                while self._round not in self._answers:
+                    if self._lost is not None:
+                        lost, self._lost = self._lost, None
+                        raise LinkLost(str(lost))
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    try:
+                        await self._waiter
+                    finally:
+                        self._waiter = None
+        return self._answers.pop(self._round)
 
     def put(self, answer: Answer) -> bool:
         """Keeps an answer to the current or a later round. Returns False for one that comes when

@@ -93,8 +93,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             try:
                 if ask:
                     self._ask(number, proposal, run_ahead, wanted)
-                async with asyncio.timeout(wait_s):
-                    answer = await self.take()
+                answer = await self.take(wait_s)
             except TimeoutError:
                 gone_at = math.inf  # The stream has stood all the while.
                 num_silences += 1

@@ -10,7 +10,7 @@ import pytest
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing
 from toy_engine import ToyEngine
 
-from coordinator.health import TROUBLE_S
+from coordinator.service import TROUBLE_S
 from draft_service.service import DraftService
 from outrider.errors import (
     DataLoss,

@@ -21,6 +21,7 @@ from coordinator.draft_length.acceptance import (
     SiblingAverages,
     SiblingChances,
     fitting,
+    observed,
     shaped,
     sibling_chances,
 )
@@ -51,7 +52,7 @@ def test_a_proposal_that_ends_early_says_nothing_of_acceptance() -> None:
     eight tokens is a half, not (1/2)^8, and those of proposals and of commits are the same."""
     one = averages()
     for index in range(4000):
-        one.note(8, (1.0,) * 8 if index % 2 else ())
+        one.note(observed(8, (1.0,) * 8 if index % 2 else ()))
     found = one.prospects(8)
     assert found.committed == pytest.approx([0.5] * 8, abs=0.03)
     assert found.proposed == pytest.approx([0.5] * 8, abs=0.03)
@@ -62,7 +63,7 @@ def test_long_proposals_may_be_the_good_ones() -> None:
     judged among the rounds that got there."""
     one = averages()
     for index in range(4000):
-        one.note(4, (1.0,) * 4 if index % 2 else (0.0,))
+        one.note(observed(4, (1.0,) * 4 if index % 2 else (0.0,)))
     found = one.prospects(4)
     assert found.committed == pytest.approx([0.5] * 4, abs=0.03)
     assert found.proposed == pytest.approx([1.0, 0.5, 0.5, 0.5], abs=0.03)
@@ -73,10 +74,10 @@ def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     do better behind it in proportion, too."""
     shared = averages()
     for _ in range(2000):
-        shared.note(2, survival_of([0.5, 0.4]))
+        shared.note(observed(2, survival_of([0.5, 0.4])))
     own = averages(shared)
     for _ in range(400):
-        own.note(1, (0.75,))
+        own.note(observed(1, (0.75,)))
     first, both = own.prospects(2).committed
     assert first == pytest.approx(0.75, abs=0.02)
     assert both / first == pytest.approx(0.4 * 0.75 / 0.5, abs=0.05)
@@ -95,7 +96,7 @@ def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: i
     own = averages(shared)
     for asked, chances in rounds:
         for one in (own, shared):
-            one.note(asked, survival_of(chances[:asked]))
+            one.note(observed(asked, survival_of(chances[:asked])))
     for one in (own, shared):
         found = one.prospects(num_asked)
         for values in (found.committed, found.proposed):
