@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from outrider.config import CoordinatorConfig
-from outrider.drafters.lookup import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import SEED_BITS
 from outrider.registry.redis_registry import Lease, RedisRegistry
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
@@ -80,7 +80,7 @@ class CoordinatorHost:
             owner_name(config),
             store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
             fallback=(build_lookup(config.lookup) if config.lookup else None)
-            or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
+            or NgramDrafter(config.ngram_min, config.ngram_max),
             text=_load_text(config),
             random_seed=_random_seeds(config.seed),
             observation=observation,

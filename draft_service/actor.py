@@ -22,7 +22,7 @@ class DraftActor(ReplicaHost):
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> DraftService:
-        from outrider.drafters.lookup import NgramConfig, NgramDrafter
+        from outrider.drafters.lookup import NgramDrafter
 
         from .eagle_drafter import EagleDrafter
         from .service import DraftService
@@ -38,7 +38,7 @@ class DraftActor(ReplicaHost):
         eagle, info = build_eagle(config)
         drafter = EagleDrafter(
             eagle,
-            lookup or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
+            lookup or NgramDrafter(config.ngram_min, config.ngram_max),
             min_score=None if lookup is None else config.hybrid_min_score,
             sessions_max=EAGLE_WINDOWS * max_num_seqs,
             entries_max=config.support_entries,

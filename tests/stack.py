@@ -20,7 +20,7 @@ from draft_service.worker import Proposer
 from outrider.client import Client
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.lookup import LookupDrafter, NgramConfig, NgramDrafter
+from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import Engine, ModelInfo
@@ -59,7 +59,7 @@ CONFIG = CoordinatorConfig(
 HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
-RARE = NgramDrafter(NgramConfig(16, 16))
+RARE = NgramDrafter(16, 16)
 """So that it is not this one whose tokens are accepted."""
 
 

@@ -10,26 +10,19 @@ from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
 from outrider.settings import check_range
 
-MINUTES_MAX: Final = 7 * 24 * 60.0
 KINDS: Final = ("student", "medusa", "early-exit", "eagle")
 """`TrainedKind`s, whose module needs torch."""
 HEADS: Final = 4
-HEADS_MAX: Final = 8
 LAYERS: Final = 5
-LAYERS_MAX: Final = 256
 DRAFT_VOCAB: Final = 8192
-DRAFT_VOCAB_MAX: Final = 2**20
-TOKENS_MAX: Final = 2**26
-"""Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each, and
-but for a student two for each number of the target's width, too."""
-STEPS_MAX: Final = 10**7
 
 
 _BOUNDS: Final = {
-    "minutes": (0.01, MINUTES_MAX), "layers": (1, LAYERS_MAX), "heads": (1, HEADS_MAX),
-    "draft_vocab": (2, DRAFT_VOCAB_MAX), "seed": (0, SEED_MAX), "tokens": (0, TOKENS_MAX),
-    "steps": (1, STEPS_MAX),
+    "minutes": (0.01, 7 * 24 * 60.0), "layers": (1, 256), "heads": (1, 8),
+    "draft_vocab": (2, 2**20), "seed": (0, SEED_MAX), "tokens": (0, 2**26), "steps": (1, 10**7),
 }  # fmt: skip
+"""What each may be. The teacher's cache takes some 260 bytes for each of the tokens, and but for a
+student two for each number of the target's width, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

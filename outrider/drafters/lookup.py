@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
@@ -176,48 +176,40 @@ class TextIndex:
             place = self._previous[place - self._num_cut - 1]
 
 
-@dataclass(frozen=True, slots=True)
-class NgramConfig:
-    """How an earlier occurrence is looked for, and how far it is trusted.
-
-    Defaults: best over texts of a 135M chat model, rewriting (5.0 times as fast by a cost model of
-    26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at K = 8
-    and 16. A fixed limit of 16 tokens is no faster where it helps, and slower where it does not.
-    """
-
-    ngram_min: int = 1
-    """Tokens that an occurrence must share with the end of the text, at least."""
-    ngram_max: int = 16
-    """Tokens beyond which a longer match is no better; then the most recent one wins."""
-    occurrences_max: int = 256
-    """Occurrences of the last `ngram_min` tokens that are looked at, most recent first."""
-    tokens_per_match: int = 3
-    """Draft tokens for each token of the match, at most: a short match is soon wrong."""
+OCCURRENCES_MAX: Final = 256
+"""Occurrences of the last `ngram_min` tokens that are looked at, most recent first."""
+TOKENS_PER_MATCH: Final = 3
+"""Draft tokens for each token of the match, at most: a short match is soon wrong."""
 
 
 class NgramDrafter(LookupDrafter):
     """Prompt lookup in each session's own text: it is continued as its end was continued before.
 
-    A look-up costs O(occurrences_max * ngram_max) at worst, whatever the length of the text.
+    A look-up costs O(OCCURRENCES_MAX * ngram_max) at worst, whatever the length of the text.
+    Defaults: best over texts of a 135M chat model, rewriting (5.0 times as fast by a cost model of
+    26 ms + 0.62 ms a token) and chatting (1.7 at temperature 0, 1.2 at 0.7, 1.06 at 1), at K = 8
+    and 16. A fixed limit of 16 tokens is no faster where it helps, and slower where it does not.
     """
 
-    def __init__(self, config: NgramConfig | None = None) -> None:
-        self._config = chosen = config or NgramConfig()
-        super().__init__(lambda request: TextIndex(chosen.ngram_min))
+    def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
+        """An occurrence must share `ngram_min` tokens with the end of the text, at least; one of
+        more than `ngram_max` is no better, and then the most recent one wins."""
+        super().__init__(lambda request: TextIndex(ngram_min))
+        self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest earlier occurrence of the text's end, the most
         recent of equals. Reaching the end of the text, it goes on with its own tokens, so that a
         repetition is continued."""
-        config, start, match_length = self._config, 0, 0
-        tail = text.slice(text.end - config.ngram_max, text.end)
-        for place in islice(text.earlier(), config.occurrences_max):
+        start = match_length = 0
+        tail = text.slice(text.end - self._ngram_max, text.end)
+        for place in islice(text.earlier(), OCCURRENCES_MAX):
             length = text.match_length(place, tail)
             if length > match_length:
                 start, match_length = place, length
-                if length >= config.ngram_max:
+                if length >= self._ngram_max:
                     break
-        num_tokens = min(request.num_draft_tokens, config.tokens_per_match * match_length)
+        num_tokens = min(request.num_draft_tokens, TOKENS_PER_MATCH * match_length)
         if num_tokens == 0:
             return NO_GUESS
         copied = text.slice(start, start + num_tokens)

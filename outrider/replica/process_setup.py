@@ -308,11 +308,11 @@ def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
     """The look-up that a configuration names, alone or before a model."""
-    from outrider.drafters.lookup import NgramConfig, NgramDrafter
+    from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
     if config.drafter.lookup is LookupKind.NGRAM:
-        return NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
+        return NgramDrafter(config.ngram_min, config.ngram_max)
     if config.drafter.lookup is None:
         return None
     return SuffixDrafter(

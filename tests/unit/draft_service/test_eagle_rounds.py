@@ -15,7 +15,7 @@ from rounds import RULES, Listener, ask, make_head
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NgramConfig, NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.hidden_states import Features
@@ -119,7 +119,7 @@ async def running() -> AsyncIterator[Pair]:
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     engine = PagedEngine(module, info, shows_features=True)
     target = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8)
-    drafter = EagleDrafter(eagle, NgramDrafter(NgramConfig(1, 16)), sessions_max=SESSIONS_MAX)
+    drafter = EagleDrafter(eagle, NgramDrafter(1, 16), sessions_max=SESSIONS_MAX)
     draft = DraftService.with_eagle(
         drafter, replace(info, name="eagle"), InlineExecutor(lambda: 0.0), max_num_seqs=8
     )
