@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -157,7 +157,6 @@ SUFFIX_DEPTH_MAX: Final = 64
 SUFFIX_TOKENS_MAX: Final = 2**26
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
-DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
 NgramMin = Annotated[
     int,
     Field(ge=1, le=NGRAM_MAX, description="Tokens that prompt lookup must match, at least."),

@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.prompts import read_prompts
-from draft_service.training.options import (
-    DRAFT_VOCAB,
-    HEADS,
-    KINDS,
-    LAYERS,
-    DistillOptions,
-    draft_model,
-)
-from outrider.config import DTYPES, TargetConfig
+from draft_service.training.options import STUDENT, DistillOptions, draft_model
+from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import (
     SHIPPED,
     DrafterChoice,
@@ -29,9 +22,10 @@ from outrider.drafters.names import (
 )
 from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
-from outrider.settings import blaming
+from outrider.settings import blaming, build, settings_of
 
-from .command import Arguments, argument, command, grouped, json_option, option
+from .command import Arguments, argument, command, json_option, option
+from .options import setting_option
 from .output import program, progress
 
 if TYPE_CHECKING:
@@ -45,43 +39,22 @@ _TURNS: Final = ("one", "Two?")
 """Two user turns with nothing in common."""
 
 
-_DEFAULTS: Final = DistillOptions(out=Path())
-_DRAFTER: Final = (
-    option(
-        "--kind", choices=KINDS, default=str(KINDS[0]),
-        help="a small model of its own, heads on the target that draft from what its own head "
-        "reads, one behind its first layers, or one in the draft service that is sent what its own "
-        "head reads",
-    ),
-    option(
-        "--layers", type=int, metavar="N",
-        help="of a student: the target's first ones, two that copy, and its last "
-        f"[{LAYERS}]; of --kind early-exit: the first ones, which draft [a fifth of the target's]",
-    ),
-    option(
-        "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"
-    ),
-    option(
-        "--draft-vocab", type=int, metavar="N",
-        help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
-    ),
-    option(
-        "--start-from", metavar="DRAFTER",
-        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
-        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
-    ),
-)  # fmt: skip
+_SETTINGS: Final = {
+    **settings_of(DistillOptions),
+    **{key: deployment_settings()[key] for key in ("dtype", "device", "trust_remote_code")},
+}
 
 
 @command(
     "distill",
     argument("target", "`demo`, a directory, a .gguf file, or a hub id"),
     option("--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"),
+    *map(setting_option, _SETTINGS.values()),
     option(
-        "--minutes", type=float, default=_DEFAULTS.minutes, metavar="N",
-        help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top",
+        "--start-from", metavar="DRAFTER",
+        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
+        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
     ),
-    *grouped("The drafter", _DRAFTER),
     option(
         "--prompts", type=Path, metavar="FILE",
         help="JSONL of `prompt`: the target answers these before it asks itself",
@@ -96,16 +69,6 @@ _DRAFTER: Final = (
         help="folder of .txt, .md and .jsonl(.gz) to learn from, too: lines of `text`, or of "
         "`prompt`, `answer` (token ids) and `temperature` that the target wrote before",
     ),
-    option("--seed", type=int, default=_DEFAULTS.seed, metavar="N", help="of all randomness"),
-    option(
-        "--tokens", type=int, metavar="N",
-        help="that the target writes [what the minutes allow]; with --steps and without a GPU, a "
-        "run can be repeated exactly",
-    ),
-    option("--steps", type=int, metavar="N", help="of training [what the minutes allow]"),
-    option("--dtype", choices=DTYPES, default=DTYPES[0], help="of the target's weights"),
-    option("--device", default="auto", help="`auto`, `cpu`, `cuda` or `cuda:N`"),
-    option("--trust-remote-code", is_flag=True, help="run Python code of the model's files"),
     json_option(),
     epilog="A run that is killed goes on where it was when the same command is given again: what "
     "it has made lies in $OUTRIDER_CACHE/distillation.",
@@ -114,15 +77,16 @@ def distill(arguments: Arguments) -> int:
     """Makes it, and says on standard error how far it has come."""
     start_name = arguments.start_from
     given = {
-        name: value for name, value in vars(arguments).items()
-        if name in DistillOptions.__dataclass_fields__
-    }  # fmt: skip
-    given |= {"prompts": (), "measure": (), "start_name": start_name}
-    given["start_from"] = None if start_name is None else Path(start_name)
-    options = DistillOptions(**given)
+        key: _SETTINGS[key].parse(raw, _SETTINGS[key].flag)
+        for key, raw in arguments.settings.items()
+    }
+    config = build(TargetConfig, given, model=arguments.target)
+    options = build(
+        DistillOptions, given, out=arguments.out, corpus=arguments.corpus, start_name=start_name,
+        start_from=None if start_name is None else Path(start_name),
+    )  # fmt: skip
     if start_name is not None:
         _check_start(start_name)
-    TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
     from draft_service.training.distilling import distill as make
@@ -130,9 +94,9 @@ def distill(arguments: Arguments) -> int:
     from outrider.models.sources import cache_dir, resolve_model
 
     check_out(options.out)
-    target, text = _target(arguments)
+    target, text = _target(config)
     if start_name is not None:
-        trust, heads = arguments.trust_remote_code, options.kind != KINDS[0]
+        trust, heads = config.trust_remote_code, options.kind != STUDENT
         with blaming("start_from"):
             start = resolve_model(start_name, trust_remote_code=trust, heads=heads)
         options = replace(options, start_from=start)
@@ -158,7 +122,7 @@ def distill(arguments: Arguments) -> int:
             )
     # A model drafts behind a look-up.
     served = draft_model(options.kind, found.out)
-    if options.kind == KINDS[0]:
+    if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
     print(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
     return 0
@@ -176,20 +140,18 @@ def _check_start(name: str) -> None:
     )
 
 
-def _target(arguments: Arguments) -> tuple[Target, TokenizerText | None]:
+def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
     from draft_service.training.teacher import Target
     from outrider.models.loading import load_tokenizer
     from outrider.models.sources import resolve_model
     from outrider.tokenizer import TokenizerText
 
-    name, trust = arguments.target, arguments.trust_remote_code
+    name, trust = config.model, config.trust_remote_code
     directory = resolve_model(name, trust_remote_code=trust)
     tokenizer = load_tokenizer(directory, trust_remote_code=trust)
     text = None if tokenizer is None else TokenizerText(tokenizer, name)
     encode = None if text is None else text.encode
-    target = Target(
-        name, directory, _template(text), encode, arguments.dtype, arguments.device, trust
-    )
+    target = Target(name, directory, _template(text), encode, config.dtype, config.device, trust)
     return target, text
 
 

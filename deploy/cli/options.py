@@ -76,10 +76,11 @@ def setting_options(
     )  # fmt: skip
     for setting in deployment_settings().values():
         if setting.key not in without:
-            yield _setting_option(setting, rare=setting.key not in common)
+            yield setting_option(setting, rare=setting.key not in common)
 
 
-def _setting_option(setting: Setting, rare: bool, doc: str = "") -> Option:
+def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
+    """Of one setting. Its text is parsed later."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": "|".join(setting.choices) or setting.schema["type"].upper()}
@@ -300,7 +301,7 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 def caller_options() -> list[Option]:
     """What a command shows that starts no deployment, and so has no settings of one."""
     doc = f"shown to coordinators [${KEY_VARIABLE}]"
-    key = _setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
+    key = setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
     return grouped("Connection", [key, *trust_options()])
 
 

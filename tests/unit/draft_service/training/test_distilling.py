@@ -236,7 +236,7 @@ def test_the_command_makes_one_that_serves(
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
         (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot be left behind 2 of its"),
-        (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
+        (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
         (["--start-from", "ngram"], "--start-from: 'ngram' is no drafter that can learn; it must"),
         (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
