@@ -26,7 +26,6 @@ class Arguments(argparse.Namespace):
     """What a command line says: an attribute for each option of the command's own, and
     `settings`, those of a deployment by key. `given` names the options on the command line."""
 
-    command: str
     run: Callable[[Arguments], int]
     settings: dict[str, object]
     given: frozenset[str]
@@ -140,7 +139,7 @@ class Command(click.Command):
         of_group = {} if ctx.parent is None else ctx.parent.params
         return Arguments(
             **{"config": None, **of_group, **own}, run=self.callback, settings=settings,
-            given=given, command=ctx.command_path.partition(" ")[2],
+            given=given,
         )  # fmt: skip
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

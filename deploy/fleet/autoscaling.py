@@ -24,7 +24,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from outrider.config import AutoscaleConfig
@@ -46,13 +45,8 @@ IDLE: Final = 0.01
 Records = Mapping[Role, Sequence[ReplicaRecord]]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Another number of a role's replicas."""
-
-    role: Role
-    count: int
-    reason: str
+Change = tuple[Role, int, str]
+"""Another number of a role's replicas, and why."""
 
 
 class Autoscaler:
@@ -83,8 +77,8 @@ class Autoscaler:
         wanted = await self._registry.wanted()
         records = {role: await self._registry.records(role) for role in ROLES}
         for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
-            _log.info("wanted: %s=%d, %s", change.role, change.count, change.reason)
-            await self._registry.want({change.role: change.count})
+            _log.info("wanted: %s=%d, %s", *change)
+            await self._registry.want({change[0]: change[1]})
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
         """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
@@ -94,8 +88,7 @@ class Autoscaler:
                 continue
             change = None
             if not least <= count <= most:
-                bounded = min(max(count, least), most)
-                change = Change(role, bounded, f"it must be {least} to {most}")
+                change = role, min(max(count, least), most), f"it must be {least} to {most}"
             elif now >= self._changed_at.get(role, -math.inf) + self.config.autoscale_cooldown_s:
                 change = self._change(now, role, count, records)
             if change is not None:
@@ -114,7 +107,7 @@ class Autoscaler:
         if excess > 1:
             self._calm.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
-            return Change(role, grown, reason) if grown > count and num_there == count else None
+            return (role, grown, reason) if grown > count and num_there == count else None
         fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
         if fewer_load >= CALM or count <= least:
             self._calm.pop(role, None)
@@ -124,7 +117,7 @@ class Autoscaler:
         self._calm[role] = since, num_enough
         if now < since + self.config.autoscale_calm_s:
             return None
-        return Change(role, max(least, min(num_enough, count - 1)), reason)
+        return role, max(least, min(num_enough, count - 1)), reason
 
 
 _Load = tuple[float, float, str]

@@ -81,7 +81,8 @@ class Deployment:
         """The embedded server; None where sessions are kept elsewhere."""
         self._is_own = False
         """Whether it runs, and is this one's to end."""
-        self._overview: Overview | None = None
+        self.overview = Overview({}, (), None)
+        """Its replicas; none before it has started."""
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -93,21 +94,13 @@ class Deployment:
         await self.stop()
 
     @property
-    def overview(self) -> Overview:
-        """Its replicas. Raises `Unavailable` before it has started."""
-        if self._overview is None:
-            raise Unavailable("the deployment has not started")
-        return self._overview
-
-    @property
     def address(self) -> str:
-        """Of all coordinators, with commas between them: what a `Client` takes. Raises
-        `Unavailable` before it has started."""
+        """Of all coordinators, with commas between them: what a `Client` takes."""
         return ",".join(self.overview.addresses("coordinator"))
 
     @property
     def record(self) -> DeploymentRecord:
-        """How others find it, without secrets. Raises `Unavailable` before it has started."""
+        """How others find it, without secrets."""
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
@@ -186,9 +179,9 @@ class Deployment:
 
     async def _hear(self) -> None:
         found: Overview = await self.reconciler.call("overview")
-        if found != self._overview:
+        if found != self.overview:
             spec: FleetSpec = await self.reconciler.call("spec")
-            self.config, self._overview = spec.config, found
+            self.config, self.overview = spec.config, found
             self._changed.set()
 
     async def _follow(self) -> None:

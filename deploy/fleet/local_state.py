@@ -85,10 +85,6 @@ class DeploymentLocation:
     token: Path | None = None
     """File of Ray's token; None = as Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
 
-    @property
-    def namespace(self) -> str:
-        return namespace_of(self.deployment)
-
 
 def namespace_of(deployment: str) -> str:
     """The Ray namespace of a deployment's actors."""

@@ -79,6 +79,16 @@ class Actor:
         """Where it runs, once `find_place` has found it."""
         self._handle = handle
 
+    def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
+        """Starts it, with what `kind` takes; it does not end with this process."""
+        import ray
+
+        actor = ray.remote(kind).options(
+            name=self.name, namespace=namespace, lifetime="detached",
+            max_concurrency=CALLS_PER_ACTOR_MAX, **options,
+        )  # fmt: skip
+        self._handle = actor.remote(*arguments)
+
     async def find_place(self, timeout_s: float) -> bool:
         """Whether it runs within the time. Raises `Unavailable` for an actor that had a place and
         died there."""
@@ -224,13 +234,11 @@ class Cluster:
         found = []
         for rank, place in enumerate(where):
             one = Actor(demand.name, None, rank)
-            options = ray.remote(demand.classes[min(rank, 1)]).options(
-                name=one.name, namespace=self.namespace, lifetime="detached",
-                num_cpus=demand.num_cpus, num_gpus=demand.num_gpus,
-                resources=dict(demand.resources), max_concurrency=CALLS_PER_ACTOR_MAX,
+            one.start(
+                demand.classes[min(rank, 1)], self.namespace, num_cpus=demand.num_cpus,
+                num_gpus=demand.num_gpus, resources=dict(demand.resources),
                 scheduling_strategy=place,
             )  # fmt: skip
-            one._handle = options.remote()
             found.append(one)
         return found
 

@@ -34,10 +34,9 @@ from outrider.sessions.redis_address import with_password
 from outrider.settings import Value
 
 from .autoscaling import Autoscaler
-from .local_state import DeploymentLocation
+from .local_state import DeploymentLocation, namespace_of
 from .preflight import check_same_tokens, listeners, resolve_models
 from .ray_cluster import (
-    CALLS_PER_ACTOR_MAX,
     RECONCILER,
     Actor,
     Cluster,
@@ -295,13 +294,9 @@ class Reconciler:
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
     """Starts the reconciler of a deployment."""
-    import ray
-
-    options = ray.remote(Reconciler).options(
-        name=RECONCILER, namespace=namespace, lifetime="detached", num_cpus=0, max_restarts=-1,
-        max_concurrency=CALLS_PER_ACTOR_MAX,
-    )  # fmt: skip
-    return Actor(RECONCILER, options.remote(spec, namespace))
+    found = Actor(RECONCILER, None)
+    found.start(Reconciler, namespace, spec, namespace, num_cpus=0, max_restarts=-1)
+    return found
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
@@ -319,10 +314,10 @@ async def find_reconciler(namespace: str) -> Actor | None:
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
     """Connects to the cluster, and leaves it in the end. Raises `SettingError` for one that cannot
     be reached."""
-    connection = RayConnection(where.address, where.namespace, token=where.token)
+    connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
-        yield ReconcilerClient(where.namespace)
+        yield ReconcilerClient(connection.namespace)
     finally:
         await connection.disconnect()
 

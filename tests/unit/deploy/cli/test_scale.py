@@ -102,6 +102,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     class Connection:
         def __init__(self, address: str, namespace: str, token: Path | None) -> None:
             made.opened.append((address, namespace, token))
+            self.namespace = namespace
 
         async def connect(self) -> None:
             made.num_open += 1

@@ -73,7 +73,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
             ReplicaView(f"{role}-{age}", role, address, http_address=http)
             for age, (role, address, http) in enumerate(replicas)
         ]
-        deployment._overview = Overview({"draft": 1}, tuple(views), hopeless)
+        deployment.overview = Overview({"draft": 1}, tuple(views), hopeless)
         deployment._changed.set()
         await asyncio.sleep(0.01)
         found = running_deployment(state)

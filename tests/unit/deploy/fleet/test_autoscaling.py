@@ -48,7 +48,7 @@ class Fleet:
             for role, count in (self.wanted | self.there).items()
         }
         found = self.scaler.decide(now, self.wanted, records)
-        changes = {change.role: change.count for change in found}
+        changes = {role: count for role, count, _ in found}
         self.wanted |= changes
         return changes
 
