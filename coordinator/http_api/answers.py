@@ -296,26 +296,18 @@ class NativeEvents:
 
     def take(self, index: int, event: Event) -> list[Json]:
         """What is told of an event."""
+        told = {"type": type(event).__name__.lower(), **asdict(event)}
+        text, stream = self._text, self._stream
+        if isinstance(event, RoundReport):
+            proposed = event.proposed_token_ids
+            told |= {"type": "round", "first_index": self._num_tokens}
+            told["proposed_texts"] = text and [as_text(text.spell(one)) for one in proposed]
         if isinstance(event, Tokens):
-            return [self._tokens(event)]
-        kind = type(event).__name__.lower()
-        if not isinstance(event, RoundReport):
-            return [{"type": kind, **asdict(event)}]
-        texts = None
-        if self._text is not None:
-            texts = [as_text(self._text.spell(one)) for one in event.proposed_token_ids]
-        place = {"type": "round", "first_index": self._num_tokens}
-        return [{**place, **asdict(event), "proposed_texts": texts}]
-
-    def _tokens(self, event: Tokens) -> Json:
-        self._num_tokens = event.first_index + len(event.token_ids)
-        texts = None
-        if self._stream is not None:
-            texts = [self._stream.push(token_id) for token_id in event.token_ids]
-        told = {"type": "tokens", **asdict(event), "texts": texts}
-        if not told["logprobs"]:
-            del told["logprobs"]
-        for entry in told.get("logprobs", ()):
-            entry["logprob"] = max(entry["logprob"], IMPOSSIBLE)
-            entry["top"] = [[token_id, max(one, IMPOSSIBLE)] for token_id, one in entry["top"]]
-        return told
+            self._num_tokens = event.first_index + len(event.token_ids)
+            told["texts"] = stream and [stream.push(token_id) for token_id in event.token_ids]
+            if not event.logprobs:
+                del told["logprobs"]
+            for entry in told.get("logprobs", ()):
+                entry["logprob"] = max(entry["logprob"], IMPOSSIBLE)
+                entry["top"] = [[token_id, max(one, IMPOSSIBLE)] for token_id, one in entry["top"]]
+        return [told]

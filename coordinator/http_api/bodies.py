@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -230,7 +230,7 @@ class GenerationBody(Body):
             raise BadRequest(
                 "stream_options", "is for streams; set stream to true, or leave it out"
             )
-        found, speculation = list(self._constraints()), self.speculation
+        found, speculation = self._constraints(), self.speculation
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
             raise BadRequest(found[1][0], reason)
@@ -272,17 +272,16 @@ class GenerationBody(Body):
         biases = sorted((int(token), bias) for token, bias in self.logit_bias.items())
         return SamplingParams(**values | {"logit_bias": tuple(biases)})
 
-    def _constraints(self) -> Iterator[tuple[str, Constraint]]:
+    def _constraints(self) -> list[tuple[str, Constraint]]:
         """Each that is asked for, behind the field that asks for it. Raises `BadRequest`."""
-        field = "response_format"
+        field, asked = "response_format", list[tuple[str, str, Any]]()
         match self.response_format:
             case None | {"type": "text"}:
                 pass
             case {"type": "json_object"}:
-                yield field, Constraint.any_object()
+                asked = [(field, "json_object", True)]
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
-                field += ".json_schema.schema"
-                yield field, Constraint.of_schema(schema, field)
+                asked = [(f"{field}.json_schema.schema", "json", schema)]
             case {"type": "json_schema"}:
                 raise BadRequest(f"{field}.json_schema.schema", "is missing")
             case other:
@@ -290,32 +289,30 @@ class GenerationBody(Body):
                 raise BadRequest(
                     f"{field}.type", f"got {kind!r}; allowed: text, json_object, json_schema"
                 )
-        for kind, value in self.structured_outputs.items():
-            yield from _constraint(f"structured_outputs.{kind}", kind, value)
+        given = self.structured_outputs
+        asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
         for kind in ("json", "regex", "choice"):
             field = f"guided_{kind}"
-            yield from _constraint(field, kind, getattr(self, field))
+            asked.append((field, kind, getattr(self, field)))
+        asked = [one for one in asked if one[2] is not None and one[1:] != ("json_object", False)]
+        return [(one[0], _constraint(*one)) for one in asked]
 
 
-def _constraint(field: str, kind: str, value: Any) -> Iterator[tuple[str, Constraint]]:
+def _constraint(field: str, kind: str, value: Any) -> Constraint:
     match kind, value:
-        case (_, None) | ("json_object", False):
-            pass
         case "json_object", True:
-            yield field, Constraint.any_object()
+            return Constraint.any_object()
         case "json", _:
-            yield field, Constraint.of_schema(value, field)
+            return Constraint.of_schema(value, field)
         case "regex", _:
-            yield field, Constraint.of_regex(value, field)
+            return Constraint.of_regex(value, field)
         case "choice", list():
-            yield field, Constraint.of_choices(value, field)
+            return Constraint.of_choices(value, field)
         case "json_object", _:
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
         case "choice", _:
             raise BadRequest(field, "is no list of texts")
-        case _:
-            allowed = "json, json_object, regex, choice"
-            raise BadRequest(field, f"is not served; allowed: one of {allowed}")
+    raise BadRequest(field, "is not served; allowed: one of json, json_object, regex, choice")
 
 
 class TextPart(Body):

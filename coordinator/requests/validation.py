@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pydantic import TypeAdapter
 
@@ -97,8 +97,8 @@ def check_fields(request: GenerateRequest, model: ServedModel) -> None:
     )
     for field, low, high in bounds:
         value = getattr(request, field)
-        if value is not None:
-            _check_integer(field, value, low, high)
+        if value is not None and not low <= value <= high:
+            raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
     if request.rule is Rule.GREEDY and not request.sampling.greedy:
         raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
 
@@ -115,24 +115,25 @@ def resolve(
     the prompt, or the prompt and `max_tokens`, do not fit the model."""
     check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
-    max_tokens = _default(request.max_tokens, min(room, request.default_max_tokens))
-    if max_tokens > room:
+    known: dict[str, Any] = {
+        "max_tokens": min(room, request.default_max_tokens),
+        "seed": random_seed,
+        "num_draft_tokens": defaults.num_draft_tokens,
+        "deadline_ms": defaults.deadline_ms,
+    }
+    for field in fields(request):
+        if (value := getattr(request, field.name)) is not None:
+            known[field.name] = value
+    if known["max_tokens"] > room:
         raise BadRequest(
             "max_tokens",
-            f"the prompt's {len(prompt_ids)} tokens and {max_tokens} more exceed the model's "
-            f"length of {model.max_model_len}; at most {room} are left",
+            f"the prompt's {len(prompt_ids)} tokens and {known['max_tokens']} more exceed the "
+            f"model's length of {model.max_model_len}; at most {room} are left",
         )
-    known = {field.name: getattr(request, field.name) for field in fields(request)}
-    known |= {"prompt": prompt_ids, "max_tokens": max_tokens, "model": ""}
-    known |= {
-        "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
-        "seed": _default(request.seed, random_seed),
-        "rule": resolve_rule(
-            request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
-        ),
-        "num_draft_tokens": _default(request.num_draft_tokens, defaults.num_draft_tokens),
-        "deadline_ms": _default(request.deadline_ms, defaults.deadline_ms),
-    }
+    known |= {"prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT}
+    known["rule"] = resolve_rule(
+        request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
+    )
     return GenerationParameters(**known)
 
 
@@ -153,12 +154,14 @@ def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel
         )
 
 
+def _is_chat(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], ChatMessage)
+
+
 def check_roles(prompt: Prompt) -> None:
     """Raises `BadRequest` for a turn of a conversation whose role is no name: a chat template
     writes it between the marks of the turn."""
-    if isinstance(prompt, str) or not (prompt and isinstance(prompt[0], ChatMessage)):
-        return
-    for index, turn in enumerate(prompt):
+    for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
             raise BadRequest(
                 f"chat.messages[{index}].role",
@@ -177,15 +180,6 @@ def check_stop(stop: tuple[str, ...]) -> None:
             raise BadRequest(
                 f"stop[{index}]", f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}"
             )
-
-
-def _check_integer(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
-
-
-def _default(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 TOKENIZER_THREADS: Final = 2
@@ -208,12 +202,13 @@ class PromptEncoder:
         tokenized once for all who wait for it. Raises `BadRequest`
         for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
         is not even looked at."""
-        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], ChatMessage)):
-            return "token_ids", prompt  # type: ignore[return-value]
-        field, text = "text" if isinstance(prompt, str) else "chat", self._text
+        text, given = self._text, cast(Any, prompt)
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            return "token_ids", given
+        field = "text" if isinstance(prompt, str) else "chat"
         if text is None:
             raise BadRequest(field, NO_TOKENIZER)
-        turns = [] if isinstance(prompt, str) else [asdict(turn) for turn in prompt]
+        turns = [] if isinstance(prompt, str) else [asdict(turn) for turn in given]
         contents = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in turns]
         size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
         bytes_max = tokens_max * text.token_bytes_max
@@ -225,9 +220,7 @@ class PromptEncoder:
             )
 
         def tokenize() -> tuple[int, ...]:
-            if isinstance(prompt, str):
-                return tuple(text.encode(prompt))
-            return tuple(text.encode_chat(turns))
+            return tuple(text.encode_chat(turns) if turns else text.encode(given))
 
         return field, await self._calls.result(id(prompt), tokenize)
 
