@@ -26,11 +26,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.client.client import Client, SyncClient
-from outrider.client.in_process import InProcessTransport
 from outrider.client.transport import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
+    InProcessTransport,
     SessionView,
     Transport,
 )

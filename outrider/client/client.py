@@ -10,15 +10,17 @@ from contextlib import aclosing
 from typing import Any, Final, Self, TypeVar, cast
 
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool, ResumingTransport, Server
-from outrider.client.grpc_transport import BlockingGrpcTransport, GrpcTransport, key_metadata
 from outrider.client.transport import (
     GENERATE_SLACK_S,
+    BlockingGrpcTransport,
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
+    GrpcTransport,
     Method,
     SessionView,
     Transport,
+    key_metadata,
 )
 from outrider.errors import BadRequest, DeadlineExceeded, InvariantError, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX
